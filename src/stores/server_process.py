@@ -84,6 +84,13 @@ def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
     return listener
 
 
+def take_over(fd: int) -> socket.socket:
+    """Listen on a socket that the caller has bound; the caller's descriptor is used up."""
+    listener = socket.socket(fileno=fd)
+    listener.listen(BACKLOG)
+    return listener
+
+
 class ServerProcess:
     """Owns a server's helper process; the last reference to it ends the server."""
 

@@ -108,6 +108,7 @@ def parse_i64(text: bytes) -> int:
         ValueError: When there is no number at the start.
         OverflowError: When it does not fit into 64 bits.
     """
+    text = text[:_LONGEST_NUMBER]
     try:
         number = int(text) if text.isdigit() else int(_leading_number(text))
     except ValueError:
@@ -115,6 +116,9 @@ def parse_i64(text: bytes) -> int:
     if not -(1 << 63) <= number < 1 << 63:
         raise OverflowError(f"the value {text[:32]!r} does not fit into 64 bits")
     return number
+
+
+_LONGEST_NUMBER = 4000  # Python's own limit is 4300 digits; nothing longer is looked at
 
 
 def _leading_number(text: bytes) -> bytes:
