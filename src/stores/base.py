@@ -1,9 +1,9 @@
 """What can every store do?
 
-``Store`` is the contract: torch.distributed's names, arguments, and error classes. It derives from torch's Store, so
-that each of ours can be handed to torch's gloo, PrefixStore or init_process_group. A subclass writes ``set``, ``get``,
-``add``, ``check``, ``compare_set``, ``wait_until``, ``delete_key``, ``num_keys`` and ``clone``; the rest follows, and is
-overridden where a store knows a faster way.
+``Store`` is the contract: torch.distributed's names, arguments, and error classes. It derives from
+torch's Store, so that each of ours can be handed to torch's gloo, PrefixStore or init_process_group. A
+subclass writes ``set``, ``get``, ``add``, ``check``, ``compare_set``, ``wait_until``, ``delete_key``,
+``num_keys`` and ``clone``; the rest follows, and is overridden where a store knows a faster way.
 
 One rule for all stores, torch's TCPStore's: a timeout of 0 means "at once", a negative one "for ever".
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-import torch.distributed
+from torch._C._distributed_c10d import Store as TorchStore
 
 from stores import keep_alive
 from stores.errors import DistStoreError, wrong_kind
@@ -65,7 +65,7 @@ def deadline_after(seconds: float) -> float | None:
     return None if seconds < 0 else time.monotonic() + seconds
 
 
-class Store(torch.distributed.Store):
+class Store(TorchStore):
     """Defines what every key-value store offers (c10d's Store).
 
     Keys and values are bytes; str is taken as UTF-8. Values come back as bytes. Nothing is ever unpickled.
@@ -82,7 +82,7 @@ class Store(torch.distributed.Store):
         if keep_alive.is_held_by_cpp(self):
             keep_alive.hold(self)
 
-    # -- what a store must have -------------------------------------------------------------------------------
+    # -- what a store must have -------------------------------------------------------------------------
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value, in place of any earlier one."""
@@ -100,7 +100,7 @@ class Store(torch.distributed.Store):
         """Add to a decimal counter and return the total; a missing key counts as 0, totals wrap at 64 bits.
 
         Raises:
-            ValueError: When the value is no number (a TCPStore's server closes the connection: DistNetworkError).
+            ValueError: When the value is no number (TCPStore: DistNetworkError, its server closes then).
         """
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class Store(torch.distributed.Store):
         raise NotImplementedError
 
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        """Wait until all keys are there, or raise DistStoreError after that many seconds (negative: never)."""
+        """Wait until all keys are there, or raise DistStoreError after so many seconds (negative: never)."""
         raise NotImplementedError
 
     def delete_key(self, key: Text) -> bool:
@@ -136,7 +136,7 @@ class Store(torch.distributed.Store):
         """Return another handle to the same keys, for use beside this one."""
         raise NotImplementedError
 
-    # -- what follows from it ---------------------------------------------------------------------------------
+    # -- what follows from it ---------------------------------------------------------------------------
 
     def wait(self, keys: Sequence[Text], timeout: Timeout | None = None) -> None:
         """Wait until all keys are there.
@@ -169,7 +169,9 @@ class Store(torch.distributed.Store):
     def as_pairs(self, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
         """Return keys and values in pairs; raises DistStoreError when they are not of one number."""
         if len(keys) != len(values):
-            raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
+            raise DistStoreError(
+                f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values"
+            )
         return list(zip(as_key_list(keys), [as_bytes(value, "value") for value in values], strict=True))
 
     def queue_push(self, key: Text, value: Text) -> None:

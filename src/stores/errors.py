@@ -1,7 +1,8 @@
 """What do the stores raise, and how is it worded?
 
-The classes are torch's own, so that ``except torch.distributed.DistStoreError`` works for both kinds of stores.
-Messages begin as torch's do and go on with what torch leaves out: where, how long, and what helps.
+The classes are torch's own, so that ``except torch.distributed.DistStoreError`` works for both kinds of
+stores. Messages begin as torch's do and go on with what torch leaves out: where, how long, and what
+helps.
 """
 
 from __future__ import annotations

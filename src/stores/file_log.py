@@ -1,9 +1,9 @@
 """How do processes share one append-only file?
 
-The format is torch's: records ``u32 key length, key, u32 value length, value``, the last record of a key wins, a key
-with "-" before it deletes; flock(2) on the file, shared for readers, exclusive for writers. Unlike torch, a record is
-written by one call, a torn record at the end (a writer was killed) is cut off by the next one to see it, and no lock is
-waited for longer than a deadline.
+The format is torch's: records ``u32 key length, key, u32 value length, value``, the last record of a key
+wins, a key with "-" before it deletes; flock(2) on the file, shared for readers, exclusive for writers.
+Unlike torch, a record is written by one call, a torn record at the end (a writer was killed) is cut off
+by the next one to see it, and no lock is waited for longer than a deadline.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FileLog:
         self._mine = threading.RLock()
 
     def has_news(self) -> bool:
-        """Return whether the file has changed since it was read, without a lock (so it may say False too early)."""
+        """Return whether the file has changed since it was read, without a lock, so a hint only."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -120,7 +120,7 @@ class FileLog:
                 fd = os.open(self.path, flags, 0o644)
             except FileNotFoundError:
                 raise DistStoreError(
-                    f"the store's file {self.path} is gone: all its users left, or it was removed from outside"
+                    f"the store's file {self.path} is gone: all its users left, or it was removed"
                 ) from None
             try:
                 if _try_lock(fd, lock):

@@ -22,7 +22,7 @@ def _key(key: Text) -> bytes:
 
 
 class FileStore(Store):
-    """Keeps keys in a file that all ranks reach (c10d's FileStore, and its format); safe between processes and threads.
+    """Keeps keys in a file that all ranks reach (c10d's FileStore, and its format).
 
     Args:
         file_name: The file; made when it is not there. A folder that all ranks share and flock(2) works on.

@@ -1,9 +1,10 @@
 """Who uses a FileStore's file, and is it left from an earlier run?
 
-As in torch, ``refcount/`` counts the users that are there and ``cleanup/`` those that have left; the last one removes
-the file once ``world_size`` have left. Where a world_size is given, each of our users also leaves a note of its host,
-boot, pid namespace, pid and start time, which torch skips. By these notes a file whose world is complete and whose
-users all died is started anew; where that cannot be known (torch's users, other hosts) opening it is an error.
+As in torch, ``refcount/`` counts the users that are there and ``cleanup/`` those that have left; the
+last one removes the file once ``world_size`` have left. Where a world_size is given, each of our users
+also leaves a note of its host, boot, pid namespace, pid and start time, which torch skips. By these
+notes a file whose world is complete and whose users all died is started anew; where that cannot be known
+(torch's users, other hosts) opening it is an error.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def _refuse_stale(log: FileLog, fd: int, world_size: int) -> None:
         log.clear(fd)  # all have left or died
         return
     raise DistStoreError(
-        f"{log.path} looks left from an earlier run: {there + gone} users came to it before, {there} did not leave, "
-        f"world_size is {world_size}, and none of them is known to live. Remove the file, or choose another name."
+        f"{log.path} looks left from an earlier run: {there + gone} users came to it before, {there} did not "
+        f"leave, world_size is {world_size}, and none of them is known to live. Remove the file, or choose "
+        "another name."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
 from stores.errors import queue_empty, wait_timeout
@@ -147,7 +147,7 @@ class HashStore(Store):
         if self._missing(keys):
             self._sleep(lambda: not self._missing(keys), keys, seconds, time.monotonic())
 
-    def _sleep(self, is_done, keys, seconds, start) -> None:  # type: ignore[no-untyped-def]
+    def _sleep(self, is_done: Callable[[], bool], keys: list[bytes], seconds: float, start: float) -> None:
         deadline = deadline_after(seconds)
         while not is_done():
             left = None if deadline is None else deadline - time.monotonic()

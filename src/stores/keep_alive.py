@@ -1,12 +1,14 @@
 """How does a Python store live as long as torch's C++ may still call it?
 
-C++ that is handed a Python store (gloo, torch's PrefixStore, what clone() returned) holds its C++ half alone; once the
-last Python name is gone, the next call from C++ fails with an internal assert. So when Python lets go of a store, the
-reference count of its C++ half is looked at: above one, C++ still has it, and the store is kept in ``_held`` until it
-is the last owner. That is checked whenever a store is made or dropped, and by the garbage collector meanwhile.
+C++ that is handed a Python store (gloo, torch's PrefixStore, what clone() returned) holds its C++ half
+alone; once the last Python name is gone, the next call from C++ fails with an internal assert. So when
+Python lets go of a store, the reference count of its C++ half is looked at: above one, C++ still has it,
+and the store is kept in ``_held`` until it is the last owner. That is checked whenever a store is made
+or dropped, and by the garbage collector meanwhile.
 
-pybind11 has no name for that count, so it is read from the object itself, at a place that is verified on import with
-a real store; should a later torch lay it out differently, stores that Python drops are kept for good instead.
+pybind11 has no name for that count, so it is read from the object itself, at a place that is verified on
+import with a real store; should a later torch lay it out differently, stores that Python drops are kept
+for good instead.
 """
 
 from __future__ import annotations
@@ -16,29 +18,31 @@ import gc
 import sys
 from typing import Any
 
-import torch.distributed
+from torch._C._distributed_c10d import PrefixStore, Store
 
-_HALF = object.__basicsize__  # pybind11 keeps the pointer to the C++ half right behind Python's own header ...
+_HALF = (
+    object.__basicsize__
+)  # pybind11 keeps the pointer to the C++ half right behind Python's own header ...
 _COUNT = ctypes.sizeof(ctypes.c_void_p)  # ... and an intrusive_ptr_target its count right behind the vtable
 _OWN = 3  # references to a held store when nobody else has it: the table's, the loop's, and the call's own
 
-_held: dict[int, torch.distributed.Store] = {}
+_held: dict[int, Store] = {}
 
 
-def _read_owners(store: torch.distributed.Store) -> int:
+def _read_owners(store: Store) -> int:
     half = ctypes.c_size_t.from_address(id(store) + _HALF).value
     return ctypes.c_uint32.from_address(half + _COUNT).value if half else 1
 
 
 def _is_readable() -> bool:
-    class Probe(torch.distributed.Store):
+    class Probe(Store):
         pass
 
     if sys.implementation.name != "cpython":
         return False
     probe = Probe()
     alone = _read_owners(probe)
-    prefixed = torch.distributed.PrefixStore("", probe)
+    prefixed = PrefixStore("", probe)
     shared = _read_owners(probe)
     del prefixed
     return (alone, shared, _read_owners(probe)) == (1, 2, 1)
@@ -47,12 +51,12 @@ def _is_readable() -> bool:
 _READABLE = _is_readable()
 
 
-def is_held_by_cpp(store: torch.distributed.Store) -> bool:
+def is_held_by_cpp(store: Store) -> bool:
     """Return whether C++ still holds the store (True when that cannot be known)."""
     return not _READABLE or _read_owners(store) > 1
 
 
-def hold(store: torch.distributed.Store) -> None:
+def hold(store: Store) -> None:
     """Keep a store that Python has let go of."""
     if not _held and _READABLE:
         gc.callbacks.append(_on_collection)

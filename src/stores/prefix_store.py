@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed
+from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
+from torch._C._distributed_c10d import Store as TorchStore
 
 from stores.base import Store, Text, Timeout, as_bytes, as_key_list
 from stores.errors import wrong_kind
@@ -19,9 +20,9 @@ class PrefixStore(Store):
     (``p`` does not take ``pq/x``).
     """
 
-    def __init__(self, prefix: Text, store: torch.distributed.Store) -> None:
+    def __init__(self, prefix: Text, store: TorchStore) -> None:
         super().__init__()
-        if not isinstance(store, torch.distributed.Store):
+        if not isinstance(store, TorchStore):
             raise wrong_kind("store", store, "a Store")
         self._prefix = as_bytes(prefix, "prefix") + b"/"
         self._store: Any = store
@@ -34,14 +35,14 @@ class PrefixStore(Store):
         return [prefix + key for key in as_key_list(keys)]
 
     @property
-    def underlying_store(self) -> torch.distributed.Store:
+    def underlying_store(self) -> TorchStore:
         """Return the store below."""
         return self._store
 
     @property
-    def _underlying_non_prefix_store(self) -> torch.distributed.Store:
+    def _underlying_non_prefix_store(self) -> TorchStore:
         below = self._store
-        while isinstance(below, (PrefixStore, torch.distributed.PrefixStore)):
+        while isinstance(below, (PrefixStore, TorchPrefixStore)):
             below = below.underlying_store
         return below
 

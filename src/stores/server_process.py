@@ -1,9 +1,10 @@
 """How does a server start beside its owner, and end with it?
 
-A helper process runs tcp_server.py with the standard library alone (no site, no torch; about 15 ms), so that rank 0's
-interpreter lock has no say in it. The listening sockets are made here, where errors can be raised, and handed down;
-clients can connect at once, since the kernel queues them. The helper ends on a byte or the end of its control socket,
-and when its owner's pid goes away (pidfd), which also covers ``kill -9`` and forked children that keep the socket open.
+A helper process runs tcp_server.py with the standard library alone (no site, no torch; about 15 ms), so
+that rank 0's interpreter lock has no say in it. The listening sockets are made here, where errors can be
+raised, and handed down; clients can connect at once, since the kernel queues them. The helper ends on a
+byte or the end of its control socket, and when its owner's pid goes away (pidfd), which also covers
+``kill -9`` and forked children that keep the socket open.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PORT_TRIES = 16
 END_S = 2.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give large values back
 
-# An empty package "stores" of the right path: its modules are found, its __init__ (which imports torch) never runs.
+# An empty package "stores" of the right path: its modules are found, its __init__, which imports torch,
+# never runs.
 _START = (
     "import sys, types; package = types.ModuleType('stores'); package.__path__ = [sys.argv[1]]; "
     "sys.modules['stores'] = package; from stores.tcp_server import main; main(sys.argv[2:])"

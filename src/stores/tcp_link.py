@@ -1,7 +1,7 @@
 """How does a client hold one connection to a server, within deadlines?
 
-Every read and write has a limit, so that a stopped server costs a client its timeout and no more. An answer that did
-not come in time leaves the connection out of step; whoever sees that closes it.
+Every read and write has a limit, so that a stopped server costs a client its timeout and no more. An
+answer that did not come in time leaves the connection out of step; whoever sees that closes it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Link:
 
     def read_values(self, count: int, data: bytes = b"") -> list[bytes]:
         """Return so many strings; the given bytes are their beginning."""
-        values = []
+        values: list[bytes] = []
         pos = 0
         end = len(data)
         while len(values) < count:
@@ -111,7 +111,13 @@ class Link:
 
 
 def connect(
-    host: str, port: int, secret: bytes | None, seconds: float, limit: float | None, *, is_patient: bool = True
+    host: str,
+    port: int,
+    secret: bytes | None,
+    seconds: float,
+    limit: float | None,
+    *,
+    is_patient: bool = True,
 ) -> Link:
     """Connect and greet, trying again until the time is over.
 

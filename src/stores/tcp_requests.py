@@ -4,9 +4,9 @@ One function a request, found in the table ``HANDLERS`` by the request's first b
 
     handler(space, peer, data, pos, end, out) -> position behind the request, or -1 when it is not complete
 
-Replies are appended to ``out``. An incomplete request sets ``peer.need`` to the position up to which ``data`` must
-reach before another try is worth it, so that no frame is scanned again from its start with every segment.
-Standard library alone: the server process imports this file without torch.
+Replies are appended to ``out``. An incomplete request sets ``peer.need`` to the position up to which
+``data`` must reach before another try is worth it, so that no frame is scanned again from its start with
+every segment. Standard library alone: the server process imports this file without torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from stores.tcp_space import Peer, Refused, Space, Wait
 from stores.tcp_wire import (
     ABSENT,
     CANCELED,
@@ -36,88 +37,6 @@ _u64 = U64.unpack_from
 _i64 = I64.unpack_from
 _pack_u64 = U64.pack
 _pack_i64 = I64.pack
-
-
-class Refused(Exception):
-    """Closes the connection: the protocol has no other way to say no."""
-
-
-class Wait:
-    """Holds what one WAIT or BARRIER of a peer still misses."""
-
-    __slots__ = ("keys", "missing", "peer", "table")
-
-    def __init__(self, peer: Peer, keys: list[bytes], table: dict[bytes, dict[Wait, None]]) -> None:
-        self.peer = peer
-        self.keys = keys
-        self.missing = len(keys)
-        self.table = table
-        for key in keys:
-            table.setdefault(key, {})[self] = None
-        peer.wait = self
-
-    def drop(self) -> None:
-        """Take the wait off every list it is on."""
-        self.peer.wait = None
-        for key in self.keys:
-            waits = self.table.get(key)
-            if waits is not None:
-                waits.pop(self, None)
-                if not waits:
-                    del self.table[key]
-
-
-class Peer:
-    """Holds what the requests need to know of one connection (the server adds the socket)."""
-
-    __slots__ = ("checked", "heavy", "keys", "keys_end", "keys_left", "need", "pairs", "wait")
-
-    def __init__(self) -> None:
-        self.wait: Wait | None = None
-        self.need = 0  # absolute position in data; the server makes it a length
-        self.heavy = False  # a large reply was made: send before going on
-        self.pairs = 0  # pairs of a MULTI_SET still to come
-        self.keys: list[bytes] | None = None  # an unfinished list: the keys so far, ...
-        self.keys_left = 0  # ... how many are missing ...
-        self.keys_end = 0  # ... and where the next one starts, counted from the request's first argument
-        self.checked: tuple[bytes, list[bytes]] | None = None  # the last long list, raw and parsed
-
-    def wake(self, reply: bytes) -> None:
-        """Send a late reply."""
-        raise NotImplementedError
-
-
-class Space:
-    """Holds keys, queues and those who wait for them."""
-
-    __slots__ = ("arrivals", "data", "queues", "waits")
-
-    def __init__(self) -> None:
-        self.data: dict[bytes, bytes] = {}
-        self.queues: dict[bytes, deque[bytes]] = {}
-        self.waits: dict[bytes, dict[Wait, None]] = {}
-        self.arrivals: dict[bytes, dict[Wait, None]] = {}
-
-    def tick_off(self, key: bytes) -> None:
-        """Tell all waits that a key was written; it stays ticked off even if deleted meanwhile."""
-        for wait in self.waits.pop(key):
-            wait.missing -= 1
-            if not wait.missing:
-                wait.peer.wait = None
-                wait.peer.wake(WOKEN)
-
-    def tick_off_one(self, key: bytes) -> None:
-        """Tell the waits of a queue that one value came: only one of them is woken."""
-        waits = self.waits[key]
-        for wait in list(waits):
-            del waits[wait]
-            wait.missing -= 1
-            if not wait.missing:
-                wait.peer.wait = None
-                wait.peer.wake(WOKEN)
-                break
-        if not waits:
-            del self.waits[key]
 
 
 Handler = Callable[[Space, Peer, bytes, int, int, "list[bytes]"], int]
@@ -224,7 +143,7 @@ def _count(space: Space, key: bytes, amount: int) -> int:
 
 
 def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
-    """Return the list of keys at pos and its end; an end of -1 when it is not complete (it goes on from there)."""
+    """Return the list of keys at pos and its end: -1 while it is not complete (it goes on from there)."""
     keys = peer.keys
     if keys is None:
         if end - pos < 8:
@@ -233,7 +152,9 @@ def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int
         (left,) = _u64(data, pos)
         if left > MAX_KEYS:
             raise Refused(f"a list of {left} keys, above the limit of {MAX_KEYS}")
-        if peer.checked is not None:  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
+        if (
+            peer.checked is not None
+        ):  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
             raw, known = peer.checked
             if data.startswith(raw, pos):
                 return known, pos + len(raw)
@@ -306,7 +227,9 @@ def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
     (count,) = _u64(data, pos)
     if count > MAX_KEYS:
         raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
-    peer.pairs = count  # the server hands each pair to SET as it comes, so that one value is the most it holds
+    peer.pairs = (
+        count  # the server hands each pair to SET as it comes, so that one value is the most it holds
+    )
     return pos + 8
 
 

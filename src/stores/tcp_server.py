@@ -1,12 +1,13 @@
 """How does one thread serve many peers, hostile ones among them, at bounded memory?
 
-An epoll loop. Each readable peer is read once, all complete requests are answered with one send, and the rest of an
-unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished frames of all peers
-together may hold ``UNFINISHED_MAX`` bytes; beyond that large frames are let in one peer at a time, and one that stalls
-then is closed. Nothing is allocated for a length that was only announced.
+An epoll loop. Each readable peer is read once, all complete requests are answered with one send, and the
+rest of an unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished
+frames of all peers together may hold ``UNFINISHED_MAX`` bytes; beyond that large frames are let in one
+peer at a time, and one that stalls then is closed. Nothing is allocated for a length that was only
+announced.
 
-Standard library alone. Usually this is a process of its own, started by server_process.py without torch; it ends when
-its owner says so, closes the control socket, or dies.
+Standard library alone. Usually this is a process of its own, started by server_process.py without torch;
+it ends when its owner says so, closes the control socket, or dies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from stores.tcp_requests import HANDLERS, Peer, Refused, Space, set_pair
+from stores.tcp_requests import HANDLERS, set_pair
+from stores.tcp_space import Peer, Refused, Space
 from stores.tcp_wire import (
     GREETING_SECRET,
     HELLO,
@@ -205,7 +207,7 @@ class Server:
         self.answer(peer, data)
 
     def take_turn(self, peer: Connection) -> bool:
-        """Let the peer finish its large frame now, or hold it back until the one whose turn it is has done so."""
+        """Let the peer finish its large frame now, or hold it back until it is its turn."""
         if self.turn is None:
             self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
             return True
@@ -356,11 +358,14 @@ class Server:
 def main(arguments: list[str]) -> None:
     """Run a server process: owner's pid, control descriptor, listening descriptors...
 
-    The control socket brings a u32 length and the secret (0: none); any byte after that, or its end, ends the server.
+    The control socket brings a u32 length and the secret (0: none); a byte after that, or its end, ends the
+    server.
     """
     owner, control_fd, *listen_fds = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # ranks that save a checkpoint on SIGTERM still need their store
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,9 @@
 """How does a client run its requests, from several threads and within deadlines?
 
-One connection carries all short requests, in the order in which they were made. Who has to wait takes another one, so
-that a waiting thread does not block the others; the short request before it (CHECK) has an answer, so everything this
-process wrote is in place by then. A connection that fell out of step is closed, and the next request opens a new one.
+One connection carries all short requests, in the order in which they were made. Who has to wait takes
+another one, so that a waiting thread does not block the others; the short request before it (CHECK) has
+an answer, so everything this process wrote is in place by then. A connection that fell out of step is
+closed, and the next request opens a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from stores.tcp_wire import CANCELED, OPCODES, WOKEN, Request
 
 PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
 WAIT_LEAST_S = 0.05  # the same for the first answer of a request with a deadline
-CANCEL_S, CANCEL_SHARE = 0.02, 0.05  # a canceled wait is confirmed within so long, or this share of its timeout
+CANCEL_S, CANCEL_SHARE = (
+    0.02,
+    0.05,
+)  # a canceled wait is confirmed within so long, or this share of its timeout
 IDLE_LINKS = 4
 
 T = TypeVar("T")
@@ -65,7 +69,9 @@ class Session:
         """
         start = time.monotonic()
         if not self.lock.acquire(timeout=-1 if limit is None else limit):
-            raise no_answer(f"{verb} {name_keys(keys)} (another thread waits for its own)", self.where, limit or 0)
+            raise no_answer(
+                f"{verb} {name_keys(keys)} (another thread waits for its own)", self.where, limit or 0
+            )
         link = self.link
         try:
             if link is None:  # the last exchange failed, or this process was forked
@@ -112,7 +118,9 @@ class Session:
             return None
         return max(seconds, WAIT_LEAST_S) if seconds else PATIENCE_S
 
-    def sleep(self, frame: bytes, verb: str, keys: Sequence[bytes], deadline: float | None, cancel_s: float) -> bool:
+    def sleep(
+        self, frame: bytes, verb: str, keys: Sequence[bytes], deadline: float | None, cancel_s: float
+    ) -> bool:
         """Wait on the server, on a connection of its own, until it wakes us or the deadline has come.
 
         Args:

@@ -1,17 +1,18 @@
 """How do processes share keys over TCP?
 
-With our own server, get is one round trip (CHECK and GET in one send). With torch's it is two, since those answer, or
-close the connection, on a GET of a missing key.
+With our own server, get is one round trip (CHECK and GET in one send). With torch's it is two, since
+those answer, or close the connection, on a GET of a missing key.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
-from stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
+from stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_seconds
 from stores.errors import (
     DistNetworkError,
     DistStoreError,
@@ -20,9 +21,10 @@ from stores.errors import (
     wait_timeout,
 )
 from stores.server_process import ServerProcess, listen, take_over
+from stores.tcp_frames import check_sizes, exchange, pack_keys, pack_string, pop, wire_key, wire_keys
 from stores.tcp_link import CHUNK, Link
 from stores.tcp_session import Session
-from stores.tcp_wire import I64, MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, PRESENT, U32, U64, Request
+from stores.tcp_wire import I64, MAX_KEYS, OPCODES, PRESENT, U32, U64, Request
 
 _pack = U64.pack
 _i64 = I64.unpack_from
@@ -33,28 +35,14 @@ _ONE = _pack(1)
 _CHECK_ONE = _CHECK + _ONE
 _INIT_KEY = b"init/"  # counts the clients; the only key without a leading "/"
 _POLL_S = 0.01
-_EVERY_INTERFACE = {"": "localhost", "0.0.0.0": "127.0.0.1", "::": "::1"}  # where the server's own client goes
+_EVERY_INTERFACE = {
+    "": "localhost",
+    "0.0.0.0": "127.0.0.1",
+    "::": "::1",
+}  # where the server's own client goes
 
+T = TypeVar("T")
 _servers: weakref.WeakValueDictionary[int, ServerProcess] = weakref.WeakValueDictionary()
-
-
-def _string(text: bytes) -> bytes:
-    return _pack(len(text)) + text
-
-
-def _key_list(keys: Sequence[bytes]) -> bytes:
-    parts = [_pack(len(keys))]
-    for key in keys:
-        parts += (_pack(len(key)), key)
-    return b"".join(parts)
-
-
-def _key(key: Text) -> bytes:
-    return b"/" + (key.encode() if isinstance(key, str) else as_bytes(key))
-
-
-def _keys(keys: Sequence[Text]) -> list[bytes]:
-    return [b"/" + key for key in as_key_list(keys)]
 
 
 class TCPStore(Store):
@@ -132,20 +120,20 @@ class TCPStore(Store):
             time.sleep(_POLL_S)
             count = self._add(_INIT_KEY, 0)
 
-    # -- keys -------------------------------------------------------------------------------------------------
+    # -- keys -------------------------------------------------------------------------------------------
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value; the server does not confirm it, the next request that has an answer does."""
-        self._tell(_SET, "set", _key(key), as_bytes(value, "value"))
+        self._tell(_SET, "set", wire_key(key), as_bytes(value, "value"))
 
     def append(self, key: Text, value: Text) -> None:
         """Put a value behind the one that is there (not confirmed either)."""
-        self._tell(_R[Request.APPEND], "append to", _key(key), as_bytes(value, "value"))
+        self._tell(_R[Request.APPEND], "append to", wire_key(key), as_bytes(value, "value"))
 
     def _tell(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
         session = self._session
         if session.is_ours:
-            _check_sizes(key, value)
+            check_sizes(key, value)
         frame = request + _pack(len(key)) + key + _pack(len(value)) + value
         session.call(verb, (key,), session.limit, lambda link: link.send(frame))
 
@@ -156,9 +144,9 @@ class TCPStore(Store):
             DistStoreError: When the key did not come in time.
             DistNetworkError: When the server is gone, at once.
         """
-        wire_key = _key(key)
-        name = _pack(len(wire_key)) + wire_key
-        both = _CHECK_ONE + name + _GET + name
+        name = wire_key(key)
+        packed = _pack(len(name)) + name
+        both = _CHECK_ONE + packed + _GET + packed
 
         def ask_once(link: Link) -> bytes | None:
             if link.is_ours:
@@ -166,19 +154,19 @@ class TCPStore(Store):
                 data = link.recv(CHUNK)
                 value = link.read_value(data[1:] if data else link.read(1)[1:])
                 return value if data[:1] == PRESENT else None
-            link.send(_CHECK_ONE + name)
+            link.send(_CHECK_ONE + packed)
             if link.read(1) != PRESENT:
                 return None
-            link.send(_GET + name)
+            link.send(_GET + packed)
             return link.read_value()
 
-        return self._get_when_there("get", (wire_key,), _ONE + name, ask_once)
+        return self._get_when_there("get", (name,), _ONE + packed, ask_once)
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Return several values, waiting for all keys."""
-        wire_keys = _keys(keys)
-        body = _key_list(wire_keys)
-        count = len(wire_keys)
+        names = wire_keys(keys)
+        body = pack_keys(names)
+        count = len(names)
 
         def ask_once(link: Link) -> list[bytes] | None:
             if link.is_ours and len(body) <= CHUNK:
@@ -192,9 +180,11 @@ class TCPStore(Store):
             link.send(_MULTI_GET + body)
             return link.read_values(count)
 
-        return self._get_when_there("multi_get", wire_keys, body, ask_once)
+        return self._get_when_there("multi_get", names, body, ask_once)
 
-    def _get_when_there(self, verb, keys, body, ask_once):  # type: ignore[no-untyped-def]
+    def _get_when_there(
+        self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[Link], T | None]
+    ) -> T:
         session = self._session
         seconds = self._seconds
         limit = session.first_limit(seconds)
@@ -208,7 +198,13 @@ class TCPStore(Store):
         return value
 
     def _sleep(
-        self, verb: str, keys: Sequence[bytes], body: bytes, seconds: float, start: float, deadline: float | None
+        self,
+        verb: str,
+        keys: Sequence[bytes],
+        body: bytes,
+        seconds: float,
+        start: float,
+        deadline: float | None,
     ) -> None:
         session = self._session
         expired = deadline is not None and time.monotonic() >= deadline
@@ -219,10 +215,12 @@ class TCPStore(Store):
         """Name the keys that are not there, for a message; all of them when that is not to be had at once."""
         if len(keys) == 1 or len(keys) > 64:
             return keys
-        frame = b"".join(_CHECK_ONE + _string(key) for key in keys)
+        frame = b"".join(_CHECK_ONE + pack_string(key) for key in keys)
         session = self._session
         try:
-            answers = session.call("check", keys, session.cancel_time(0), lambda link: _exchange(link, frame, len(keys)))
+            answers = session.call(
+                "check", keys, session.cancel_time(0), lambda link: exchange(link, frame, len(keys))
+            )
         except DistNetworkError:
             return keys
         return [key for key, answer in zip(keys, answers, strict=True) if bytes((answer,)) != PRESENT] or keys
@@ -233,7 +231,7 @@ class TCPStore(Store):
         Raises:
             DistNetworkError: When the value is no number: servers close the connection then.
         """
-        return self._add(_key(key), as_amount(amount))
+        return self._add(wire_key(key), as_amount(amount))
 
     def _add(self, key: bytes, amount: int) -> int:
         frame = _ADD + _pack(len(key)) + key + I64.pack(amount)
@@ -241,39 +239,41 @@ class TCPStore(Store):
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Return whether all keys (or queues that are not empty) are there, without waiting."""
-        wire_keys = _keys(keys)
-        return self._session.ask(_CHECK + _key_list(wire_keys), 1, "check", wire_keys) == PRESENT
+        names = wire_keys(keys)
+        return self._session.ask(_CHECK + pack_keys(names), 1, "check", names) == PRESENT
 
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
         """Wait until all keys are there."""
-        wire_keys = [b"/" + key for key in keys]
-        body = _key_list(wire_keys)
+        names = [b"/" + key for key in keys]
+        body = pack_keys(names)
         session = self._session
         limit = session.first_limit(seconds)
         start = time.monotonic()
-        if session.call("wait for", wire_keys, limit, lambda link: _exchange(link, _CHECK + body, 1)) != PRESENT:
-            self._sleep("wait for", wire_keys, body, seconds, start, session.deadline(seconds))
+        if session.call("wait for", names, limit, lambda link: exchange(link, _CHECK + body, 1)) != PRESENT:
+            self._sleep("wait for", names, body, seconds, start, session.deadline(seconds))
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
-        wire_key = _key(key)
+        name = wire_key(key)
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
         session = self._session
         if session.is_ours:
-            _check_sizes(wire_key, before, after)
-        frame = b"".join((_R[Request.COMPARE_SET], _string(wire_key), _string(before), _string(after)))
+            check_sizes(name, before, after)
+        frame = b"".join(
+            (_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after))
+        )
 
         def use(link: Link) -> bytes:
             link.send(frame)
             return link.read_value()
 
-        return session.call("compare_set", (wire_key,), session.limit, use)
+        return session.call("compare_set", (name,), session.limit, use)
 
     def delete_key(self, key: Text) -> bool:
         """Delete a key and return whether it was there."""
-        wire_key = _key(key)
-        frame = _R[Request.DELETE_KEY] + _string(wire_key)
-        return _i64(self._session.ask(frame, 8, "delete_key", (wire_key,)))[0] == 1
+        name = wire_key(key)
+        frame = _R[Request.DELETE_KEY] + pack_string(name)
+        return _i64(self._session.ask(frame, 8, "delete_key", (name,)))[0] == 1
 
     def num_keys(self) -> int:
         """Return the number of keys, the count of clients included."""
@@ -298,18 +298,18 @@ class TCPStore(Store):
             if len(pairs) > MAX_KEYS:
                 raise DistStoreError(f"multi_set of {len(pairs)} keys: the server's limit is {MAX_KEYS}")
             for key, value in pairs:
-                _check_sizes(key, value)
+                check_sizes(key, value)
         parts = [_R[Request.MULTI_SET], _pack(len(pairs))]
         for key, value in pairs:
             parts += (_pack(len(key)), key, _pack(len(value)), value)
         frame = b"".join(parts)
         session.call("multi_set", [key for key, _ in pairs], session.limit, lambda link: link.send(frame))
 
-    # -- queues, barrier --------------------------------------------------------------------------------------
+    # -- queues, barrier --------------------------------------------------------------------------------
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue (not confirmed, as with set)."""
-        self._tell(_R[Request.QUEUE_PUSH], "queue_push to", _key(key), as_bytes(value, "value"))
+        self._tell(_R[Request.QUEUE_PUSH], "queue_push to", wire_key(key), as_bytes(value, "value"))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the oldest value of a queue.
@@ -318,41 +318,42 @@ class TCPStore(Store):
             QueueEmptyError: When there is none and ``block`` is False; never when it is True.
             DistStoreError: When none came within the store's timeout.
         """
-        wire_key = _key(key)
-        name = _string(wire_key)
+        name = wire_key(key)
+        packed = pack_string(name)
+        session = self._session
         if not block:
-            value = self._pop_once(wire_key, name, self._session.limit)
+            value = session.call("queue_pop from", (name,), session.limit, lambda link: pop(link, packed))
             if value is None:
-                raise queue_empty(wire_key, self.where)
+                raise queue_empty(name, self.where)
             return value
-        return self._get_when_there(
-            "queue_pop from", (wire_key,), _ONE + name, lambda link: _pop(link, name)
-        )
-
-    def _pop_once(self, key: bytes, name: bytes, limit: float | None) -> bytes | None:
-        return self._session.call("queue_pop from", (key,), limit, lambda link: _pop(link, name))
+        return self._get_when_there("queue_pop from", (name,), _ONE + packed, lambda link: pop(link, packed))
 
     def queue_len(self, key: Text) -> int:
         """Return how many values a queue holds."""
-        wire_key = _key(key)
-        frame = _R[Request.QUEUE_LEN] + _string(wire_key)
-        return _i64(self._session.ask(frame, 8, "queue_len of", (wire_key,)))[0]
+        name = wire_key(key)
+        frame = _R[Request.QUEUE_LEN] + pack_string(name)
+        return _i64(self._session.ask(frame, 8, "queue_len of", (name,)))[0]
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Wait until ``world_size`` callers have come to the same key; who comes later passes at once."""
         seconds = self._seconds if timeout is None else as_seconds(timeout)
-        wire_key = _key(key)
+        name = wire_key(key)
         session = self._session
         start = time.monotonic()
         deadline = session.deadline(seconds)
         # what was written before is in place once this has an answer; the barrier has a connection of its own
         nonce = U32.pack(1)
-        session.call("barrier", (wire_key,), session.first_limit(seconds), lambda link: _exchange(link, _R[Request.PING] + nonce, 4))
-        frame = _R[Request.BARRIER] + _string(wire_key) + I64.pack(world_size)
-        if not session.sleep(frame, "barrier", (wire_key,), deadline, session.cancel_time(seconds)):
+        session.call(
+            "barrier",
+            (name,),
+            session.first_limit(seconds),
+            lambda link: exchange(link, _R[Request.PING] + nonce, 4),
+        )
+        frame = _R[Request.BARRIER] + pack_string(name) + I64.pack(world_size)
+        if not session.sleep(frame, "barrier", (name,), deadline, session.cancel_time(seconds)):
             raise barrier_timeout(as_bytes(key), world_size, seconds, time.monotonic() - start, self.where)
 
-    # -- the store itself -------------------------------------------------------------------------------------
+    # -- the store itself -------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set how long get and wait may take."""
@@ -384,23 +385,3 @@ class TCPStore(Store):
     def libuvBackend(self) -> bool:
         """Return what was given as use_libuv (c10d's name); our server has one kind."""
         return self._use_libuv
-
-
-def _exchange(link: Link, frame: bytes, size: int) -> bytes:
-    link.send(frame)
-    return link.read(size)
-
-
-def _pop(link: Link, name: bytes) -> bytes | None:
-    link.send(_R[Request.QUEUE_POP] + name)
-    if not _i64(link.read(8))[0]:
-        return None
-    return link.read_value()
-
-
-def _check_sizes(key: bytes, *values: bytes) -> None:
-    if len(key) > MAX_KEY:
-        raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
-    for value in values:
-        if len(value) > MAX_VALUE:
-            raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")

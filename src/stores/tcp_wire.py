@@ -1,8 +1,9 @@
 """What goes over the wire between a TCPStore and its server?
 
-Numbers are little-endian. A string is a u64 length and that many bytes; a list is a u64 count and that many
-strings. A request is one byte (the table below) and its arguments; a reply carries no type. The protocol is that
-of torch 2.13's TCPStore (see docs/explanation/store-protocol.md); the greeting and the secret are ours.
+Numbers are little-endian. A string is a u64 length and that many bytes; a list is a u64 count and that
+many strings. A request is one byte (the table below) and its arguments; a reply carries no type. The
+protocol is that of torch 2.13's TCPStore (see docs/explanation/store-protocol.md); the greeting and the
+secret are ours.
 
 Standard library alone: the server process imports this file without torch.
 """
