@@ -1,0 +1,182 @@
+"""hpcdist: PyTorch's torch.distributed API on the MPI that your cluster already has, with stock wheels.
+
+    import hpcdist as dist
+    dist.init_process_group()          # mpirun / srun: MPI.  torchrun: a store and gloo.  alone: one process
+    dist.all_reduce(tensor)            # a torch tensor or a NumPy array
+
+Layout; imports point down only:
+
+    hpcdist          the public names, and nothing else
+    hpcdist.c10d     the facade: torch.distributed's names and signatures
+    hpcdist.core     the engine: the table of collectives, the path of a call, groups, buffers, Work
+    hpcdist.backends mpi, gloo, loopback: they import core and their own library
+    hpcdist.launch   which rank am I, and how do I find the others
+    stores           key-value stores for launches without MPI; a package of its own
+
+Importing hpcdist initialises no MPI.
+"""
+
+from torch.distributed import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    GatherOptions,
+    QueueEmptyError,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    default_pg_timeout,
+)
+from torch.distributed.distributed_c10d import GroupName
+
+from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
+from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
+from hpcdist.c10d.collectives import (
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    reduce,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
+from hpcdist.c10d.deprecated import _all_gather_base, _reduce_scatter_base
+from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
+from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
+from hpcdist.c10d.names import (
+    Backend,
+    BackendConfig,
+    get_default_backend_for_device,
+    is_available,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_torchelastic_launched,
+    is_ucc_available,
+    is_xccl_available,
+    supports_complex,
+)
+from hpcdist.c10d.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from hpcdist.c10d.queries import (
+    GroupMember,
+    get_backend,
+    get_backend_config,
+    get_global_rank,
+    get_group_rank,
+    get_mpi_comm,
+    get_node_local_rank,
+    get_pg_count,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    is_initialized,
+    record_comm,
+    reduce_op,
+)
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.work import Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllToAllOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "Backend",
+    "BackendConfig",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "GatherOptions",
+    "GroupMember",
+    "GroupName",
+    "P2POp",
+    "ProcessGroup",
+    "QueueEmptyError",
+    "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_global_rank",
+    "get_group_rank",
+    "get_mpi_comm",
+    "get_node_local_rank",
+    "get_pg_count",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "isend",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "record_comm",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_op",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "split_group",
+    "supports_complex",
+]

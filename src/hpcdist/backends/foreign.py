@@ -1,0 +1,288 @@
+"""How does one of torch's own c10d backends carry a group of ours?
+
+gloo, and whatever was given to ``Backend.register_backend``, speak c10d's list-and-options methods. What they
+cannot reduce is gathered and combined here in rank order, so that every dtype and op works, and with the
+same result on all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as c10d
+from torch._C._distributed_c10d import PrefixStore
+
+from hpcdist.core import reduction
+from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row
+from hpcdist.core.work import Work
+
+NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
+NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
+
+
+class ForeignWork(Work):
+    """The Work of a c10d backend, shown as ours."""
+
+    def __init__(
+        self, inner: Any, tensor: torch.Tensor, result: list[torch.Tensor], finish: Callable[[], None] | None
+    ) -> None:
+        super().__init__(result)
+        self._inner = inner
+        self._buffer: torch.Tensor | None = tensor
+        self._when_done = finish
+
+    def _block(self, seconds: float | None) -> bool:
+        try:
+            self._inner.wait(timedelta(seconds=seconds)) if seconds is not None else self._inner.wait()
+        except RuntimeError as error:
+            if seconds is not None and not self._inner.is_completed():
+                return False
+            failure = DistBackendError(f"operation failed: {error}")
+            failure.__cause__ = error
+            self._finish(failure)
+            return True
+        self._conclude()
+        return True
+
+    def _conclude(self) -> None:
+        if self._when_done is not None:
+            self._when_done()
+        self._buffer = self._when_done = None
+        self._finish()
+
+    def _poll(self) -> None:
+        if self._inner.is_completed():
+            self._block(None)
+
+    def source_rank(self) -> int:
+        """Return the sender of a receive."""
+        return self._inner._source_rank()
+
+
+class ForeignBackend(Backend):
+    """A group of one of torch's own c10d backends."""
+
+    name: ClassVar[str] = "foreign"
+
+    def __init__(self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any) -> None:
+        self.inner = inner
+        self.rank = rank
+        self.size = size
+        self._again = again  # makes the inner backend of a subgroup
+        self._store = store
+
+    @classmethod
+    def create(cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap) -> ForeignBackend:
+        """Make a registered backend by its creator (c10d's ``Backend.register_backend``)."""
+
+        def make(given: Bootstrap) -> Any:
+            if is_extended:
+                options = c10d.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+                assert given.store is not None
+                options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
+                options.timeout = given.timeout
+                return creator(options, given.options)
+            return creator(given.store, given.rank, given.size, given.timeout)
+
+        return cls.make(make, bootstrap)
+
+    @classmethod
+    def make(cls, creator: Callable[[Bootstrap], Any], bootstrap: Bootstrap) -> ForeignBackend:
+        """Make the group's backend."""
+        return cls(creator(bootstrap), bootstrap.rank, bootstrap.size, creator, bootstrap.store)
+
+    # -- collectives ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Run one collective to its end."""
+        if row.reduces:
+            assert send is not None
+            self.check_reduction(row, send.dtype, op)
+        try:
+            if row.reduces and send is not None:
+                self._reduce(row, send, recv, op, root, counts)
+            else:
+                self._move(row, send, recv, op, root, counts)
+        except RuntimeError as error:
+            raise DistBackendError(f"{row.name} on rank {self.rank} of {self.size} failed: {error}") from error
+
+    def _reduce(
+        self,
+        row: Row,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        values = self._all_reduced(send.reshape(-1), op)
+        if recv is None:
+            return
+        if row.name.startswith("reduce_scatter"):
+            shares = counts[0] if counts else [recv.numel()] * self.size
+            start = sum(shares[: self.rank])
+            values = values[start : start + recv.numel()]
+        recv.copy_(values.view(recv.shape))
+
+    def _all_reduced(self, send: torch.Tensor, op: Any) -> torch.Tensor:
+        """Return the reduced values in memory of their own."""
+        averages, factor = op == reduction.AVG, None
+        if op == reduction.PREMUL_SUM:
+            factor = reduction.premultiplier(op)
+        if averages or factor is not None:
+            op = reduction.SUM
+        wide = reduction.WIDE.get(send.dtype)
+        values = send.to(wide) if wide is not None else send.clone()
+        if factor is not None:
+            values.mul_(factor)
+        if values.dtype in NATIVE_DTYPES and any(op == known for known in NATIVE_OPS):
+            options = c10d.AllreduceOptions()
+            options.reduceOp = op
+            self.inner.allreduce([values], options).wait()
+        else:
+            gathered = torch.empty((self.size, values.numel()), dtype=values.dtype, device=values.device)
+            self._move(ALL_GATHER_SINGLE, values, gathered, None, None, None)
+            values = reduction.fold(list(gathered), op)
+        return reduction.average(values, self.size) if averages else values
+
+    def _move(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        itemsize = next((tensor.itemsize for tensor in (send, recv) if tensor is not None), 1)
+        sent = as_bytes(send) if send is not None else None
+        received = sent if recv is send else as_bytes(recv) if recv is not None else None
+        shares = tuple([count * itemsize for count in side] for side in counts) if counts else None
+        MOVES[row](self, sent, received, root, shares)
+
+    # -- point to point ------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send and wait."""
+        self.isend(tensor, dst, tag).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive and wait."""
+        work = self.irecv(tensor, src, tag, None)
+        work.wait()
+        return work.source_rank() if src is None else src
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Begin to send."""
+        return ForeignWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None)
+
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Begin to receive."""
+        data = [as_bytes(tensor)]
+        inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)
+        return ForeignWork(inner, tensor, [tensor], finish)
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def split(
+        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
+    ) -> ForeignBackend | None:
+        """Make this rank's subgroup over a part of the store of its own."""
+        for ranks, name in zip(subgroups, names, strict=True):
+            if self.rank in ranks:
+                return self.create_group(ranks, name, timeout)
+        return None
+
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> ForeignBackend:
+        """Make a subgroup over a part of the store of its own."""
+        store = PrefixStore(f"group-{name}", self._store)
+        bootstrap = Bootstrap(list(ranks).index(self.rank), len(ranks), timeout, store=store)
+        return type(self)(self._again(bootstrap), bootstrap.rank, bootstrap.size, self._again, store)
+
+    def close(self) -> None:
+        """End the queue and let the inner backend go."""
+        super().close()
+        inner, self.inner = self.inner, None
+        if inner is not None and hasattr(inner, "shutdown"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                inner.shutdown()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as a tensor of bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# -- how each moving row is called: (backend, bytes sent, bytes received, root, bytes per rank) ------------
+
+
+def _barrier(self: ForeignBackend, *_: Any) -> None:
+    self.inner.barrier(c10d.BarrierOptions()).wait()
+
+
+def _broadcast(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    self.inner.broadcast([send], options).wait()
+
+
+def _all_gather_single(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+    self.inner.allgather([list(recv.chunk(self.size)) if recv.numel() else [recv] * self.size], [send]).wait()
+
+
+def _all_gather(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+    longest = max(shares[1])
+    padded = torch.zeros(longest, dtype=torch.uint8, device=recv.device)
+    padded[: send.numel()] = send
+    gathered = torch.empty(self.size * longest, dtype=torch.uint8, device=recv.device)
+    _all_gather_single(self, padded, gathered, root, None)
+    for rank, start in enumerate(accumulate(shares[1][:-1], initial=0)):
+        length = shares[1][rank]
+        recv[start : start + length] = gathered[rank * longest : rank * longest + length]
+
+
+def _gather(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+    options = c10d.GatherOptions()
+    options.rootRank = root
+    outputs = [list(recv.view(self.size, -1))] if recv is not None else []
+    self.inner.gather(outputs, [send], options).wait()
+
+
+def _scatter(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+    options = c10d.ScatterOptions()
+    options.rootRank = root
+    inputs = [list(send.view(self.size, -1))] if send is not None else []
+    self.inner.scatter([recv], inputs, options).wait()
+
+
+def _all_to_all(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+    sent, received = shares or ([], [])
+    self.inner.alltoall_base(recv, send, received, sent, c10d.AllToAllOptions()).wait()
+
+
+MOVES: dict[Row, Callable[..., None]] = {
+    ROWS["barrier"]: _barrier,
+    ROWS["broadcast"]: _broadcast,
+    ROWS["all_gather_single"]: _all_gather_single,
+    ROWS["all_gather"]: _all_gather,
+    ROWS["gather"]: _gather,
+    ROWS["scatter"]: _scatter,
+    ROWS["all_to_all_single"]: _all_to_all,
+    ROWS["all_to_all"]: _all_to_all,
+}

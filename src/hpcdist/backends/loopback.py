@@ -1,0 +1,120 @@
+"""What is a group of one process? Every collective is a copy, and messages go to oneself.
+
+It carries ``init_process_group()`` without a launcher, so that a script runs unchanged on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.core import reduction
+from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.table import Row
+from hpcdist.core.work import DoneWork, Work
+
+
+class Receive(Work):
+    """A receive that waits for this process to send to itself."""
+
+    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
+        super().__init__([tensor])
+        self._when_done = finish
+
+    def arrive(self, data: torch.Tensor) -> None:
+        """Take a message."""
+        if data.numel() > self._result[0].numel() or data.dtype != self._result[0].dtype:
+            self._finish(DistBackendError(f"message of {data.numel()} {data.dtype} does not fit the receiver's tensor"))
+            return
+        self._result[0].reshape(-1)[: data.numel()].copy_(data.reshape(-1))
+        if self._when_done is not None:
+            self._when_done()
+        self._finish()
+
+    def _block(self, seconds: float | None) -> bool:
+        raise DistBackendError("recv on a group of one process waits for a message that it has not sent to itself")
+
+    def source_rank(self) -> int:
+        """Return 0, the only rank."""
+        return 0
+
+
+class LoopbackBackend(Backend):
+    """A communicator of one rank."""
+
+    name: ClassVar[str] = "loopback"
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._awaited: dict[int, deque[Receive]] = defaultdict(deque)
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> LoopbackBackend:
+        """Make the group; ValueError where more than one rank is asked for."""
+        if bootstrap.size != 1:
+            raise ValueError(f"backend 'loopback' is one process; world_size is {bootstrap.size}")
+        return cls()
+
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Copy input to output."""
+        if row.reduces:
+            assert send is not None
+            reduction.check(row, send.dtype, op)
+        if send is None or recv is None:
+            return
+        if send is not recv:
+            recv.reshape(-1).copy_(send.reshape(-1))
+        if row.reduces and op == ReduceOp.PREMUL_SUM:
+            recv.mul_(reduction.premultiplier(op))
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send to oneself; the message is copied."""
+        if self._awaited[tag]:
+            self._awaited[tag].popleft().arrive(tensor)
+        else:
+            self._sent[tag].append(tensor.clone())
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive what was sent to oneself before."""
+        self.irecv(tensor, src, tag, None).wait()
+        return 0
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Send to oneself."""
+        self.send(tensor, dst, tag)
+        return DoneWork([])
+
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Receive what was or will be sent to oneself."""
+        work = Receive(tensor, finish)
+        if self._sent[tag]:
+            work.arrive(self._sent[tag].popleft())
+        else:
+            self._awaited[tag].append(work)
+        return work
+
+    def split(
+        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
+    ) -> LoopbackBackend | None:
+        """Return a group of one where the process is in one of the subgroups."""
+        return type(self)() if any(0 in ranks for ranks in subgroups) else None
+
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> LoopbackBackend:
+        """Return a group of one."""
+        return type(self)()

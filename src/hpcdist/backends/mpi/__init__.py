@@ -1,0 +1,1 @@
+"""MPI, through mpi4py: the backend of CPU tensors where the cluster has one."""

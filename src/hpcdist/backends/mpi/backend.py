@@ -1,0 +1,326 @@
+"""How does MPI carry a process group?
+
+Synchronous calls are MPI's blocking calls on the caller's thread: that is where MPI's latency is. Moving
+collectives move bytes, so every dtype works; reducing ones are planned once per dtype and op
+(``reductions``) and the plan is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from mpi4py import MPI
+from mpi4py.util import pkl5
+from torch.distributed import ReduceOp
+
+from hpcdist.backends.mpi import large, runtime
+from hpcdist.backends.mpi.datatypes import COUNT_MAX, Block, memory
+from hpcdist.backends.mpi.reductions import Reduction, plan
+from hpcdist.backends.mpi.requests import RequestWork
+from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.table import ROWS, Row, Shape
+from hpcdist.core.work import Work
+
+IN_PLACE = MPI.IN_PLACE
+address = MPI.buffer.fromaddress
+RedOpType = ReduceOp.RedOpType
+
+
+class MPIBackend(Backend):
+    """An MPI communicator that belongs to one process group."""
+
+    name: ClassVar[str] = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
+        self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
+        self._unfinished: deque[RequestWork] = deque()
+        self._pickling: Any = None
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
+        """Duplicate the user's communicator, or the world (MPI 7.4.2)."""
+        return cls(runtime.duplicate(bootstrap.comm if bootstrap.comm is not None else runtime.world()))
+
+    # -- collectives ---------------------------------------------------------------------------------
+
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Run one collective by MPI's blocking call."""
+        try:
+            if row.reduces:
+                self._reduce(row, send, recv, op, root, counts)
+            elif row.buffers == 2:
+                self._move(row, send, recv, root, counts)
+            elif row.buffers == 1:
+                assert send is not None and root is not None
+                with Block(send.nbytes) as block:
+                    self.comm.Bcast([memory(send), block.count, block.datatype], root)
+            else:
+                self.comm.Barrier()
+        except MPI.Exception as error:
+            raise self._failure(row.name, error) from error
+
+    def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
+        return DistBackendError(
+            f"{call} on rank {self.rank} of {self.size} failed in MPI: {error.Get_error_string()} "
+            f"(class {error.Get_error_class()})"
+        )
+
+    def _plan(self, row: Row, dtype: torch.dtype, op: Any) -> Reduction:
+        made = plan(row, dtype, op)
+        # only the members of RedOpType live for ever; the address of any other object may be used again
+        if op.__class__ is RedOpType and op is getattr(RedOpType, op.name):
+            self._plans[dtype, id(op)] = made
+        return made
+
+    def _reduce(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        assert send is not None
+        how = self._plans.get((send.dtype, id(op))) or self._plan(row, send.dtype, op)
+        if how.in_memory:
+            self._reduce_in_memory(row, send, recv, how, root, counts)
+            if how.averages and recv is not None:
+                how.after(recv, recv, self.size)
+            return
+        values = how.before(send)
+        if row.shape is Shape.SAME:
+            self._reduce_in_memory(row, values, values if recv is not None else None, how, root, counts)
+            if recv is not None:
+                how.after(values, recv, self.size)
+            return
+        assert recv is not None
+        reduced = torch.empty(recv.shape, dtype=values.dtype)
+        self._reduce_in_memory(row, values, reduced, how, root, counts)
+        how.after(reduced, recv, self.size)
+
+    def _reduce_in_memory(
+        self,
+        row: Row,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        how: Reduction,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        elements = send.numel()
+        if elements > COUNT_MAX:
+            large.reduce(self, row, send, recv, how, root, counts)
+            return
+        if send is recv:
+            sendbuf: Any = IN_PLACE
+        else:
+            if recv is not None and row.shape is not Shape.SAME and overlap(send, recv):
+                send = send.clone()
+            sendbuf = [address(send.data_ptr(), send.nbytes), how.datatype]
+        recvbuf: Any = None
+        if recv is not None:
+            recvbuf = [address(recv.data_ptr(), recv.nbytes), how.datatype]
+        call = self._calls[row]
+        if row.rooted:
+            call(sendbuf, recvbuf, how.op, root)
+        elif counts is None:
+            call(sendbuf, recvbuf, how.op)
+        else:
+            call(sendbuf, recvbuf, counts[0], how.op)
+
+    def _move(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        sends: Any = send
+        if send is not None and recv is not None and overlap(send, recv):
+            mine = recv.data_ptr() + self.rank * send.nbytes
+            in_place = row.shape is Shape.GATHER and send.data_ptr() == mine
+            sends = IN_PLACE if in_place else send.clone()
+        if counts is not None:
+            self._move_counted(row, sends, recv, counts)
+            return
+        # MPI counts are per rank, on the side that has a share for each rank too
+        if send is not None:
+            share = send.nbytes // (1 if row.shape is Shape.GATHER else self.size)
+        else:
+            assert recv is not None
+            share = recv.nbytes // (self.size if row.shape is Shape.GATHER else 1)
+        with Block(share) as block:
+            sendbuf = sends
+            if isinstance(sends, torch.Tensor):
+                sendbuf = [memory(sends), block.count, block.datatype]
+            recvbuf: Any = None
+            if recv is not None:
+                recvbuf = [memory(recv), block.count, block.datatype]
+            if row.rooted:
+                self._calls[row](sendbuf, recvbuf, root)
+            else:
+                self._calls[row](sendbuf, recvbuf)
+
+    def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
+        assert recv is not None
+        if send.nbytes > COUNT_MAX or recv.nbytes > COUNT_MAX:
+            large.exchange(self.comm, row, send, recv, counts)
+            return
+        itemsize = send.itemsize
+        sent, received = ([count * itemsize for count in side] for side in counts)
+        recvbuf = [memory(recv), received, starts(received), MPI.BYTE]
+        if len(sent) == 1:
+            sendbuf: Any = [memory(send), sent[0], MPI.BYTE]
+        else:
+            sendbuf = [memory(send), sent, starts(sent), MPI.BYTE]
+        self._calls[row](sendbuf, recvbuf)
+
+    # -- point to point ------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send by MPI_Send (MPI 3.2.1)."""
+        try:
+            with Block(tensor.nbytes) as block:
+                self.comm.Send([memory(tensor), block.count, block.datatype], dst, tag)
+        except MPI.Exception as error:
+            raise self._failure("send", error) from error
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive by MPI_Recv (MPI 3.2.4)."""
+        status = MPI.Status()
+        try:
+            with Block(tensor.nbytes) as block:
+                source = MPI.ANY_SOURCE if src is None else src
+                self.comm.Recv([memory(tensor), block.count, block.datatype], source, tag, status)
+        except MPI.Exception as error:
+            raise self._failure("recv", error) from error
+        return status.Get_source()
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Begin to send by MPI_Isend (MPI 3.7.2)."""
+        try:
+            with Block(tensor.nbytes) as block:
+                request = self.comm.Isend([memory(tensor), block.count, block.datatype], dst, tag)
+        except MPI.Exception as error:
+            raise self._failure("isend", error) from error
+        return self._hold(RequestWork(request, tensor, [], None))
+
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
+        try:
+            with Block(tensor.nbytes) as block:
+                source = MPI.ANY_SOURCE if src is None else src
+                request = self.comm.Irecv([memory(tensor), block.count, block.datatype], source, tag)
+        except MPI.Exception as error:
+            raise self._failure("irecv", error) from error
+        return self._hold(RequestWork(request, tensor, [tensor], finish))
+
+    def _hold(self, work: RequestWork) -> Work:
+        """Keep a Work, and with it its buffer, until it has ended, though the caller may drop it."""
+        unfinished = self._unfinished
+        while unfinished and unfinished[0].is_completed():
+            unfinished.popleft()
+        unfinished.append(work)
+        return work
+
+    # -- objects: pickle protocol 5 with out-of-band buffers -----------------------------------------
+
+    @property
+    def pickling(self) -> Any:
+        """The same communicator with mpi4py's calls for objects, large ones included."""
+        if self._pickling is None:
+            self._pickling = pkl5.Intracomm(self.comm)
+        return self._pickling
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Gather every rank's object on all ranks."""
+        return list(self.pickling.allgather(value))
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Gather every rank's object on the root."""
+        return self.pickling.gather(value, root)
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Hand the root's object to all ranks."""
+        return self.pickling.bcast(value, root)
+
+    def scatter_object(self, values: list[Any] | None, root: int) -> Any:
+        """Hand each rank its object of the root's list."""
+        return self.pickling.scatter(values, root)
+
+    def send_object(self, value: Any, dst: int) -> None:
+        """Send an object."""
+        self.pickling.send(value, dst)
+
+    def recv_object(self, src: int | None) -> tuple[Any, int]:
+        """Receive an object; return it and its sender."""
+        status = MPI.Status()
+        value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
+        return value, status.Get_source()
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
+        """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
+        color, key = MPI.UNDEFINED, 0
+        for index, ranks in enumerate(subgroups):
+            if self.rank in ranks:
+                color, key = index, list(ranks).index(self.rank)
+        comm = self.comm.Split(color, key)
+        if comm == MPI.COMM_NULL:
+            return None
+        return self._own(comm)
+
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> MPIBackend:
+        """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2)."""
+        whole = self.comm.Get_group()
+        members = whole.Incl(list(ranks))
+        # the tag keeps apart two groups that threads make at once; it must be the same on all members
+        tag = sum(name.encode()) % 32767
+        try:
+            return self._own(self.comm.Create_group(members, tag))
+        finally:
+            members.Free()
+            whole.Free()
+
+    def _own(self, comm: Any) -> MPIBackend:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        return type(self)(comm)
+
+    def close(self) -> None:
+        """Free the communicator (MPI 7.4.3)."""
+        super().close()
+        if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            self._calls.clear()
+            self.comm.Free()
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two contiguous tensors share memory, which MPI forbids for send and receive buffers."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Return where each share begins."""
+    return [0, *accumulate(counts)][:-1]

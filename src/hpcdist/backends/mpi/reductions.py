@@ -1,0 +1,80 @@
+"""How does MPI combine the values of a dtype?
+
+Native where MPI has the type and the op. Narrow floats are widened to float32, reduced natively and rounded
+once; AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool uses MPI's logical ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.datatypes import DATATYPES
+from hpcdist.core import reduction
+from hpcdist.core.reduction import AVG, BAND, BOR, BXOR, MAX, MIN, PREMUL_SUM, PRODUCT, SUM
+from hpcdist.core.table import Row
+
+MPI_OPS: dict[str, dict[Any, MPI.Op]] = {
+    "arithmetic": {
+        SUM: MPI.SUM,
+        AVG: MPI.SUM,
+        PREMUL_SUM: MPI.SUM,
+        PRODUCT: MPI.PROD,
+        MIN: MPI.MIN,
+        MAX: MPI.MAX,
+        BAND: MPI.BAND,
+        BOR: MPI.BOR,
+        BXOR: MPI.BXOR,
+    },
+    "logical": {
+        SUM: MPI.LOR,
+        PRODUCT: MPI.LAND,
+        MIN: MPI.LAND,
+        MAX: MPI.LOR,
+        BAND: MPI.LAND,
+        BOR: MPI.LOR,
+        BXOR: MPI.LXOR,
+    },
+}
+
+
+class Reduction(NamedTuple):
+    """How one dtype and op are reduced: over which MPI type and op, and what surrounds the call."""
+
+    datatype: MPI.Datatype
+    op: MPI.Op
+    wide: torch.dtype | None  # the dtype on the wire where it is not the tensor's own
+    factor: Any  # of a PREMUL_SUM
+    averages: bool
+    in_memory: bool  # whether the tensor's own memory goes to MPI
+
+    def before(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values to reduce, in memory of their own."""
+        values = tensor.to(self.wide) if self.wide is not None else tensor.clone()
+        return values if self.factor is None else values.mul_(self.factor)
+
+    def after(self, values: torch.Tensor, recv: torch.Tensor, size: int) -> None:
+        """Write the reduced values to the caller's tensor."""
+        if self.averages:
+            reduction.average(values, size)
+        if values is not recv:
+            recv.copy_(values)
+
+
+def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
+    """Return how to reduce a dtype by an op, or raise c10d's error (see ``core.reduction.check``)."""
+    reduction.check(row, dtype, op)
+    premultiplies = op == PREMUL_SUM
+    ops = MPI_OPS["logical" if dtype is torch.bool else "arithmetic"]
+    wide = reduction.WIDE.get(dtype)
+    factor = reduction.premultiplier(op) if premultiplies else None
+    return Reduction(
+        datatype=DATATYPES[wide or dtype],
+        op=ops[PREMUL_SUM if premultiplies else op],
+        wide=wide,
+        factor=factor,
+        averages=op == AVG,
+        in_memory=wide is None and factor is None,
+    )

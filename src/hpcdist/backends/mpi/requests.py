@@ -1,0 +1,82 @@
+"""How is a message under way waited for? MPI's requests as c10d's Work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.work import Work
+
+SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at a request while a limit runs
+
+
+class RequestWork(Work):
+    """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete."""
+
+    def __init__(
+        self,
+        request: MPI.Request,
+        tensor: torch.Tensor,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(result)
+        self._request = request
+        self._buffer: torch.Tensor | None = tensor
+        self._when_done = finish
+        self._status = MPI.Status()
+        self._turn = threading.RLock()  # one thread at a time may complete a request (MPI 11.6.2)
+
+    def _conclude(self, error: BaseException | None = None) -> None:
+        if error is None and self._when_done is not None:
+            self._when_done()
+        self._buffer = self._when_done = None
+        self._finish(error)
+
+    def _block(self, seconds: float | None) -> bool:
+        if seconds is None:
+            with self._turn:
+                if not self._done:
+                    self._complete(self._request.Wait)
+            return True
+        deadline, nap = time.monotonic() + seconds, SHORTEST_NAP
+        while not self.is_completed():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP)
+        return True
+
+    def _poll(self) -> None:
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._done:
+                    self._complete(self._request.Test)
+            finally:
+                self._turn.release()
+
+    def _complete(self, call: Callable[[MPI.Status], bool]) -> None:
+        try:
+            if not call(self._status):
+                return
+        except MPI.Exception as error:
+            failure = DistBackendError(f"message failed in MPI: {error.Get_error_string()}")
+            failure.__cause__ = error
+            self._conclude(failure)
+        else:
+            self._conclude()
+
+    def _pursue(self) -> None:
+        threading.Thread(target=self._block, args=(None,), name="hpcdist-message", daemon=True).start()
+
+    def source_rank(self) -> int:
+        """Return the sender of a receive, as a rank of the group; the Work must have ended."""
+        if not self._result:
+            return super().source_rank()
+        self.wait()
+        return self._status.Get_source()

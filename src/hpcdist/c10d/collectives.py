@@ -1,0 +1,267 @@
+"""What can I call on one tensor? One function a row of the table.
+
+Every rank of the group calls each of these, in the same order. The semantics are those of the functions of
+the same name in ``torch.distributed`` and of the collective operations of MPI 6. Tensors may be of any
+dtype, strided, empty, of no dimension, and on any device that a backend of the group carries; a NumPy array
+stands for a CPU tensor on its memory. What is written is visible when the call returns, or, with
+``async_op``, when ``wait()`` of the Work returns; until then neither input nor output may be touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.c10d.sparse import all_reduce_sparse
+from hpcdist.core import world
+from hpcdist.core.buffers import as_tensor
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.issue import issue
+from hpcdist.core.table import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER_SINGLE,
+)
+from hpcdist.core.work import Work
+
+
+def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+    """Combine the tensors of all ranks and write the result to ``tensor`` on every rank, bitwise the same.
+
+    Args:
+        tensor: input and output, written in place; same number of elements and dtype on all ranks. A sparse
+            COO tensor is summed.
+        op: a ReduceOp; half types accumulate in float32.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        ValueError: an op without meaning for complex numbers; a destroyed group.
+        RuntimeError: an op without meaning for the dtype.
+        TypeError: not a tensor.
+    """
+    if tensor.__class__ is torch.Tensor and tensor.is_sparse:
+        return all_reduce_sparse(tensor, op, group, async_op)
+    return issue(ALL_REDUCE, group, tensor, tensor, op, None, async_op)
+
+
+def broadcast(
+    tensor: Any,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Write the tensor of one rank to ``tensor`` on every rank.
+
+    Args:
+        tensor: input on the source, output elsewhere, written in place; same size and dtype on all ranks.
+        src: the source as a global rank; give this or ``group_src``.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+        group_src: the source as a rank of the group.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        ValueError: no source, two sources, or one outside the group.
+    """
+    if not world.is_member(group, "broadcast"):
+        return None
+    pg = world.resolve(group)
+    return issue(BROADCAST, pg, tensor, tensor, None, world.group_rank(pg, src, group_src), async_op)
+
+
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Combine the tensors of all ranks and write the result to ``tensor`` on one rank.
+
+    Args:
+        tensor: input; on the destination also output, written in place. Elsewhere it is left as it was.
+        dst: the destination as a global rank; give this or ``group_dst``.
+        op: a ReduceOp; half types accumulate in float32.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+        group_dst: the destination as a rank of the group.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as for ``all_reduce``, and for a wrong destination.
+    """
+    if not world.is_member(group, "reduce"):
+        return None
+    pg = world.resolve(group)
+    root = world.group_rank(pg, dst, group_dst)
+    return issue(REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
+
+
+def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Work | None:
+    """Gather the tensors of all ranks into one tensor on every rank, in rank order.
+
+    Args:
+        output_tensor: world_size times the elements of the input, concatenated or stacked: the shape does
+            not matter, the number of elements does.
+        input_tensor: this rank's share; the same size on all ranks. It may be its own place in the output.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        ValueError: sizes or dtypes that do not fit.
+    """
+    return issue(ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Gather the tensors of all ranks into one tensor: torch's earlier name of ``all_gather_single``."""
+    return issue(ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
+
+
+def reduce_scatter_single(
+    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Combine the tensors of all ranks and leave each rank its share of the result.
+
+    Args:
+        output: this rank's share.
+        input: world_size times the elements of the output; share r goes to rank r.
+        op: a ReduceOp; half types accumulate in float32.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        ValueError: sizes or dtypes that do not fit, and as for ``all_reduce``.
+    """
+    return issue(REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
+
+
+def reduce_scatter_tensor(
+    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Combine and scatter: torch's earlier name of ``reduce_scatter_single``."""
+    return issue(REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send a share of ``input`` to every rank and receive one from each into ``output``.
+
+    Args:
+        output: the shares received, in rank order along dimension 0.
+        input: the shares to send, in rank order along dimension 0.
+        output_split_sizes: rows of ``output`` from each rank; None for equal shares.
+        input_split_sizes: rows of ``input`` to each rank; None for equal shares.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
+        ValueError: dtypes that differ.
+    """
+    if not output_split_sizes and not input_split_sizes:
+        if world.is_member(group, "all_to_all_single"):
+            size = world.resolve(group).size()
+            for name, tensor in (("output", output), ("input", input)):
+                rows_of(as_tensor(tensor, name), None, size, name)
+        return issue(ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op)
+    if not world.is_member(group, "all_to_all_single"):
+        return None
+    pg = world.resolve(group)
+    sent = rows_of(as_tensor(input, "input"), input_split_sizes, pg.size(), "input")
+    received = rows_of(as_tensor(output, "output"), output_split_sizes, pg.size(), "output")
+    return issue(ALL_TO_ALL, pg, input, output, None, None, async_op, (sent, received))
+
+
+def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name: str) -> list[int]:
+    """Return the elements of each rank's rows of a tensor."""
+    rows = tensor.size(0) if tensor.dim() else tensor.numel()
+    width = tensor.numel() // rows if rows else 0
+    if not splits:
+        if rows % size:
+            raise RuntimeError(
+                f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows, the group "
+                f"{size} ranks; give {name}_split_sizes"
+            )
+        return [tensor.numel() // size] * size
+    if len(splits) != size:
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)} entries, "
+            f"the group {size} ranks"
+        )
+    if sum(splits) != rows or min(splits) < 0:
+        raise RuntimeError(
+            f"Split sizes doesn't match total dim 0 size: {name}_split_sizes {list(splits)} add up to {sum(splits)}, "
+            f"{name} has {rows} rows"
+        )
+    return [length * width for length in splits]
+
+
+def barrier(
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Wait until every rank of the group has called this.
+
+    Args:
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+        device_ids: the GPUs that an NCCL barrier runs on; only their type is looked at.
+        timeout: the most to wait; None for the group's own limit.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        TypeError: ``device_ids`` is no list.
+        DistBackendError: the time was over first.
+    """
+    if device_ids is not None and not isinstance(device_ids, list):
+        raise TypeError(
+            f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
+        )
+    if timeout is None:
+        return issue(BARRIER, group, None, None, None, None, async_op)
+    work = issue(BARRIER, group, None, None, None, None, True)
+    if work is None or async_op:
+        return work
+    work.wait(timeout)
+    return None

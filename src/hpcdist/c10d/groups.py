@@ -1,0 +1,344 @@
+"""How are subgroups made?
+
+One step however many there are: ``MPI_Comm_split`` under MPI. Unless said otherwise every rank of the default
+group calls, also those that will not be members.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hpcdist.c10d.names import Backend, BackendConfig, parse_pairs
+from hpcdist.core import registry, world
+from hpcdist.core.backend import Backend as Communicator
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
+from hpcdist.launch import environment
+
+
+def check_timeout(timeout: timedelta | None) -> None:
+    """Raise c10d's TypeError where a timeout is no timedelta."""
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+
+
+def new_group(
+    ranks: Any = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some ranks of the default group.
+
+    Args:
+        ranks: global ranks; None for all.
+        timeout: the limit of each call on the group; None for the default group's.
+        backend: a backend string; None for the default group's.
+        pg_options: options of the backend.
+        use_local_synchronization: only the members call (``MPI_Comm_create_group``).
+        group_desc: what the group is for.
+        device_id: the device that the group is bound to.
+        sort_ranks: number the group's ranks in ascending order of ``ranks``; otherwise in the order given.
+
+    Returns:
+        The ProcessGroup; on other ranks ``GroupMember.NON_GROUP_MEMBER``, or None with
+        ``use_local_synchronization``.
+
+    Raises:
+        ValueError: before init, duplicate ranks, or ranks out of range.
+        TypeError: a timeout that is no timedelta.
+    """
+    default = world.default_group()
+    check_timeout(timeout)
+    chosen = check_ranks(ranks, sort_ranks, default.size())
+    if not use_local_synchronization:
+        made = make(default, [chosen], timeout, backend, pg_options, group_desc, device_id)
+        return NON_GROUP_MEMBER if made is None else made
+    if default.rank() not in chosen:
+        return None
+    name = local_name(chosen)
+    backends = {
+        each: each.create_group(chosen, name, timeout or default.timeout)
+        for each in dict.fromkeys(default.backends.values())
+    }
+    if backend is not None and Backend(backend) != default.config:
+        raise ValueError(
+            f"new_group with use_local_synchronization takes the default group's backend {default.config!r}; "
+            f"got {backend!r}"
+        )
+    return register(default, chosen, backends, default.config, name, timeout, group_desc, device_id)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Divide a group into subgroups of equal size, in one step however many they are.
+
+    Args:
+        group_size: ranks in each; None for one subgroup a node.
+        group: the group to divide; None for the default one.
+        timeout, backend, pg_options, group_desc: as for ``new_group``.
+
+    Returns:
+        This rank's subgroup, and a list with an entry for each subgroup: the one of this rank, and
+        ``NON_GROUP_MEMBER`` for the others.
+
+    Raises:
+        ValueError: a size that is not positive, exceeds or does not divide the group's.
+    """
+    parent = world.resolve(group)
+    if group_size is None:
+        return new_subgroups_by_enumeration(nodes(parent), timeout, backend, pg_options, group_desc)
+    size = parent.size()
+    if group_size <= 0:
+        raise ValueError(f"The arg 'group_size' ({group_size}) must be positive")
+    if size < group_size:
+        raise ValueError(f"The arg 'group_size' ({group_size}) must not exceed the world size ({size})")
+    if size % group_size:
+        raise ValueError(f"The world size ({size}) must be divisible by '{group_size=}'")
+    divided = [list(parent.ranks[start : start + group_size]) for start in range(0, size, group_size)]
+    return new_subgroups_by_enumeration(divided, timeout, backend, pg_options, group_desc)
+
+
+def nodes(parent: ProcessGroup) -> list[list[int]]:
+    """Return the global ranks on each node of a group; every rank of it calls."""
+    keys = parent.any_backend().all_gather_object(environment.node_key())
+    by_node: dict[str, list[int]] = {}
+    for global_rank, key in zip(parent.ranks, keys, strict=True):
+        by_node.setdefault(key, []).append(global_rank)
+    return list(by_node.values())
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: list[list[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Make disjoint subgroups, in one step however many they are.
+
+    Args:
+        ranks_per_subgroup_list: the global ranks of each; no rank in two, some may be in none.
+        timeout, backend, pg_options, group_desc: as for ``new_group``.
+
+    Returns:
+        This rank's subgroup or None, and a list with an entry for each subgroup: the one of this rank, and
+        ``NON_GROUP_MEMBER`` for the others.
+
+    Raises:
+        ValueError: an empty list, a rank in two subgroups, or ranks out of range.
+    """
+    if not ranks_per_subgroup_list:
+        raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
+    default = world.default_group()
+    check_timeout(timeout)
+    subgroups = [check_ranks(ranks, True, default.size()) for ranks in ranks_per_subgroup_list]
+    seen: dict[int, list[int]] = {}
+    for ranks in subgroups:
+        for rank in ranks:
+            if rank in seen:
+                raise ValueError(f"Rank {rank} has appeared in both subgroup {seen[rank]} and {ranks}")
+            seen[rank] = ranks
+    mine = make(default, subgroups, timeout, backend, pg_options, group_desc, None)
+    listed = [mine if mine is not None and default.rank() in ranks else NON_GROUP_MEMBER for ranks in subgroups]
+    return mine, listed
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Split a group into disjoint subgroups in one step; every rank of the parent calls, and nobody else.
+
+    Args:
+        parent_pg: the group to split; None for the default one.
+        split_ranks: for each subgroup, ranks of the parent.
+        timeout: the limit of each call on the subgroup; None for the parent's.
+        pg_options: options of the backend.
+        group_desc: what the groups are for; by default the parent's description and ``:split:``.
+        backend: a part of the parent's backend string, to keep only those.
+
+    Returns:
+        This rank's subgroup, or None.
+
+    Raises:
+        ValueError: empty or overlapping subgroups, duplicate or unknown ranks, or another backend.
+    """
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    check_timeout(timeout)
+    parent = world.resolve(parent_pg)
+    seen: set[int] = set()
+    for ranks in split_ranks:
+        if len(ranks) == 0:
+            raise ValueError("the split group cannot be empty")
+        if len(ranks) > parent.size():
+            raise ValueError(
+                f"the split group's size ({len(ranks)}) should be less or equal to the parent's ({parent.size()})"
+            )
+        if len(ranks) != len(set(ranks)):
+            raise ValueError(f"the split group cannot have duplicate ranks, got {ranks}")
+        wrong = [rank for rank in ranks if not 0 <= rank < parent.size() or rank in seen]
+        if wrong:
+            raise ValueError(f"ranks {wrong} of {split_ranks} are in two subgroups, or not ranks of {parent}")
+        seen.update(ranks)
+    if backend is not None:
+        check_kept(parent, backend)
+    description = group_desc if group_desc is not None else f"{parent.group_desc}:split"
+    subgroups = [sorted(ranks) for ranks in split_ranks]
+    return make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
+
+
+def check_kept(parent: ProcessGroup, backend: str) -> None:
+    """Raise where a backend string names something that the parent does not have."""
+    carried = {device: each.name for device, each in parent.backends.items()}
+    wanted = parse_pairs(backend.lower()) if ":" in backend else BackendConfig(backend).get_device_backend_map()
+    for device, name in wanted.items():
+        if ":" not in backend and device not in carried:
+            continue
+        if carried.get(device) != name:
+            raise ValueError(
+                f"Backend mismatch for device '{device}': the parent has {carried.get(device)!r}, requested {name!r} "
+                f"(the parent's backends: {carried})"
+            )
+
+
+def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
+    """Return the ranks of a new group, checked; None stands for all."""
+    if ranks is None:
+        return list(range(size))
+    chosen = sorted(ranks) if is_sorted else list(ranks)
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"ranks list must not contain duplicate entries, got {chosen}")
+    for rank in chosen:
+        if rank < 0 or rank >= size:
+            raise ValueError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
+    return chosen
+
+
+def make(
+    parent: ProcessGroup,
+    subgroups: Sequence[list[int]],
+    timeout: timedelta | None,
+    backend: str | None,
+    options: Any,
+    description: str | None,
+    device_id: torch.device | None,
+    is_local: bool = False,
+) -> ProcessGroup | None:
+    """Make disjoint subgroups of a group in one step; every rank of the parent calls.
+
+    ``is_local`` says that only the parent's ranks call, so that names come from the ranks and not from the
+    count that all processes keep in step.
+    """
+    limit = timeout or parent.timeout
+    names = [local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups]
+    index = next((i for i, ranks in enumerate(subgroups) if parent.rank() in ranks), None)
+    config = Backend(backend) if backend else parent.config
+    wanted = {device: each.name for device, each in parent.backends.items()}
+    if backend is not None:
+        named = BackendConfig(backend).get_device_backend_map()
+        wanted = named if ":" in backend else {d: n for d, n in named.items() if d in wanted} or named
+    by_name = {each.name: each for each in parent.backends.values()}
+    made: dict[str, Communicator | None] = {}
+    for name in dict.fromkeys(wanted.values()):
+        if name in by_name:
+            made[name] = by_name[name].split(subgroups, names, limit)
+        else:
+            made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
+    if index is None:
+        return None
+    backends = {device: made[name] for device, name in wanted.items()}
+    ranks = [parent.ranks[rank] for rank in subgroups[index]]
+    return add(ranks, parent, backends, config, names[index], limit, description, device_id)
+
+
+def begin(
+    name: str,
+    parent: ProcessGroup,
+    subgroups: Sequence[list[int]],
+    names: Sequence[str],
+    index: int | None,
+    timeout: timedelta,
+    options: Any,
+    made: dict[str, Communicator | None],
+) -> Communicator | None:
+    """Make this rank's subgroup on a backend that the parent does not have, over a store."""
+    from hpcdist.launch import rendezvous
+
+    store = rendezvous.store_of(parent)
+    if index is None:
+        return None
+    ranks = subgroups[index]
+    bootstrap = Bootstrap(
+        rank=ranks.index(parent.rank()),
+        size=len(ranks),
+        timeout=timeout,
+        store=rendezvous.part(store, f"group-{names[index]}-{name}"),
+        device_id=parent.bound_device_id,
+        options=options,
+        peer=next((each for each in made.values() if each is not None), None),
+    )
+    return registry.connect(name, bootstrap)
+
+
+def register(
+    parent: ProcessGroup,
+    ranks: list[int],
+    backends: dict[Communicator, Communicator],
+    config: str,
+    name: str,
+    timeout: timedelta | None,
+    description: str | None,
+    device_id: torch.device | None,
+) -> ProcessGroup:
+    """Add the group whose communicators were made from the parent's, one for one."""
+    by_device = {device: backends[each] for device, each in parent.backends.items()}
+    return add(ranks, parent, by_device, config, name, timeout or parent.timeout, description, device_id)
+
+
+def add(
+    ranks: list[int],
+    parent: ProcessGroup,
+    backends: dict[str, Any],
+    config: str,
+    name: str,
+    timeout: timedelta,
+    description: str | None,
+    device_id: torch.device | None,
+) -> ProcessGroup:
+    """Build a group from its communicators and make it known."""
+    rank = ranks.index(parent.ranks[parent.rank()])
+    group = ProcessGroup(tuple(ranks), rank, backends, config, name, description or "undefined", timeout)
+    group.bound_device_id = device_id or parent.bound_device_id
+    WORLD.add(group)
+    return group
+
+
+def local_name(ranks: Sequence[int]) -> str:
+    """Return a name that the members of a group find without asking anyone."""
+    key = tuple(ranks)
+    count = WORLD.made_locally.get(key, 0)
+    WORLD.made_locally[key] = count + 1
+    text = "_".join(map(str, (*key, count)))
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

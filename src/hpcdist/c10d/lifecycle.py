@@ -1,0 +1,189 @@
+"""How does the world begin and end?"""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import default_pg_timeout
+
+from hpcdist.c10d.groups import check_timeout, local_name
+from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
+from hpcdist.core import errors, registry
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
+from hpcdist.launch import environment
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+    _ranks: list[int] | None = None,
+    *,
+    comm: Any = None,
+) -> None:
+    """Make the default group; every process of the job calls this.
+
+    Without arguments the launcher decides: MPI under mpirun and srun, a store under torchrun, and one process
+    where there is no launcher.
+
+    Args:
+        backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"``, a name given to
+            ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
+        init_method: where to find the others without MPI: ``env://``, ``tcp://host:port``,
+            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI.
+        timeout: the limit of each call; 30 minutes by default.
+        world_size, rank: how many processes and which one, where no launcher and no MPI says so.
+        store: the store to find the others through, in place of ``init_method``.
+        group_name: taken as c10d takes it, and ignored.
+        pg_options: options of the backend.
+        device_id: the GPU of this process; binds it and connects NCCL at once.
+        _ranks: what the default group's name is made from, where this world is a part of a larger one.
+        comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
+            every rank of it calls this.
+
+    Raises:
+        ValueError: called twice, or an unknown backend, or a rank or size that does not fit.
+        TypeError: a timeout that is no timedelta, or a comm that is no communicator.
+        DistBackendError: no MPI library, or one that does not belong to the launcher.
+    """
+    if WORLD.default is not None:
+        raise ValueError("trying to initialize the default process group twice!")
+    check_timeout(timeout)
+    if store is not None and init_method is not None:
+        raise AssertionError("Cannot specify both init_method and store.")
+    if store is not None and (world_size <= 0 or rank < 0):
+        raise AssertionError(
+            f"world_size must be positive and rank non-negative if using store; got {world_size} and {rank}"
+        )
+    device = check_device(device_id)
+    launch = environment.detect()
+    config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)
+    device_backends = carried(config)
+    limit = timeout if timeout is not None else default_pg_timeout
+    bootstrap = prepare(device_backends, launch, init_method, store, rank, world_size, comm, limit)
+    bootstrap = bootstrap._replace(device_id=device, options=pg_options)
+    backends = registry.connect_all(device_backends, bootstrap)
+    first = next(iter(backends.values()))
+    name = local_name(_ranks) if _ranks else WORLD.next_name()
+    group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
+    group.bound_device_id = device
+    WORLD.default = group
+    WORLD.store = bootstrap.store
+    WORLD.add(group)
+
+
+def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
+    """Return the backend string where the caller gave none."""
+    is_mpi = comm is not None or (launch is not None and launch.starts_mpi)
+    if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
+        is_mpi = False
+    elif not is_mpi and launch is None and init_method is None:
+        return Backend.LOOPBACK
+    cpu = Backend.MPI if is_mpi else Backend.GLOO
+    return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
+
+
+def carried(config: str) -> dict[str, str]:
+    """Return the backend of each device type that this machine has."""
+    if config == Backend.UNDEFINED:
+        raise ValueError("backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide")
+    pairs = BackendConfig(config).get_device_backend_map()
+    if ":" in config:
+        return pairs
+    return {device: name for device, name in pairs.items() if device == "cpu" or has_device(device)} or pairs
+
+
+def has_device(kind: str) -> bool:
+    """Tell whether this machine has a device of a type."""
+    return kind == "cuda" and torch.cuda.is_available()
+
+
+def prepare(
+    device_backends: dict[str, str],
+    launch: environment.Launch | None,
+    init_method: str | None,
+    store: Store | None,
+    rank: int,
+    world_size: int,
+    comm: Any,
+    timeout: timedelta,
+) -> Bootstrap:
+    """Find the other processes, by MPI where a backend needs it and by a store otherwise."""
+    names = set(device_backends.values())
+    if "loopback" in names:
+        return Bootstrap(0, 1, timeout)
+    if "mpi" in names or comm is not None:
+        from hpcdist.backends.mpi import runtime
+
+        world = runtime.checked(comm) if comm is not None else runtime.world()
+        return Bootstrap(world.Get_rank(), world.Get_size(), timeout, comm=world)
+    from hpcdist.launch import rendezvous
+
+    found, rank, world_size = rendezvous.find(launch, init_method, store, rank, world_size, timeout)
+    return Bootstrap(rank, world_size, timeout, store=found)
+
+
+def check_device(device_id: torch.device | int | None) -> torch.device | None:
+    """Return ``device_id`` as a device; ValueError where this machine does not have it."""
+    if device_id is None:
+        return None
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    if device.type == "cpu":
+        return device
+    if not has_device(device.type):
+        raise ValueError(
+            f"device_id {device_id} does not match what this machine has: no {device.type} device is available"
+        )
+    if device.index is None:
+        raise ValueError(f"Please use a device_id with index; got {device}")
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(f"device_id {device} is out of range: there are {torch.cuda.device_count()} devices")
+    return device
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Free a group's communicators; every rank of it calls this.
+
+    Args:
+        group: the group; None or the default group destroys all, and ``init_process_group`` may follow.
+
+    Raises:
+        ValueError: a group that is not live.
+    """
+    if group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER:
+        return
+    pg = WORLD.default if group is None else group
+    if pg is None:
+        raise errors.not_initialized()
+    if not isinstance(pg, ProcessGroup) or not pg.backends:
+        raise errors.destroyed(pg)
+    if pg is not WORLD.default:
+        WORLD.groups.pop(pg.group_name, None)
+        pg.close()
+        return
+    for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last
+        each.close()
+    WORLD.clear()
+
+
+def end_queues() -> None:
+    """Let queued calls end before MPI is finalised at exit."""
+    for group in WORLD.groups.values():
+        for backend in group.backends.values():
+            if backend.queue is not None:
+                backend.queue.close()
+
+
+atexit.register(end_queues)

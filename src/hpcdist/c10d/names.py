@@ -1,0 +1,252 @@
+"""Which backends can be named, and what does a backend string mean? c10d's ``Backend`` and ``BackendConfig``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as c10d
+
+from hpcdist.core import registry
+from hpcdist.launch import environment
+
+BackendType = c10d.ProcessGroup.BackendType
+
+
+class Backend(str):
+    """A backend's name, as a lower-case string; ``Backend("MPI")`` is ``"mpi"``.
+
+    Raises:
+        ValueError: not a string.
+    """
+
+    __slots__ = ()
+
+    UNDEFINED = "undefined"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    UCC = "ucc"
+    MPI = "mpi"
+    XCCL = "xccl"
+    FAKE = "fake"
+    LOOPBACK = "loopback"
+
+    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, FAKE, LOOPBACK]
+    default_device_backend_map: ClassVar[dict[str, str]] = {
+        "cpu": MPI,
+        "cuda": NCCL,
+        "xpu": XCCL,
+        "mps": GLOO,
+    }
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        GLOO: ["cpu"],
+        NCCL: ["cuda"],
+        XCCL: ["xpu"],
+        UCC: ["cpu", "cuda"],
+        MPI: ["cpu", "cuda"],
+        FAKE: ["cpu", "cuda", "hpu", "xpu"],
+        LOOPBACK: ["cpu", "cuda"],
+    }
+    backend_type_map: ClassVar[dict[str, Any]] = {
+        UNDEFINED: BackendType.UNDEFINED,
+        GLOO: BackendType.GLOO,
+        NCCL: BackendType.NCCL,
+        XCCL: BackendType.XCCL,
+        UCC: BackendType.UCC,
+        MPI: BackendType.MPI,
+        FAKE: BackendType.CUSTOM,
+        LOOPBACK: BackendType.CUSTOM,
+    }
+
+    def __new__(cls, name: str) -> str:  # type: ignore[misc]
+        """Return the name in lower case, as a plain string, which is c10d's habit."""
+        if not isinstance(name, str):
+            raise ValueError(f"Backend constructor parameter must be string-ish, got {type(name).__name__}")
+        return name.lower()
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: Callable[..., Any],
+        extended_api: bool = False,
+        devices: str | list[str] | None = None,
+    ) -> None:
+        """Make a c10d backend known under a name.
+
+        Args:
+            name: what ``init_process_group`` will be given.
+            func: makes a c10d backend of ``(store, rank, world_size, timeout)``, or with ``extended_api`` of
+                ``(options, pg_options)``.
+            extended_api: which of the two ``func`` takes.
+            devices: the device types that it carries; None, with a warning, for cpu and cuda.
+        """
+        lower = name.lower()
+        if not hasattr(cls, name.upper()):
+            setattr(cls, name.upper(), lower)
+        if lower not in cls.backend_list:
+            cls.backend_list.append(lower)
+        if devices is None:
+            warnings.warn(
+                f"Device capability of {name} unspecified, assuming `cpu` and `cuda`. Please specify it via the "
+                "`devices` argument of `register_backend`.",
+                stacklevel=2,
+            )
+            carried = ["cpu", "cuda"]
+        else:
+            carried = [devices] if isinstance(devices, str) else list(devices)
+            for device in carried:
+                cls.default_device_backend_map.setdefault(device, lower)
+        cls.backend_capability[lower] = carried
+        cls.backend_type_map[lower] = BackendType.CUSTOM
+        registry.PLUGINS[lower] = (func, extended_api)
+
+
+class BackendConfig:
+    """Which backend carries which device type: ``"mpi"``, or ``"cpu:mpi,cuda:nccl"``.
+
+    Raises:
+        ValueError: a string that is neither a name nor pairs of device and name.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.device_backend_map: dict[str, str] = {}
+        text = str(backend).lower()
+        if text == Backend.UNDEFINED:
+            accelerator = torch.accelerator.current_accelerator()
+            device = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
+            if device not in Backend.default_device_backend_map:
+                raise ValueError(
+                    f"We detected accelerator {device} on your machine, but no backend is known for it (known: "
+                    f"{Backend.default_device_backend_map}). Please specify the `backend` argument."
+                )
+            self.device_backend_map[device] = Backend.default_device_backend_map[device]
+        elif ":" in text:
+            self.device_backend_map = parse_pairs(text)
+        elif text in Backend.backend_list:
+            self.device_backend_map = dict.fromkeys(Backend.backend_capability[text], text)
+        else:
+            warnings.warn(
+                f"Device capability of {text} unknown, assuming `cpu` and `cuda`. You can specify it in "
+                "`device:backend` format in `init_process_group` call.",
+                stacklevel=2,
+            )
+            self.device_backend_map = {"cpu": text, "cuda": text, "xpu": text}
+
+    def __repr__(self) -> str:
+        """Return all the pairs separated by commas."""
+        return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
+
+    def get_device_backend_map(self) -> dict[str, str]:
+        """Return the backend of each device type."""
+        return self.device_backend_map
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """Return the pairs of a string such as ``"cpu:mpi,cuda:nccl"``."""
+    pairs: dict[str, str] = {}
+    for part in text.split(","):
+        device, colon, name = (piece.strip() for piece in part.partition(":"))
+        if not (device and colon and name) or ":" in name:
+            raise ValueError(
+                f"Invalid device:backend pairing: {part!r} in the backend string {text!r}; expected "
+                '"<device_type1>:<backend1>,<device_type2>:<backend2>...", e.g. "cpu:mpi,cuda:nccl"'
+            )
+        if device in pairs:
+            raise ValueError(f"Duplicate device type {device} in backend string: {text}")
+        pairs[device] = name
+    return pairs
+
+
+def is_available() -> bool:
+    """Tell whether this torch has c10d, whose types hpcdist shares."""
+    return c10d.is_available()
+
+
+def is_mpi_available() -> bool:
+    """Tell, without initialising MPI, whether mpi4py and an MPI library are there."""
+    if find_spec("mpi4py") is None:
+        return False
+    try:
+        from hpcdist.backends.mpi import runtime
+
+        runtime.load()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_nccl_available() -> bool:
+    """Tell whether nccl4py is installed and there is a GPU to use it on."""
+    return "nccl" in registry.ENTRIES and find_spec("nccl") is not None and torch.cuda.is_available()
+
+
+def is_gloo_available() -> bool:
+    """Tell whether this torch has gloo."""
+    return c10d.is_gloo_available()
+
+
+def is_ucc_available() -> bool:
+    """Return False: hpcdist has no UCC backend."""
+    return False
+
+
+def is_xccl_available() -> bool:
+    """Return False: hpcdist has no XCCL backend."""
+    return False
+
+
+AVAILABLE: dict[str, Callable[[], bool]] = {
+    "mpi": is_mpi_available,
+    "nccl": is_nccl_available,
+    "gloo": is_gloo_available,
+    "ucc": is_ucc_available,
+    "xccl": is_xccl_available,
+    "loopback": lambda: True,
+}
+
+
+def is_backend_available(backend: str) -> bool:
+    """Tell whether a backend, or every one of a string of pairs, can be used here."""
+    text = backend.lower()
+    names = parse_pairs(text).values() if ":" in text else [text]
+    return all(AVAILABLE[name]() if name in AVAILABLE else name in registry.PLUGINS for name in names)
+
+
+def is_torchelastic_launched() -> bool:
+    """Tell whether torchrun started this process."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") is not None
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """Return the backend that would carry a device's tensors in this process as it was launched.
+
+    For the CPU that is MPI, or gloo where the launcher (torchrun) starts no MPI.
+
+    Raises:
+        ValueError: no backend is known for the device.
+    """
+    kind = (device if isinstance(device, torch.device) else torch.device(device)).type
+    backend = Backend.default_device_backend_map.get(kind)
+    if backend is None:
+        raise ValueError(
+            f"Default backend not registered for device : {device} (registered: {Backend.default_device_backend_map})"
+        )
+    launch = environment.detect()
+    if backend == Backend.MPI and launch is not None and not launch.starts_mpi:
+        return Backend.GLOO
+    return backend
+
+
+COMPLEX_OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "UNUSED")
+
+
+def supports_complex(reduceOp: Any) -> bool:
+    """Tell whether an op means something for complex numbers."""
+    from hpcdist.core.reduction import name_of
+
+    return name_of(reduceOp) in COMPLEX_OPS

@@ -1,0 +1,236 @@
+"""How do picklable objects travel?
+
+Every rank of the group calls the collective ones. Objects are pickled, and unpickling runs code: take them
+from ranks that you trust, which the ranks of your own job are. Over MPI they go by pickle protocol 5 with
+out-of-band buffers, so that arrays inside are not copied into the pickle, and may be larger than 2 GiB.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpcdist.c10d.lists import rooted
+from hpcdist.core import world
+from hpcdist.core.backend import Backend
+from hpcdist.core.group import ProcessGroup
+
+
+def carrier(group: Any, call: str) -> tuple[ProcessGroup, Backend] | None:
+    """Return the group and the backend that carries its objects; None on ranks outside the group."""
+    if not world.is_member(group, call):
+        return None
+    pg = world.resolve(group)
+    backend = pg.any_backend()
+    if backend.queue is not None:
+        backend.queue.drain()
+    pg.sequence += 1
+    return pg, backend
+
+
+def check_list(value: Any, name: str, length: int, what: str) -> None:
+    """Raise where an argument is no list, or one too short."""
+    if not isinstance(value, list):
+        raise TypeError(f"`{name}` is of type {type(value).__name__}; expected a list")
+    if len(value) < length:
+        raise ValueError(f"`{name}` has {len(value)} entries; expected {length}, {what}")
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Gather every rank's object into ``object_list`` on all ranks.
+
+    Args:
+        object_list: the output, one entry a rank, written in place.
+        obj: this rank's picklable object.
+        group: the group; None for the default one.
+
+    Raises:
+        TypeError: no list, or an object that cannot be pickled.
+        ValueError: a list shorter than the group.
+    """
+    way = carrier(group, "all_gather_object")
+    if way is None:
+        return
+    pg, backend = way
+    check_list(object_list, "object_list", pg.size(), "one a rank of the group")
+    object_list[: pg.size()] = backend.all_gather_object(obj)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Gather every rank's object into a list on one rank.
+
+    Args:
+        obj: this rank's picklable object.
+        object_gather_list: on the destination the output, one entry a rank; None elsewhere.
+        dst: the destination as a global rank; rank 0 where neither this nor ``group_dst`` is given.
+        group: the group; None for the default one.
+        group_dst: the destination as a rank of the group.
+
+    Raises:
+        ValueError: a list on another rank than the destination, none there, or one too short.
+    """
+    if not world.is_member(group, "gather_object"):
+        return
+    pg, root = rooted(group, dst, group_dst)
+    if pg.rank() == root:
+        if not object_gather_list:
+            raise ValueError(f"Argument ``object_gather_list`` must be specified on destination rank {root}")
+        check_list(object_gather_list, "object_gather_list", pg.size(), "one a rank of the group")
+    elif object_gather_list:
+        raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
+    way = carrier(pg, "gather_object")
+    assert way is not None
+    gathered = way[1].gather_object(obj, root)
+    if gathered is not None and object_gather_list is not None:
+        object_gather_list[: pg.size()] = gathered
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Write one rank's list of objects to ``object_list`` on all ranks.
+
+    Args:
+        object_list: picklable objects on the source; elsewhere the output, a list of the same length.
+        src: the source as a global rank; rank 0 where neither this nor ``group_src`` is given.
+        group: the group; None for the default one.
+        device: taken as c10d takes it; the group's backend says where the bytes travel.
+        group_src: the source as a rank of the group.
+
+    Raises:
+        TypeError: no list, or an object that cannot be pickled.
+        RuntimeError: lists of different lengths.
+    """
+    if not world.is_member(group, "broadcast_object_list"):
+        return
+    pg, root = rooted(group, src, group_src)
+    check_list(object_list, "object_list", 0, "any number")
+    way = carrier(pg, "broadcast_object_list")
+    assert way is not None
+    objects = way[1].broadcast_object(object_list, root)
+    if len(objects) != len(object_list):
+        raise RuntimeError(
+            f"broadcast_object_list: the source's list has {len(objects)} entries, `object_list` on rank "
+            f"{pg.rank()} of the group has {len(object_list)}"
+        )
+    object_list[:] = objects
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Hand each rank its object of one rank's list, as entry 0 of the output list.
+
+    Args:
+        scatter_object_output_list: the output, of at least one entry; the first is written.
+        scatter_object_input_list: on the source one picklable object a rank; not looked at elsewhere.
+        src: the source as a global rank; rank 0 where neither this nor ``group_src`` is given.
+        group: the group; None for the default one.
+        group_src: the source as a rank of the group.
+
+    Raises:
+        ValueError: no output list of at least one entry, or an input list that does not fit.
+    """
+    if not world.is_member(group, "scatter_object_list"):
+        return
+    pg, root = rooted(group, src, group_src)
+    if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
+        raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
+    given = scatter_object_input_list
+    if pg.rank() == root and (not isinstance(given, list) or len(given) != pg.size()):
+        raise ValueError(
+            f"Argument ``scatter_object_input_list`` must be a list of {pg.size()} objects, one a rank, on source "
+            f"rank {root}; got {given!r:.80}"
+        )
+    way = carrier(pg, "scatter_object_list")
+    assert way is not None
+    scatter_object_output_list[0] = way[1].scatter_object(scatter_object_input_list, root)
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Send a list of picklable objects to one rank.
+
+    Args:
+        object_list: the objects.
+        dst: the receiver as a global rank; give this or ``group_dst``.
+        group: the group; None for the default one.
+        device: taken as c10d takes it; the group's backend says where the bytes travel.
+        group_dst: the receiver as a rank of the group.
+        use_batch: taken as c10d takes it; it makes no difference here.
+
+    Raises:
+        ValueError: no receiver, two, one outside the group, or this rank itself.
+    """
+    way = carrier(group, "send_object_list")
+    if way is None:
+        return
+    pg, backend = way
+    peer = world.group_rank(pg, dst, group_dst)
+    if peer == pg.rank():
+        raise ValueError(
+            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
+        )
+    check_list(object_list, "object_list", 0, "any number")
+    backend.send_object(object_list, peer)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receive a list of objects into ``object_list`` and return the sender.
+
+    Args:
+        object_list: the output, of the length of the list that was sent.
+        src: the sender as a global rank; anyone where neither this nor ``group_src`` is given.
+        group: the group; None for the default one.
+        device: taken as c10d takes it; the group's backend says where the bytes travel.
+        group_src: the sender as a rank of the group.
+        use_batch: taken as c10d takes it; it makes no difference here.
+
+    Returns:
+        The sender's global rank; -1 on ranks outside the group.
+
+    Raises:
+        ValueError: two senders, or one outside the group.
+        RuntimeError: lists of different lengths.
+    """
+    way = carrier(group, "recv_object_list")
+    if way is None:
+        return -1
+    pg, backend = way
+    check_list(object_list, "object_list", 0, "any number")
+    source = None if src is None and group_src is None else world.group_rank(pg, src, group_src)
+    objects, sender = backend.recv_object(source)
+    if len(objects) != len(object_list):
+        raise RuntimeError(
+            f"recv_object_list: the list sent has {len(objects)} entries, `object_list` {len(object_list)}"
+        )
+    object_list[:] = objects
+    return pg.ranks[sender]

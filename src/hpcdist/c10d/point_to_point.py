@@ -1,0 +1,221 @@
+"""How do two ranks talk? Sends and receives of tensors (MPI 3).
+
+Messages between two ranks with one tag arrive in the order they were sent. A rank may send to itself where
+one side does not block. Peers are given as global ranks, or with ``group_…`` as ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpcdist.core import world
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, route
+from hpcdist.core.work import Work
+
+
+def send(
+    tensor: Any,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send a tensor; return when it may be changed again.
+
+    Args:
+        tensor: what to send.
+        dst: the receiver as a global rank; give this or ``group_dst``.
+        group: the group; None for the default one.
+        tag: a number that the receiver must ask for.
+        group_dst: the receiver as a rank of the group.
+
+    Raises:
+        ValueError: no receiver, two, one outside the group, or this rank itself.
+    """
+    way = route(group, "send", dst, group_dst)
+    if way is None:
+        return
+    pg, peer = way
+    not_self(pg, peer, "destination", "isend")
+    backend, data = outgoing(pg, tensor)
+    backend.send(data, peer, tag)
+
+
+def recv(
+    tensor: Any,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive a tensor and return the sender.
+
+    Args:
+        tensor: what to write to; at least as large as what was sent.
+        src: the sender as a global rank; anyone where neither this nor ``group_src`` is given.
+        group: the group; None for the default one.
+        tag: the number that the sender gave.
+        group_src: the sender as a rank of the group.
+
+    Returns:
+        The sender's global rank; -1 on ranks outside the group.
+
+    Raises:
+        ValueError: two senders, one outside the group, or this rank itself.
+        DistBackendError: what was sent does not fit.
+    """
+    if not world.is_member(group, "recv"):
+        return -1
+    pg = world.resolve(group)
+    source = None
+    if src is not None or group_src is not None:
+        source = world.group_rank(pg, src, group_src)
+        not_self(pg, source, "source", "irecv")
+    backend, data, finish = incoming(pg, tensor)
+    sender = backend.recv(data, source, tag)
+    if finish is not None:
+        finish()
+    return pg.ranks[sender]
+
+
+def not_self(pg: ProcessGroup, peer: int, kind: str, other: str) -> None:
+    """Raise where a blocking call would wait for this rank itself."""
+    if peer == pg.rank():
+        raise ValueError(
+            f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process "
+            f"({pg.ranks[peer]}); to talk to oneself use {other} or batch_isend_irecv"
+        )
+
+
+def isend(
+    tensor: Any,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Begin to send a tensor, which must not change until ``wait()`` of the Work returns.
+
+    Takes the arguments of ``send`` and raises as it does; a rank may send to itself. Returns None on ranks
+    outside the group.
+    """
+    return begin_send(group, tensor, dst, group_dst, tag)
+
+
+def irecv(
+    tensor: Any,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Begin to receive a tensor, which is there when ``wait()`` of the Work returns.
+
+    Takes the arguments of ``recv`` and raises as it does; the Work's ``source_rank()`` tells the sender as a
+    rank of the group. Returns None on ranks outside the group.
+    """
+    return begin_receive(group, tensor, src, group_src, tag)
+
+
+class P2POp:
+    """One send or receive of a ``batch_isend_irecv``.
+
+    Args:
+        op: ``isend`` or ``irecv``.
+        tensor: what to send or write to.
+        peer: the other rank as a global rank; give this or ``group_peer``.
+        group: the group; None for the default one.
+        tag: matches send and receive.
+        group_peer: the other rank as a rank of the group.
+
+    Raises:
+        ValueError: another op, no peer, two peers, or one outside the group.
+        TypeError: not a tensor.
+    """
+
+    op: Callable[..., Work | None]
+    tensor: Any
+    peer: int
+    group: ProcessGroup
+    tag: int
+    group_peer: int
+
+    def __new__(
+        cls,
+        op: Callable[..., Any],
+        tensor: Any,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> P2POp:
+        """Check the arguments."""
+        if op not in (isend, irecv):
+            raise ValueError(
+                f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
+                "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
+            )
+        from hpcdist.core.buffers import as_tensor
+
+        as_tensor(tensor, "tensor")
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Any,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        self.op = op
+        self.tensor = tensor
+        self.group = world.resolve(group)
+        self.group_peer = world.group_rank(self.group, peer, group_peer)
+        self.peer = self.group.ranks[self.group_peer]
+        self.tag = tag
+
+    def __repr__(self) -> str:
+        me = self.group.rank()
+        source, target = (me, self.group_peer) if self.op is isend else (self.group_peer, me)
+        return (
+            f"P2POp({self.op.__name__} pg={self.group.group_name}, group_src={source}, group_dst={target}, "
+            f"{tuple(self.tensor.shape)}, {self.tensor.dtype})"
+        )
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
+    """Begin several sends and receives together; no order among them can make them wait for each other.
+
+    Args:
+        p2p_op_list: the P2POps, all of one group; also to this rank itself.
+
+    Returns:
+        A Work for each, in the same order.
+
+    Raises:
+        ValueError: an empty list, something else than P2POps, or several groups.
+    """
+    if not isinstance(p2p_op_list, list) or not all(isinstance(each, P2POp) for each in p2p_op_list):
+        raise ValueError(
+            "Invalid ``p2p_op_list``. Each op is expected to be of type ``torch.distributed.P2POp`` (hpcdist.P2POp)."
+        )
+    if not p2p_op_list:
+        raise ValueError("Invalid ``p2p_op_list``: the list is empty")
+    group = p2p_op_list[0].group
+    if any(each.group is not group for each in p2p_op_list):
+        raise ValueError("All ops need to use the same group.")
+    begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
+    works = [work for work in begun if work is not None]
+    if len(works) != len(begun):
+        raise DistBackendError(f"{len(begun) - len(works)} of {len(begun)} operations did not begin")
+    return works
+
+
+def peer_of(each: P2POp) -> dict[str, int]:
+    """Return the peer as the keyword of the op."""
+    return {"group_dst" if each.op is isend else "group_src": each.group_peer}

@@ -1,0 +1,202 @@
+"""Who am I in this group, and what is the group?"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.c10d.names import Backend
+from hpcdist.core import errors, world
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
+from hpcdist.launch import environment
+
+
+class WorldMeta(type):
+    """Makes ``WORLD`` of ``group`` and ``GroupMember`` the default group of the moment."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None before ``init_process_group``."""
+        return WORLD.default
+
+    @WORLD.setter
+    def WORLD(cls, group: ProcessGroup | None) -> None:
+        WORLD.default = group
+
+
+class group(metaclass=WorldMeta):
+    """``group.WORLD`` is the default group."""
+
+
+class GroupMember(metaclass=WorldMeta):
+    """``GroupMember.WORLD`` is the default group; ``NON_GROUP_MEMBER`` stands for a group without this rank."""
+
+    NON_GROUP_MEMBER = NON_GROUP_MEMBER
+
+
+class ReduceOpNames:
+    """The op names of PyTorch before 1.0, as attributes of ``reduce_op``; use ``ReduceOp``."""
+
+    SUM = ReduceOp.SUM
+    PRODUCT = ReduceOp.PRODUCT
+    MIN = ReduceOp.MIN
+    MAX = ReduceOp.MAX
+
+    def __getattribute__(self, name: str) -> Any:
+        """Warn of the deprecation, then look the name up."""
+        if not name.startswith("__"):
+            warnings.warn(
+                "`reduce_op` is deprecated, please use `ReduceOp` instead",
+                category=FutureWarning,
+                stacklevel=2,
+            )
+        return object.__getattribute__(self, name)
+
+
+reduce_op = ReduceOpNames()
+
+
+def is_initialized() -> bool:
+    """Tell whether there is a default group."""
+    return WORLD.default is not None
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Return this process's rank in a group; -1 where it is not in it.
+
+    Raises:
+        ValueError: before ``init_process_group``, or a destroyed group.
+    """
+    if is_outside(group):
+        return -1
+    return world.resolve(group).rank()
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Return how many ranks a group has; -1 where this process is not in it.
+
+    Raises:
+        ValueError: before ``init_process_group``, or a destroyed group.
+    """
+    if is_outside(group):
+        return -1
+    return world.resolve(group).size()
+
+
+def is_outside(group: Any) -> bool:
+    """Tell whether a caller's group stands for one that this rank is not in."""
+    return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
+
+
+def member(group: Any) -> ProcessGroup:
+    """Return the group; ValueError where this rank is not in it."""
+    if is_outside(group):
+        raise ValueError("Invalid process group specified: this rank is not in the group (NON_GROUP_MEMBER)")
+    return world.resolve(group)
+
+
+def get_backend(group: ProcessGroup | None = None) -> str:
+    """Return the backend string that a group was made with, such as ``"mpi"``.
+
+    Raises:
+        ValueError: before init, a destroyed group, or one that this rank is not in.
+    """
+    return Backend(member(group).config)
+
+
+def get_backend_config(group: ProcessGroup | None = None) -> str:
+    """Return the pairs of device type and backend of a group, such as ``"cpu:mpi,cuda:nccl"``.
+
+    Raises:
+        ValueError: before init, a destroyed group, or one that this rank is not in.
+    """
+    return ",".join(f"{device}:{backend.name}" for device, backend in member(group).backends.items())
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Return the rank in a group of a global rank.
+
+    Raises:
+        ValueError: the rank is not in the group, or the group is not live.
+    """
+    return world.group_rank(member(group), global_rank, None)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Return the global rank of a rank of a group.
+
+    Raises:
+        ValueError: the group has no such rank, or is not live.
+    """
+    pg = member(group)
+    return pg.ranks[world.group_rank(pg, None, group_rank)]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a group, in the order of their ranks in it.
+
+    Raises:
+        ValueError: before init, a destroyed group, or one that this rank is not in.
+    """
+    return list(member(group).ranks)
+
+
+def get_pg_count() -> int:
+    """Return how many groups all ranks have made together since ``init_process_group``."""
+    return WORLD.made
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return this process's rank on its node, as the launcher gives it.
+
+    Args:
+        fallback_rank: what to return where no launcher does.
+
+    Raises:
+        RuntimeError: neither is given.
+    """
+    local_rank = environment.node_local_rank()
+    if local_rank is not None:
+        return local_rank
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise RuntimeError(
+        f"No launcher gave this process a node-local rank (looked at {', '.join(environment.LOCAL_RANKS)}). "
+        "Consider passing fallback_rank to allow `get_node_local_rank` to work."
+    )
+
+
+def get_mpi_comm(group: ProcessGroup | None = None) -> Any:
+    """Return a group's MPI communicator, for calls of your own on it.
+
+    It is hpcdist's own duplicate: your messages on it can meet the group's, and it is freed with the group;
+    ``Dup()`` it to be apart.
+
+    Raises:
+        ValueError: before init, a destroyed group, or one that this rank is not in.
+        DistBackendError: the group is not carried by MPI.
+    """
+    pg = member(group)
+    for backend in pg.backends.values():
+        comm = getattr(backend, "comm", None)
+        if comm is not None and backend.name == Backend.MPI:
+            return comm
+    raise errors.DistBackendError(f"group {pg.group_name!r} has no MPI communicator: it is carried by {pg.config}")
+
+
+@contextlib.contextmanager
+def record_comm(name: str) -> Iterator[None]:
+    """Give the collectives made inside a name of their own in profiles (c10d's ``record_comm``)."""
+    c10d = torch._C._distributed_c10d
+    before = c10d._get_comm_profiling_name()
+    c10d._set_comm_profiling_name(name)
+    try:
+        yield
+    finally:
+        c10d._set_comm_profiling_name(before)

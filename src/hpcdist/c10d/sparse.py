@@ -1,0 +1,57 @@
+"""How is a sparse tensor reduced?
+
+The ranks gather each other's nonzeros, which may lie in different places, and every rank adds them up in
+rank order, so that all have bitwise the same result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.core.issue import canonical, issue
+from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE
+from hpcdist.core.work import DoneWork, Work
+from hpcdist.core.world import is_member, resolve
+
+
+def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> Work | None:
+    """Sum a sparse COO tensor over all ranks, in place.
+
+    The call is over when it returns, with ``async_op`` too: the places of the nonzeros must be known first.
+
+    Raises:
+        RuntimeError: another op than SUM.
+        ValueError: the ranks' tensors differ in shape.
+    """
+    if not is_member(group, "all_reduce"):
+        return None
+    pg = resolve(group)
+    if canonical(op) != ReduceOp.SUM:
+        raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices().contiguous(), mine.values().contiguous()
+    size = pg.size()
+    facts = torch.tensor([indices.size(1), *tensor.shape], device=tensor.device)
+    all_facts = torch.empty(size * facts.numel(), dtype=torch.int64, device=tensor.device)
+    issue(ALL_GATHER_SINGLE, pg, facts, all_facts)
+    table = all_facts.view(size, -1)
+    if not bool((table[:, 1:] == facts[1:]).all()):
+        raise ValueError(f"all_reduce of sparse tensors of different shapes: {table[:, 1:].tolist()}, one row a rank")
+    counts: list[int] = table[:, 0].tolist()
+    all_indices = gathered(pg, indices.t().contiguous(), counts).t()
+    all_values = gathered(pg, values, counts)
+    total = torch.sparse_coo_tensor(all_indices, all_values, tensor.shape, check_invariants=False).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+    return DoneWork([tensor]) if async_op else None
+
+
+def gathered(pg: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Return the rows of all ranks, concatenated; rank r has ``counts[r]`` of them."""
+    width = rows[0].numel() if rows.size(0) else int(torch.Size(rows.shape[1:]).numel())
+    everything = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    issue(ALL_GATHER, pg, rows, everything, counts=([rows.numel()], [count * width for count in counts]))
+    return everything

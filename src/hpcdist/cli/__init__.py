@@ -1,0 +1,1 @@
+"""What ``python -m hpcdist`` can do; each command is imported when it is called."""

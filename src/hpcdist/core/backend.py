@@ -1,0 +1,135 @@
+"""What must a library be able to do to carry a process group?
+
+A backend is one communicator of one library (MPI, NCCL, gloo, none) and the calls on it. ``core.issue``
+has already checked the call and made the tensors flat, contiguous and of one device; a backend checks
+only what it alone can know. Ranks here are ranks of the group, and a root is one of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from hpcdist.core import reduction
+from hpcdist.core.objects import TensorObjects
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ReduceOp
+
+    from hpcdist.core.table import Row
+    from hpcdist.core.work import Queue, Work
+
+Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
+
+
+class Bootstrap(NamedTuple):
+    """What a group's backends are made from."""
+
+    rank: int
+    size: int
+    timeout: timedelta
+    comm: Any = None  # an mpi4py communicator, where there is MPI
+    store: Store | None = None  # where there is none
+    device_id: torch.device | None = None
+    options: Any = None
+    peer: Backend | None = None  # the group's CPU backend, already connected
+
+
+class Backend(TensorObjects):
+    """One communicator of one library.
+
+    ``run`` blocks until the caller's buffers hold the result; ``start`` returns at once. The default
+    ``start`` queues ``run`` on the communicator's worker thread, so that asynchronous calls make progress
+    while Python computes and keep their order.
+    """
+
+    name: ClassVar[str]
+    rank: int
+    size: int
+    queue: Queue | None = None  # made by the first asynchronous call
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, bootstrap: Bootstrap) -> Backend:
+        """Make the default group's communicator; every rank calls it."""
+
+    @abstractmethod
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: ReduceOp | None,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Run one collective to its end.
+
+        ``send`` is ``recv`` where the call is in place; the side a rooted call leaves out on this rank is
+        None; ``counts`` are elements per rank for the rows of shape COUNTED.
+        """
+
+    def start(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: ReduceOp | None,
+        root: int | None,
+        counts: Counts | None,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> Work:
+        """Begin one collective; the Work runs ``finish`` when the buffers hold the result."""
+        from hpcdist.core.work import Queue
+
+        if self.queue is None:
+            self.queue = Queue(self.name)
+
+        def call() -> None:
+            self.run(row, send, recv, op, root, counts)
+            if finish is not None:
+                finish()
+
+        return self.queue.put(call, result)
+
+    def check_reduction(self, row: Row, dtype: torch.dtype, op: ReduceOp) -> None:
+        """Raise c10d's error where the library cannot reduce, before anything is sent."""
+        reduction.check(row, dtype, op)
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send a tensor; return when the buffer may be used again."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive into a tensor from ``src``, or from anyone when None; return the sender."""
+
+    @abstractmethod
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Begin to send a tensor."""
+
+    @abstractmethod
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
+
+    @abstractmethod
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
+        """Make the communicators of disjoint subgroups in one step; every rank of this one calls it.
+
+        Returns this rank's communicator, or None where it is in none of the subgroups.
+        """
+
+    @abstractmethod
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
+        """Make a communicator that only ``ranks`` of this one call for."""
+
+    def close(self) -> None:
+        """End the queue and free the communicator; every rank calls it, and a second call does nothing."""
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None

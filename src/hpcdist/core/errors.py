@@ -1,0 +1,34 @@
+"""What goes wrong, and as which of torch's exception classes does it reach the caller?"""
+
+from __future__ import annotations
+
+from torch.distributed import (
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    QueueEmptyError,
+)
+
+__all__ = [
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "QueueEmptyError",
+    "destroyed",
+    "not_initialized",
+]
+
+
+def not_initialized() -> ValueError:
+    """Return the error of a call made before ``init_process_group``."""
+    return ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
+
+
+def destroyed(group: object) -> ValueError:
+    """Return the error of a call on something that is not, or is no longer, a live group."""
+    return ValueError(
+        f"Invalid process group specified: {group!r} is not a live group of this process; "
+        "it was destroyed, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
+    )

@@ -1,0 +1,207 @@
+"""How does one collective run? Group, checks, buffers and Work, once for all of them.
+
+This is the path of every collective, and the only place where its arguments are checked. A synchronous
+call on plain CPU tensors takes the short way: no Work, no options object, no list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.core.backend import Backend, Counts
+from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, same_dtype
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.table import Row, Shape
+from hpcdist.core.work import Work
+from hpcdist.core.world import WORLD, is_member, resolve
+
+RedOpType = ReduceOp.RedOpType
+
+
+def issue(
+    row: Row,
+    group: Any,
+    send: Any,
+    recv: Any,
+    op: Any = None,
+    root: int | None = None,
+    async_op: bool = False,
+    counts: Counts | None = None,
+) -> Work | None:
+    """Run or begin one collective.
+
+    Args:
+        row: which one.
+        group: a ProcessGroup, None for the default one, or NON_GROUP_MEMBER.
+        send: the tensor to read; the same object as ``recv`` for a call in place, None where this rank
+            does not send.
+        recv: the tensor to write; None where this rank does not receive.
+        op: how values are combined, for rows that reduce.
+        root: a rank of the group, for rooted rows.
+        async_op: begin only, and return a Work.
+        counts: elements to and from each rank, for rows of shape COUNTED.
+
+    Returns:
+        The Work if ``async_op``, else None; None too where this rank is not in the group.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as c10d's, before anything is sent.
+    """
+    pg = WORLD.default if group is None else group
+    if (
+        pg.__class__ is ProcessGroup
+        and not async_op
+        and is_plain(send)
+        and (recv is send or (is_plain(recv) and recv.dtype is send.dtype and recv.is_cpu))
+        and send.is_cpu
+        and (backend := pg.cpu) is not None
+        and pg.coalescing is None
+        and is_shaped(row, pg, send, recv, counts)
+    ):
+        if backend.queue is not None:
+            backend.queue.drain()
+        if row.reduces and op.__class__ is not RedOpType:
+            op = canonical(op)
+        pg.sequence += 1
+        backend.run(row, send, recv, op, root, counts)
+        return None
+    return issue_any(row, group, send, recv, op, root, async_op, counts)
+
+
+def is_shaped(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
+    """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
+    shape = row.shape
+    if shape is Shape.SAME:
+        return recv is send or recv.numel() == send.numel()
+    if shape is Shape.GATHER:
+        return recv.numel() == send.numel() * len(pg.ranks)
+    if shape is Shape.SCATTER:
+        return send.numel() == recv.numel() * len(pg.ranks)
+    if shape is Shape.EXCHANGE:
+        return recv.numel() == send.numel() and send.numel() % len(pg.ranks) == 0
+    return counts is not None and send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
+
+
+def issue_any(
+    row: Row,
+    group: Any,
+    send: Any,
+    recv: Any,
+    op: Any,
+    root: int | None,
+    async_op: bool,
+    counts: Counts | None = None,
+    then: Callable[[], None] | None = None,
+    result: list[torch.Tensor] | None = None,
+) -> Work | None:
+    """Run or begin a collective on anything that a caller may give: the long way of ``issue``.
+
+    ``then`` runs when the output is there, and ``result`` is what the Work shows in its place: for calls on
+    lists, whose collective works on one tensor of all.
+    """
+    if not is_member(group, row.name):
+        return None
+    pg = resolve(group)
+    if pg.coalescing is not None:
+        pg.coalescing.append(partial(issue_any, row, pg, send, recv, op, root, True, counts, then, result))
+        return None
+    if row.buffers == 0:
+        return dispatch(pg, pg.any_backend(), row, None, None, op, root, async_op, counts, [], None)
+    in_place = send is recv
+    output = as_tensor(recv, "tensor", writable=True) if recv is not None else None
+    given = output if in_place else as_tensor(send, "tensor") if send is not None else None
+    either = given if given is not None else output
+    assert either is not None
+    if given is not None and output is not None and not in_place:
+        same_dtype(given, output)
+        if given.dtype.is_complex != output.dtype.is_complex:
+            given = torch.view_as_real(given) if given.dtype.is_complex else given
+            output = torch.view_as_real(output) if output.dtype.is_complex else output
+        if given.device.type != output.device.type:
+            raise ValueError(
+                f"{row.name}: tensors must be on one device type, found {given.device} and {output.device}"
+            )
+        if not is_shaped(row, pg, given, output, counts):
+            raise size_error(row, pg, given, output, counts)
+    backend = pg.backend(either.device)
+    if row.reduces:
+        op = canonical(op)
+        backend.check_reduction(row, either.dtype, op)
+    if either.is_sparse:
+        raise TypeError(
+            f"{row.name} takes dense tensors; of the collectives only all_reduce (and all_reduce_coalesced) "
+            "takes sparse COO ones"
+        )
+
+    finish = then
+    sendbuf = for_reading(given) if given is not None else None
+    recvbuf = output
+    if output is not None:
+        recvbuf = sendbuf if in_place else for_writing(output)
+        if recvbuf is not output:
+            target, staged = output, recvbuf
+            assert staged is not None
+
+            def finish() -> None:
+                target.copy_(staged)
+                if then is not None:
+                    then()
+
+    if result is None:
+        result = [output] if output is not None else []
+    return dispatch(pg, backend, row, sendbuf, recvbuf, op, root, async_op, counts, result, finish)
+
+
+def dispatch(
+    pg: ProcessGroup,
+    backend: Backend,
+    row: Row,
+    send: torch.Tensor | None,
+    recv: torch.Tensor | None,
+    op: Any,
+    root: int | None,
+    async_op: bool,
+    counts: Counts | None,
+    result: list[torch.Tensor],
+    finish: Callable[[], None] | None,
+) -> Work | None:
+    """Hand a checked call to its backend."""
+    pg.sequence += 1
+    if async_op:
+        return backend.start(row, send, recv, op, root, counts, result, finish)
+    if backend.queue is not None:
+        backend.queue.drain()
+    backend.run(row, send, recv, op, root, counts)
+    if finish is not None:
+        finish()
+    return None
+
+
+def canonical(op: Any) -> Any:
+    """Return an op as backends know it: a plain member of ReduceOp, or the ReduceOp of a PREMUL_SUM.
+
+    Raises:
+        TypeError: not an op.
+    """
+    if isinstance(op, RedOpType):
+        return op
+    if isinstance(op, ReduceOp):
+        kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
+        return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
+    raise TypeError(
+        f"op is {op!r} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
+    )
+
+
+def size_error(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> ValueError:
+    """Return the error of buffers whose sizes do not fit the row."""
+    expected = f"sum of the counts given, {counts}" if counts else row.shape.value
+    return ValueError(
+        f"{row.name} on {len(pg.ranks)} ranks: input of {send.numel()} elements {tuple(send.shape)} and output of "
+        f"{recv.numel()} elements {tuple(recv.shape)} do not fit (expected: {expected})"
+    )

@@ -1,0 +1,130 @@
+"""How do objects travel where the library moves only tensors?
+
+An object is pickled to a tensor of bytes, and its length goes ahead. MPI has a way of its own, with
+out-of-band buffers (``backends.mpi``).
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
+
+if TYPE_CHECKING:
+    from hpcdist.core.backend import Counts
+    from hpcdist.core.table import Row
+
+TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
+
+
+def pickled(value: Any) -> torch.Tensor:
+    """Return an object as a tensor of bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+
+
+def unpickled(data: torch.Tensor) -> Any:
+    """Return the object that a tensor of bytes holds."""
+    return pickle.loads(data.cpu().numpy().data)
+
+
+class TensorObjects(ABC):
+    """The object calls of a backend, composed from its calls on tensors."""
+
+    rank: int
+    size: int
+    device = torch.device("cpu")  # where the bytes travel
+
+    @abstractmethod
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Run one collective to its end."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send a tensor."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive into a tensor and return the sender."""
+
+    def _lengths(self, length: int) -> list[int]:
+        mine = torch.tensor([length], device=self.device)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self.run(ALL_GATHER_SINGLE, mine, lengths, None, None, None)
+        return lengths.tolist()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Gather every rank's object on all ranks."""
+        data = pickled(value).to(self.device)
+        lengths = self._lengths(data.numel())
+        everything = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
+        self.run(ALL_GATHER, data, everything, None, None, ([data.numel()], lengths))
+        return [unpickled(part) for part in everything.split(lengths)]
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Gather every rank's object on the root."""
+        data = pickled(value).to(self.device)
+        lengths = self._lengths(data.numel())
+        longest = max(lengths)  # GATHER moves equal shares
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        is_root = self.rank == root
+        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
+        self.run(GATHER, padded, everything, None, root, None)
+        if everything is None:
+            return None
+        parts = everything.split(longest)
+        return [unpickled(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Hand the root's object to all ranks."""
+        is_root = self.rank == root
+        data = pickled(value).to(self.device) if is_root else None
+        length = torch.tensor([data.numel() if data is not None else 0], device=self.device)
+        self.run(BROADCAST, length, length, None, root, None)
+        if data is None:
+            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.run(BROADCAST, data, data, None, root, None)
+        return value if is_root else unpickled(data)
+
+    def scatter_object(self, values: list[Any] | None, root: int) -> Any:
+        """Hand each rank its object of the root's list."""
+        parts = [pickled(value) for value in values] if values is not None and self.rank == root else None
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        if parts is not None:
+            lengths = torch.tensor([part.numel() for part in parts], device=self.device)
+        self.run(BROADCAST, lengths, lengths, None, root, None)
+        longest = int(lengths.max())
+        everything = None
+        if parts is not None:
+            everything = torch.zeros((self.size, longest), dtype=torch.uint8, device=self.device)
+            for row, part in zip(everything, parts, strict=True):
+                row[: part.numel()] = part
+        mine = torch.empty(longest, dtype=torch.uint8, device=self.device)
+        self.run(SCATTER, everything, mine, None, root, None)
+        return unpickled(mine[: int(lengths[self.rank])])
+
+    def send_object(self, value: Any, dst: int) -> None:
+        """Send an object."""
+        data = pickled(value).to(self.device)
+        self.send(torch.tensor([data.numel()], device=self.device), dst, TAG)
+        self.send(data, dst, TAG)
+
+    def recv_object(self, src: int | None) -> tuple[Any, int]:
+        """Receive an object; return it and its sender."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        sender = self.recv(length, src, TAG)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.recv(data, sender, TAG)
+        return unpickled(data), sender

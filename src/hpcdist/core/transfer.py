@@ -1,0 +1,74 @@
+"""How does one message travel between two ranks? Group, checks and buffers of every send and receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hpcdist.core.backend import Backend
+from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.work import Work
+from hpcdist.core.world import group_rank, is_member, resolve
+
+
+def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[ProcessGroup, int] | None:
+    """Return the group and the peer's rank in it; None where this rank is not in the group."""
+    if not is_member(group, call):
+        return None
+    pg = resolve(group)
+    return pg, group_rank(pg, peer, group_peer)
+
+
+def outgoing(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor]:
+    """Return the backend that carries a tensor and the contiguous tensor to send."""
+    if not is_plain(tensor):
+        tensor = for_reading(dense(as_tensor(tensor, "tensor")))
+    return carrier(pg, tensor), tensor
+
+
+def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[], None] | None]:
+    """Return the backend, the contiguous tensor to receive into, and what copies it to the caller's."""
+    if is_plain(tensor):
+        return carrier(pg, tensor), tensor, None
+    target = dense(as_tensor(tensor, "tensor", writable=True))
+    staged = for_writing(target)
+
+    def finish() -> None:
+        target.copy_(staged)
+
+    return carrier(pg, staged), staged, None if staged is target else finish
+
+
+def carrier(pg: ProcessGroup, tensor: torch.Tensor) -> Backend:
+    """Return the backend that carries a tensor, and count the call."""
+    pg.sequence += 1
+    return pg.cpu if tensor.is_cpu and pg.cpu is not None else pg.backend(tensor.device)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor; TypeError where it is sparse."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
+    return tensor
+
+
+def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, tag: int) -> Work | None:
+    """Begin to send; None where this rank is not in the group."""
+    way = route(group, "isend", dst, group_dst)
+    if way is None:
+        return None
+    backend, data = outgoing(way[0], tensor)
+    return backend.isend(data, way[1], tag)
+
+
+def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
+    """Begin to receive, from anyone where neither source is given; None where this rank is not in the group."""
+    if not is_member(group, "irecv"):
+        return None
+    pg = resolve(group)
+    source = None if src is None and group_src is None else group_rank(pg, src, group_src)
+    backend, data, finish = incoming(pg, tensor)
+    return backend.irecv(data, source, tag, finish)

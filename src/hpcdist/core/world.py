@@ -1,0 +1,101 @@
+"""Which groups exist in this process? The package's only module state."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from hpcdist.core import errors
+from hpcdist.core.group import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
+
+
+class World:
+    """The default group, every other group, and how many were ever made."""
+
+    def __init__(self) -> None:
+        self.default: ProcessGroup | None = None
+        self.groups: dict[str, ProcessGroup] = {}
+        self.made = 0  # by all ranks together
+        self.made_locally: dict[tuple[int, ...], int] = {}  # by their members alone, per set of ranks
+        self.store: Store | None = None
+
+    def add(self, group: ProcessGroup) -> None:
+        """Register a group under its name."""
+        self.groups[group.group_name] = group
+
+    def next_name(self) -> str:
+        """Return a name for the next group that all ranks make together; it is the same on all of them."""
+        name = str(self.made)
+        self.made += 1
+        return name
+
+    def clear(self) -> None:
+        """Forget everything, so that the next init starts anew."""
+        self.__init__()  # type: ignore[misc]
+
+
+WORLD = World()
+
+
+def default_group() -> ProcessGroup:
+    """Return the default group; ValueError before ``init_process_group``."""
+    if WORLD.default is None:
+        raise errors.not_initialized()
+    return WORLD.default
+
+
+def resolve(group: Any) -> ProcessGroup:
+    """Return the group that a caller means; None stands for the default group."""
+    if group is None:
+        return default_group()
+    if isinstance(group, ProcessGroup) and group.backends:
+        return group
+    if WORLD.default is None:
+        raise errors.not_initialized()
+    raise errors.destroyed(group)
+
+
+def is_member(group: Any, call: str) -> bool:
+    """Tell whether this rank is in ``group``; where it is not, warn as c10d does."""
+    if group is None or isinstance(group, ProcessGroup) or group != NON_GROUP_MEMBER:
+        return True
+    rank = -1 if WORLD.default is None else WORLD.default.rank()
+    warnings.warn(f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3)
+    return False
+
+
+def group_rank(group: ProcessGroup, global_rank: int | None, rank_in_group: int | None) -> int:
+    """Return a rank of ``group``, given either as a global rank or as a rank of the group.
+
+    Raises:
+        ValueError: both or neither are given, or the rank is not one of the group's.
+    """
+    if rank_in_group is None:
+        if global_rank is None:
+            raise ValueError("Must specify global_rank or group_rank")
+        try:
+            return group.group_ranks[global_rank]
+        except KeyError:
+            raise ValueError(
+                f"Global rank {global_rank} is not part of group {group} (its global ranks: {listed(group.ranks)})"
+            ) from None
+    if global_rank is not None:
+        raise ValueError("Can't specify both group_rank and global_rank")
+    if not 0 <= rank_in_group < len(group.ranks):
+        raise ValueError(
+            f"Group rank {rank_in_group} is not part of group {group} (its ranks: 0 to {len(group.ranks) - 1})"
+        )
+    return rank_in_group
+
+
+def listed(ranks: tuple[int, ...]) -> str:
+    """Return ranks as text, cut where they are many."""
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown if len(ranks) <= 16 else f"{shown}, … {len(ranks)} in all"

