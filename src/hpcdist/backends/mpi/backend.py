@@ -7,6 +7,7 @@ collectives move bytes, so every dtype works; reducing ones are planned once per
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,18 +19,38 @@ from mpi4py import MPI
 from mpi4py.util import pkl5
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi import large, runtime
+from hpcdist.backends.mpi import crossover, large, runtime
 from hpcdist.backends.mpi.datatypes import COUNT_MAX, Block, memory
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
+from hpcdist.backends.mpi.shared_memory import NodeShared
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ROWS, Row, Shape
+from hpcdist.core.reduction import check, name_of
+from hpcdist.core.table import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BROADCAST,
+    REDUCE_SCATTER_SINGLE,
+    ROWS,
+    Row,
+    Shape,
+)
 from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
 address = MPI.buffer.fromaddress
 RedOpType = ReduceOp.RedOpType
+
+# the collectives that node-shared memory knows, and how each takes its arguments
+SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, Any], None]] = {
+    ALL_REDUCE: lambda shared, send, recv, op, _: shared.all_reduce(send, recv, op),
+    BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
+    ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
+    REDUCE_SCATTER_SINGLE: lambda shared, send, recv, op, _: shared.reduce_scatter_single(send, recv, op),
+    ALL_TO_ALL_SINGLE: lambda shared, send, recv, _, __: shared.all_to_all_single(send, recv),
+}
 
 
 class MPIBackend(Backend):
@@ -45,6 +66,9 @@ class MPIBackend(Backend):
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         self._unfinished: deque[RequestWork] = deque()
         self._pickling: Any = None
+        self._shared: NodeShared | None = None
+        self._shared_least = crossover.least_bytes(self.size)
+        self._shared_from: dict[tuple[str, torch.dtype, int], int] = {}
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -62,8 +86,14 @@ class MPIBackend(Backend):
         root: int | None,
         counts: Counts | None,
     ) -> None:
-        """Run one collective by MPI's blocking call."""
+        """Run one collective, by MPI's blocking call or, where that is faster, through node-shared memory."""
         try:
+            if (
+                send is not None
+                and send.nbytes >= self._shared_least
+                and self._run_shared(row, send, recv if recv is not None else send, op, root)
+            ):
+                return
             if row.reduces:
                 self._reduce(row, send, recv, op, root, counts)
             elif row.buffers == 2:
@@ -76,6 +106,40 @@ class MPIBackend(Backend):
                 self.comm.Barrier()
         except MPI.Exception as error:
             raise self._failure(row.name, error) from error
+
+    def _run_shared(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> bool:
+        """Run one collective through node-shared memory where it is faster, and tell whether it was."""
+        call = SHARED_CALLS.get(row)
+        if call is None or (op is not None and op.__class__ is not RedOpType):
+            return False
+        key = (row.name, send.dtype, id(op))
+        least = self._shared_from.get(key)
+        if least is None:
+            least = self._shared_from[key] = self._crossover(row, send.dtype, op)
+        if max(send.nbytes, recv.nbytes) < least:
+            return False
+        if send is not recv and overlap(send, recv) and row is not ALL_GATHER_SINGLE:
+            return False
+        shared = self._shared
+        if shared is None:
+            try:
+                shared = self._shared = NodeShared(self.comm, crossover.node_key())
+            except RuntimeError as error:
+                self._shared_least = crossover.NEVER
+                warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
+                return False
+        if shared.nodes > 1 and (row.name not in crossover.ACROSS_NODES or shared.nodes == self.size):
+            self._shared_from[key] = crossover.NEVER
+            return False
+        call(shared, send, recv, op, root)
+        return True
+
+    def _crossover(self, row: Row, dtype: torch.dtype, op: Any) -> int:
+        name = None
+        if op is not None:
+            check(row, dtype, op)
+            name = name_of(op)
+        return crossover.min_bytes(row.name, dtype, name, self.size, MPI.get_vendor()[0])
 
     def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
         return DistBackendError(
@@ -312,6 +376,9 @@ class MPIBackend(Backend):
         super().close()
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._calls.clear()
+            if self._shared is not None:
+                self._shared.close()
+                self._shared = None
             self.comm.Free()
 
 

@@ -8,6 +8,7 @@ would wait for it until the walltime (MPI 11.4: the standard leaves an ended pro
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import traceback
 from types import TracebackType
@@ -56,6 +57,8 @@ def world() -> Any:
             "call init_process_group before MPI_Finalize"
         )
     if not MPI.Is_initialized():
+        # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
+        os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         atexit.register(finalize)
         sys.excepthook = abort_on_exception

@@ -51,7 +51,7 @@ class NodeShared:
     """Runs collectives of one communicator through memory shared on the node.
 
     Construction and `close` are collective over `comm`. The methods are collective too: same order, sizes, dtypes and
-    ops on every rank. Tensors are flat, contiguous, on the CPU and checked by the caller; `send` may be `recv`. A
+    ops on every rank. Tensors are contiguous, of any shape, on the CPU and checked by the caller; `send` may be `recv`. A
     result is visible when the method returns. PREMUL_SUM expects the factor already applied.
 
     Args:
@@ -144,6 +144,8 @@ class NodeShared:
         fold = self._fold(send.dtype, op)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
+        if send.dim() != 1:
+            send, recv = send.view(-1), recv.view(-1)
         size = send.nbytes
         if size <= (self._direct_bytes if fold.wide is None else self._direct_half_bytes):
             self._all_reduce_direct(send, recv, fold)
@@ -385,6 +387,7 @@ class NodeShared:
         fold = self._fold(send.dtype, op)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
+        send, recv = send.view(-1), recv.view(-1)
         dtype, rank, block = fold.dtype, self.rank, recv.nbytes
         itemsize, numel = dtype.itemsize, recv.numel()
         own = send[rank * numel : (rank + 1) * numel]
