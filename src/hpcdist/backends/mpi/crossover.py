@@ -68,7 +68,8 @@ def override() -> int | None:
     digits, unit = (text[:-1], text[-1]) if text[-1] in "km" else (text, "")
     if not digits.isdigit():
         raise ValueError(f'{VARIABLE}={text!r}; expected a number of bytes such as 65536, 64K or 4M, or "off"')
-    return int(digits) * {"": 1, "k": KIB, "m": MIB}[unit]
+    # nothing at all needs no memory to travel through
+    return max(1, int(digits) * {"": 1, "k": KIB, "m": MIB}[unit])
 
 
 def node_key() -> str | None:

@@ -8,7 +8,7 @@ not in it has no meaning (MAX of complex numbers, BAND of floats) and raises Typ
 - MIN and MAX propagate NaN as torch.minimum and torch.maximum do; MPI_MIN and MPI_MAX leave it undefined.
 - bool means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
 - Unsigned 16, 32 and 64 bit integers: two's complement makes SUM, PRODUCT and the bitwise ops those of the signed type
-  of that width; MIN and MAX run in NumPy, since torch has no kernel for them.
+  of that width; MIN, MAX and AVG run in NumPy, since torch has no kernel for them.
 - AVG divides the sum by the number of ranks: floats before they are rounded, integers toward zero.
 - PREMUL_SUM is SUM here: the caller has multiplied its own contribution by its own factor already.
 """
@@ -39,13 +39,17 @@ _BITS: dict[str, Combine] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_NUMPY_ORDER: dict[str, Combine] = {"MIN": _numpy_combine(np.minimum), "MAX": _numpy_combine(np.maximum)}
+_NUMPY: dict[str, Combine] = {
+    "AVG": _numpy_combine(np.add),
+    "MIN": _numpy_combine(np.minimum),
+    "MAX": _numpy_combine(np.maximum),
+}
 
 FOLDS: dict[str, dict[str, Combine]] = {
     "float": _RING | _ORDER,
     "complex": _RING,
     "signed": {op: f for op, f in (_RING | _ORDER | _BITS).items() if op != "PREMUL_SUM"},
-    "unsigned": {op: f for op, f in (_RING | _NUMPY_ORDER | _BITS).items() if op not in ("PREMUL_SUM", "AVG")},
+    "unsigned": {op: f for op, f in (_RING | _NUMPY | _BITS).items() if op != "PREMUL_SUM"},
     "bool": {
         "SUM": torch.logical_or,
         "MAX": torch.logical_or,
@@ -118,10 +122,10 @@ class Fold:
             raise TypeError(f"{op} of {dtype} has no meaning; {dtype} knows {known}")
         self.combine = row[op]
         # Under this dtype a slice is computed; the twin has the same bits.
-        self.dtype = SIGNED_TWINS.get(dtype, dtype) if op not in _NUMPY_ORDER else dtype
+        self.dtype = SIGNED_TWINS.get(dtype, dtype) if op not in _NUMPY else dtype
         self.wide = WIDER.get(dtype) if op in _ACCUMULATING else None
         self.divisor = ranks if op == "AVG" else 0
-        self.truncates = self.divisor > 0 and kind == "signed"
+        self.kind = kind
         self.op = op
 
     def needs_scratch(self, parts: int) -> bool:
@@ -153,16 +157,25 @@ class Fold:
     def accumulate(self, parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
         """Reduce slices into an accumulator without dividing or rounding."""
         total.copy_(parts[0])
-        if self.op == "PRODUCT":
-            for part in parts[1:]:
+        for part in parts[1:]:
+            if self.op == "PRODUCT" and self.wide is not None:
                 total.mul_(part)
-        else:
-            for part in parts[1:]:
-                total.add_(part)
+            elif self.wide is not None:
+                total.add_(part)  # the part is of the narrower dtype, which `combine` with out= would refuse
+            else:
+                self.combine(total, part, out=total)
 
     def finish(self, total: torch.Tensor) -> None:
         """Turn a sum into an average, where the op asks for one."""
-        if self.truncates:
+        if not self.divisor:
+            return
+        if self.kind == "signed":
             torch.div(total, self.divisor, rounding_mode="trunc", out=total)
-        elif self.divisor:
+        elif self.kind == "unsigned":
+            array = total.numpy()
+            np.floor_divide(array, array.dtype.type(self.divisor), out=array)
+        elif self.kind == "complex":
+            # by parts: torch's own division of complex numbers rounds differently with the length of the slice
+            torch.view_as_real(total).div_(self.divisor)
+        else:
             total.div_(self.divisor)
