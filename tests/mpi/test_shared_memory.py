@@ -1,4 +1,4 @@
-"""Do collectives through node-shared memory give what mathematics says, at every chunk edge and for every dtype × op?"""
+"""Do collectives through shared memory give what mathematics says, at every chunk edge, for every dtype × op?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi import node_window, shared_memory
+from hpcdist.backends.mpi import node_slots, node_window, shared_memory
 from hpcdist.backends.mpi.node_arithmetic import FOLDS, KINDS
 from hpcdist.backends.mpi.shared_memory import NodeShared
 
@@ -24,8 +24,8 @@ EDGES = sorted(
         max(1, edge // ITEM + more)
         for edge in (
             64,
-            shared_memory.DIRECT_HALF_BYTES // 2,
-            *(shared_memory.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
+            node_slots.DIRECT_HALF_BYTES // 2,
+            *(node_slots.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
             shared_memory.CHUNK_BYTES,
             shared_memory.CHUNK_BYTES_OF_TWO,
             node_window.SLOT_BYTES,
@@ -193,7 +193,7 @@ def test_nan_is_not_lost(node, comm, op, numel):
 
 
 def test_a_pair_without_meaning_raises_before_anything_moves(node, comm):
-    with pytest.raises(TypeError, match="MAX of torch.complex64 has no meaning"):
+    with pytest.raises(TypeError, match=r"MAX of torch\.complex64 has no meaning"):
         node.all_reduce(torch.zeros(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.complex64), ReduceOp.MAX)
     tensor = torch.ones(3)
     node.all_reduce(tensor, tensor, ReduceOp.SUM)

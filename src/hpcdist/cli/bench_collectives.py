@@ -9,6 +9,7 @@ import torch
 from rich.progress import Progress
 
 import hpcdist as dist
+from hpcdist.backends.mpi import runtime
 from hpcdist.cli.bench_timing import Bench
 
 Calls = dict[str, Callable[[], Any]]
@@ -31,7 +32,7 @@ def all_reduce(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch
     calls: Calls = {"hpcdist": lambda: dist.all_reduce(out)}
     if whole.dtype is torch.float32:
         array, comm = out.numpy(), bench.comm
-        inplace = __import__("mpi4py.MPI", fromlist=["MPI"]).IN_PLACE
+        inplace = runtime.load().IN_PLACE
         calls["mpi4py"] = lambda: comm.Allreduce(inplace, array)
     calls["gloo"] = lambda: bench.gloo.allreduce([out]).wait()
     return calls

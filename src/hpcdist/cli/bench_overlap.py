@@ -39,6 +39,7 @@ def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:
     def worker() -> None:
         work = dist.all_reduce(data, async_op=True)
         compute()
+        assert work is not None
         work.wait()
 
     def request() -> None:

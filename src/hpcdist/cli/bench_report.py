@@ -77,7 +77,9 @@ def explain(bench: Bench) -> None:
         return
     vendor = bench.library.rsplit(" ", 1)[0]
     console = Console(width=110)
-    made = Table(title=f"Shared memory from this size on ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)")
+    made = Table(
+        title=f"Shared memory from this size on ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)"
+    )
     for name in ("collective", "float32", "bfloat16"):
         made.add_column(name)
     for name in crossover.BYTES["MPICH"]:
@@ -100,7 +102,7 @@ def plot(bench: Bench, path: str) -> None:
         SystemExit: matplotlib is missing.
     """
     try:
-        import matplotlib
+        import matplotlib  # type: ignore[import-not-found,unused-ignore]  # the extra hpcdist[plot]
     except ImportError:
         raise SystemExit("--plot needs matplotlib: pip install 'hpcdist[plot]'") from None
     matplotlib.use("Agg")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed
 
 import hpcdist as dist
+from hpcdist.backends.mpi import runtime
 
 MOST_CALLS = 2000
 WARM_UP = 2
@@ -49,26 +49,26 @@ class Bench:
     @property
     def library(self) -> str:
         """The MPI library's name and version."""
-        MPI = __import__("mpi4py.MPI", fromlist=["MPI"])
-        name, version = MPI.get_vendor()
+        name, version = runtime.load().get_vendor()
         return f"{name} {'.'.join(map(str, version))}"
 
     @property
     def gloo(self) -> Any:
         """torch's gloo process group on the same ranks."""
         if self._gloo is None:
+            c10d: Any = torch.distributed  # its stubs leave out what this needs
             host = self.comm.bcast("127.0.0.1")
             limit = timedelta(minutes=5)
             store: Any = None
             if self.rank == 0:
-                store = torch.distributed.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
+                store = c10d.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
             port = self.comm.bcast(store.port if store is not None else None)
             if store is None:
-                store = torch.distributed.TCPStore(host, port, self.size, False, limit)
-            options = torch.distributed.ProcessGroupGloo._Options()
-            options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
+                store = c10d.TCPStore(host, port, self.size, False, limit)
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = limit
-            self._gloo = torch.distributed.ProcessGroupGloo(store, self.rank, self.size, options)
+            self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
         return self._gloo
 
     def calls_for(self, call: Callable[[], Any]) -> int:

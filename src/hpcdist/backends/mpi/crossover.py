@@ -5,7 +5,8 @@ That depends on the MPI library, the collective, the dtype and the number of ran
 machine whether it should be otherwise. `HPCDIST_SHM` overrides the whole table: a number of bytes (suffix K or M) from
 which every collective uses shared memory, or "off".
 
-Bytes are those of the larger of the two buffers. Measured on 2 cores with 2 and 4 ranks (docs/explanation/performance.md).
+Bytes are those of the larger of the two buffers, measured on 2 cores with 2 and 4 ranks
+(docs/explanation/performance.md).
 An MPI library that was not measured gets the row of MPICH, whose algorithms most libraries inherit.
 """
 

@@ -32,6 +32,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -56,11 +57,11 @@ def split_node(comm: MPI.Intracomm, node_key: str | None) -> MPI.Intracomm:
     Returns:
         A new communicator, ordered as `comm`.
     """
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     keys = shared.allgather(node_key)
     if len(set(keys)) == 1:
         return shared
-    node = shared.Split(keys.index(node_key), key=comm.rank)
+    node = MPI.Intracomm(shared.Split(keys.index(node_key), key=comm.rank))
     shared.Free()
     return node
 
@@ -89,7 +90,8 @@ class NodeWindow:
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)
         self._sync = self._window.Sync
-        buffers = [memoryview(self._window.Shared_query(r)[0]) for r in range(self.size)]
+        queried: list[Any] = [self._window.Shared_query(r)[0] for r in range(self.size)]
+        buffers = [memoryview(buffer) for buffer in queried]
         self._flags = [buffer[:8].cast("q") for buffer in buffers]
         self._mates = [flag for r, flag in enumerate(self._flags) if r != self.rank]
         self._own = self._flags[self.rank]
