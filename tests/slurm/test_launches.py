@@ -1,0 +1,77 @@
+"""What happens to a job that is started wrongly, or cancelled, or that outlives its test run?"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster import NODES
+from supervisor import descendants
+
+HERE = Path(__file__).parent
+
+
+def wait_until(condition, timeout=15):
+    """Wait until a condition holds; say whether it came to."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_srun_without_mpi_is_an_error_not_lonely_worlds(cluster, jobs, pythons):
+    for name, python in pythons.items():
+        result = cluster.run("srun", "--mpi=none", "--ntasks=2", python, str(jobs / "facade_sum.py"), timeout=60)
+        assert result.returncode != 0, f"{name}: {result.stdout}"
+        assert "world=1" not in result.stdout
+        assert "--mpi=pmix for Open MPI, --mpi=pmi2 for MPICH" in result.stderr, f"{name}: {result.stderr}"
+
+
+def test_a_cancelled_job_leaves_nothing_behind(cluster, submit, jobs, any_mpi):
+    shared_before = set(os.listdir("/dev/shm"))
+    number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **any_mpi)
+    assert wait_until(lambda: "running" in cluster.output(number), timeout=30), cluster.output(number)
+    assert any("endless.py" in line for line in cluster.processes())
+    assert cluster.run("scancel", number).returncode == 0
+    job = cluster.wait(number)
+    assert job.state == "CANCELLED"
+    assert wait_until(lambda: not cluster.processes()), cluster.processes()
+    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_before), set(os.listdir("/dev/shm")) - shared_before
+    assert cluster.run("squeue", "--noheader").stdout == ""
+    idle = cluster.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split()
+    assert idle == list(NODES)
+
+
+def test_the_controller_accounts_for_each_job(cluster, submit, jobs, any_mpi):
+    good = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--nodes=2", "--ntasks-per-node=2"], **any_mpi))
+    bad = cluster.wait(submit("cpu", jobs / "exit_with.py", "3", options=["--nodes=1", "--ntasks=1"], **any_mpi))
+    assert (good.facts["NumNodes"], good.facts["NumTasks"], good.facts["ExitCode"]) == ("2", "4", "0:0")
+    assert bad.facts["ExitCode"] == "3:0"
+    accounts = (cluster.folder / "accounting.log").read_text()
+    for job in (good, bad):
+        assert f"JobId={job.id} " in accounts
+        assert f"JobState={job.state} " in next(line for line in accounts.splitlines() if f"JobId={job.id} " in line)
+
+
+def test_a_killed_test_run_takes_its_cluster_with_it():
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from cluster import Cluster\n"
+        "with Cluster() as c:\n"
+        "    c.run('sbatch', '--wrap=srun sleep 600', '--output=/dev/null')\n"
+        "    while not any('sleep 600' in line for line in c.processes()): time.sleep(0.1)\n"
+        "    print(c.folder, c.supervisor.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(HERE)], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        folder, supervisor = run.stdout.readline().split()
+        left = descendants(int(supervisor))
+        assert len(left) >= 6, "four daemons, a step and its task at the least"
+        run.send_signal(signal.SIGKILL)
+    assert wait_until(lambda: not Path(folder).exists())
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in [int(supervisor), *left]))
