@@ -7,8 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from cluster import NODES
 from supervisor import descendants
+
+from hpcdist.launch import hostlist
 
 HERE = Path(__file__).parent
 
@@ -29,6 +32,22 @@ def test_srun_without_mpi_is_an_error_not_lonely_worlds(cluster, jobs, pythons):
         assert result.returncode != 0, f"{name}: {result.stdout}"
         assert "world=1" not in result.stdout
         assert "--mpi=pmix for Open MPI, --mpi=pmi2 for MPICH" in result.stderr, f"{name}: {result.stderr}"
+
+
+SHOW = "echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_STEP_NODELIST $SLURM_STEP_TASKS_PER_NODE"
+
+
+@pytest.mark.parametrize("distribution", hostlist.DISTRIBUTIONS)
+@pytest.mark.parametrize("size", [["--ntasks=5"], ["--ntasks=2"], ["--ntasks-per-node=3"]], ids=" ".join)
+def test_host_lists_place_each_rank_where_slurm_did(size, distribution, cluster):
+    command = ["srun", "--nodes=2", *size, f"--distribution={distribution}", "sh", "-c", SHOW]
+    result = cluster.run(*command)
+    assert result.returncode == 0, result.stderr
+    shown = sorted((int(rank), host, *rest) for rank, host, *rest in map(str.split, result.stdout.splitlines()))
+    _, _, names, tasks_per_node = shown[0]
+    assert names == "127.0.0.[1-2]"
+    expected = hostlist.host_of_each_rank(names, tasks_per_node, distribution)
+    assert [host for _, host, *_ in shown] == expected
 
 
 def test_a_cancelled_job_leaves_nothing_behind(cluster, submit, jobs, any_mpi):

@@ -30,6 +30,14 @@ def test_cpu_runs_open_mpi_by_pmix_on_two_nodes(cluster, submit, jobs, openmpi):
     assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=1 arguments=[]"]
 
 
+@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
+def test_hpcdist_finds_its_world_on_two_nodes_by_itself(mpi, cluster, submit, jobs, request):
+    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
+    job = cluster.wait(submit("cpu", jobs / "facade_sum.py", options=["--ntasks-per-node=1"], **environment))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=2 sum=1 backend=mpi"]
+
+
 def test_arguments_reach_the_script_unharmed(cluster, submit, jobs, any_mpi, tmp_path):
     script = tmp_path / "a script's $HOME.py"
     script.write_text((jobs / "mpi_sum.py").read_text())
@@ -81,6 +89,15 @@ def test_torchrun_starts_its_ranks_on_two_nodes(cluster, submit, jobs):
     job = cluster.wait(submit("torchrun", jobs / "torch_sum.py"), timeout=90)
     assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
     assert lines(job, "world") == ["world=4 sum=6"]
+
+
+def test_store_runs_without_mpi_on_two_nodes_and_beside_another_job(cluster, submit, jobs):
+    sizes = (["--ntasks-per-node=2"], ["--ntasks=3"])
+    numbers = [submit("store", jobs / "store_sum.py", options=size) for size in sizes]
+    even, uneven = (cluster.wait(number, timeout=90) for number in numbers)
+    assert (even.state, uneven.state) == ("COMPLETED", "COMPLETED"), even.output + uneven.output
+    assert lines(even, "world") == ["world=4 sum=6 nodes=2"]
+    assert lines(uneven, "world") == ["world=3 sum=3 nodes=2"]
 
 
 def test_array_runs_each_line_of_its_sweep(cluster, submit, jobs, any_mpi, tmp_path):

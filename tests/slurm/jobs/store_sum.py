@@ -6,6 +6,7 @@ import torch
 
 import hpcdist as dist
 
+os.environ["PATH"] = ""  # a host without scontrol
 dist.init_process_group(init_method=os.environ["HPCDIST_INIT_METHOD"])
 total = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(total)
