@@ -7,6 +7,7 @@ names that every program can resolve and bind, so that two nodes have two addres
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -229,6 +230,17 @@ class Cluster:
             if line and not line.startswith(("munged", "slurm", ": slurm")):
                 lines.append(line)
         return lines
+
+    def shared_files(self) -> set[Path]:
+        """List the files that processes of the cluster share by mapping: those in /dev/shm and in temporary folders."""
+        found = set()
+        for pid in descendants(self.supervisor.pid):
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    _, access, _, _, _, *path = line.split(maxsplit=5)
+                    if access.endswith("s") and path and path[0].startswith(("/dev/shm/", "/tmp/")):
+                        found.add(Path(path[0].removesuffix(" (deleted)")))
+        return found
 
     def _configure(self) -> None:
         """Write the key and slurm.conf, and make the folders."""

@@ -1,6 +1,5 @@
 """What happens to a job that is started wrongly, or cancelled, or that outlives its test run?"""
 
-import os
 import signal
 import subprocess
 import sys
@@ -50,16 +49,20 @@ def test_host_lists_place_each_rank_where_slurm_did(size, distribution, cluster)
     assert [host for _, host, *_ in shown] == expected
 
 
-def test_a_cancelled_job_leaves_nothing_behind(cluster, submit, jobs, any_mpi):
-    shared_before = set(os.listdir("/dev/shm"))
-    number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **any_mpi)
+@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
+def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, request):
+    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
+    number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **environment)
     assert wait_until(lambda: "running" in cluster.output(number), timeout=30), cluster.output(number)
     assert any("endless.py" in line for line in cluster.processes())
+    shared = cluster.shared_files()
+    assert shared, "the ranks of a node share a window at the least"
     assert cluster.run("scancel", number).returncode == 0
     job = cluster.wait(number)
     assert job.state == "CANCELLED"
     assert wait_until(lambda: not cluster.processes()), cluster.processes()
-    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_before), set(os.listdir("/dev/shm")) - shared_before
+    print("shared:", *sorted(shared))
+    assert wait_until(lambda: not any(path.exists() for path in shared)), [path for path in shared if path.exists()]
     assert cluster.run("squeue", "--noheader").stdout == ""
     idle = cluster.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split()
     assert idle == list(NODES)
