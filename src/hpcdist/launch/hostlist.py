@@ -6,7 +6,7 @@ not needed, which compute nodes and containers may lack.
 
 from __future__ import annotations
 
-import hostlist as library  # type: ignore[import-untyped]  # it ships no types
+import hostlist as library
 
 DISTRIBUTIONS = ("block", "cyclic")
 
