@@ -107,6 +107,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=handed,
+                cwd="/",
                 env={**os.environ, **ALLOCATOR},
             )
             ours.sendall(U32.pack(len(secret or b"")) + (secret or b""))

@@ -248,7 +248,7 @@ class Server:
                 pos = at
                 if peer.heavy:
                     break
-        except Refused:
+        except (Refused, MemoryError):
             if out:
                 self.transmit(peer, out)
             self.close(peer)
@@ -267,6 +267,7 @@ class Server:
             peer.need -= pos
             self.unfinished += len(rest)
         peer.heavy = False
+        peer.checked = None
 
     def greet(self, peer: Connection, data: bytes) -> int:
         """Check how a connection begins; return where its requests start, or -1 while more is needed."""

@@ -175,6 +175,10 @@ class Session:
         """Return when a timeout is over; None for never."""
         return deadline_after(seconds)
 
+    def __del__(self) -> None:
+        if hasattr(self, "link"):
+            self.close()
+
     def close(self) -> None:
         """Close all connections."""
         link, self.link = self.link, None
