@@ -45,6 +45,7 @@ class Session:
         self.set_timeout(seconds)
         self.link: Link | None = connect(host, port, secret, seconds, self.limit)
         self.is_ours = self.link.is_ours
+        self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
 
     def set_timeout(self, seconds: float) -> None:
