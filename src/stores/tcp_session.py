@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from stores.base import deadline_after
-from stores.errors import lost_server, name_keys, no_answer
+from stores.errors import DistNetworkError, lost_server, name_keys, no_answer
 from stores.tcp_link import Link, connect
 from stores.tcp_wire import CANCELED, OPCODES, WOKEN, Request
 
@@ -100,6 +100,8 @@ class Session:
         waited = time.monotonic() - start
         if isinstance(error, TimeoutError):
             raise no_answer(f"{verb} {name_keys(keys)}", self.where, waited) from error
+        if isinstance(error, DistNetworkError):  # from opening the connection anew
+            raise DistNetworkError(f"{verb} {name_keys(keys)}: {error}") from error
         if isinstance(error, OSError):
             raise lost_server(f"{verb} {name_keys(keys)}", self.where, waited, error) from error
 
@@ -139,7 +141,11 @@ class Session:
         try:
             link = self.idle.pop()
         except IndexError:
-            link = self.connect(left)
+            try:
+                link = self.connect(left)
+            except DistNetworkError as error:
+                self.explain(error, verb, keys, start)
+                raise
         is_in_step = False
         try:
             link.set_limit(left)

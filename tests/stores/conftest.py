@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # the contract and the workers are plain modules beside the tests
 
-sys.path.insert(0, str(Path(__file__).parent))  # the contract and the workers are plain modules beside the tests
-
-import store_workers  # noqa: E402  (after the line above)
+import store_workers
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def processes():
     return run
 
 
-@pytest.fixture()
+@pytest.fixture
 def torchs_server(processes):
     """Start torch's own server in another process: its list_keys would hold this one's interpreter lock."""
     owners = []

@@ -140,12 +140,33 @@ def own_server_and_spin(pipe):
     store = stores.TCPStore("127.0.0.1", 0, None, True)
     store.set("k", "v")
     pipe.send(store.port)
-    end = time.monotonic() + 30
-    while time.monotonic() < end and not (store.check(["stop"]) if int(end * 1000) % 2 == 2 else False):
-        sum(range(1000))
+    while True:
+        pass
 
 
 def own_server_of_torch(pipe, use_libuv):
     store = dist.TCPStore("127.0.0.1", 0, None, True, use_libuv=use_libuv)
     pipe.send(store.port)
     time.sleep(60)
+
+
+def gloo_alone(number):
+    """Run gloo with four ranks as threads of this process over one HashStore."""
+    import threading
+
+    store = stores.HashStore()
+    results = [None] * 4
+
+    def rank_main(rank):
+        group = dist.ProcessGroupGloo(dist.PrefixStore("g", store), rank, 4, SOON)
+        tensor = torch.full((1,), number / 4)
+        group.allreduce([tensor]).wait()
+        results[rank] = tensor.tolist()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [results[0]] * 4
+    return results[0]

@@ -31,7 +31,7 @@ class TestFileStore(StoreContract):
     has_queues = False
     bookkeeping_keys = 1  # refcount/
 
-    @pytest.fixture()
+    @pytest.fixture
     def store(self, tmp_path):
         return stores.FileStore(tmp_path / "store")
 
@@ -146,7 +146,7 @@ def test_a_stale_file_whose_users_died_is_started_anew(tmp_path, processes):
 def test_a_stale_file_of_unknown_users_is_an_error(tmp_path, processes):
     path = str(tmp_path / "store")
     _run_and_die(processes, path, 1, is_ours=False)
-    with pytest.raises(dist.DistStoreError, match="earlier run.*Remove the file"):
+    with pytest.raises(dist.DistStoreError, match=r"earlier run.*Remove the file"):
         stores.FileStore(path, 1)
 
 
@@ -159,7 +159,7 @@ def test_a_first_user_that_died_is_not_a_full_world(tmp_path, processes):
 def test_some_other_file_is_left_alone(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("ten years of work")
-    with pytest.raises(dist.DistStoreError, match="no FileStore file"):
+    with pytest.raises(dist.DistStoreError, match=r"no FileStore file"):
         stores.FileStore(path, 1)
     assert path.read_text() == "ten years of work"
 
@@ -172,7 +172,7 @@ def test_a_held_lock_is_not_waited_for_beyond_the_deadline(tmp_path):
         fcntl.flock(holder, fcntl.LOCK_EX)
         for call in (lambda: store.get("k"), lambda: store.set("k", "1")):
             start = time.monotonic()
-            with pytest.raises(dist.DistStoreError, match="lock"):
+            with pytest.raises(dist.DistStoreError, match=r"lock"):
                 call()
             assert 1.0 <= time.monotonic() - start < 1.1
 
@@ -181,7 +181,7 @@ def test_a_removed_file_is_an_error_at_once(tmp_path):
     path = tmp_path / "store"
     store = stores.FileStore(path)
     path.unlink()
-    with pytest.raises(dist.DistStoreError, match="gone"):
+    with pytest.raises(dist.DistStoreError, match=r"gone"):
         store.get("k")
 
 

@@ -8,7 +8,7 @@ import stores
 
 
 class TestHashStore(StoreContract):
-    @pytest.fixture()
+    @pytest.fixture
     def store(self):
         return stores.HashStore()
 
