@@ -83,21 +83,21 @@ class Link:
     def read_values(self, count: int, data: bytes = b"") -> list[bytes]:
         """Return so many strings; the given bytes are their beginning."""
         values: list[bytes] = []
+        add = values.append
         pos = 0
         end = len(data)
         while len(values) < count:
-            if end - pos < 8:
-                need = 8
-            else:
-                need = 8 + _u64(data, pos)[0]
-                if end - pos >= need:
-                    values.append(data[pos + 8 : pos + need])
-                    pos += need
+            start = stop = pos + 8
+            if start <= end:
+                stop += _u64(data, pos)[0]
+                if stop <= end:
+                    add(data[start:stop])
+                    pos = stop
                     continue
-            if need > CHUNK:
-                data = self.read(need, data[pos:])
+            data = data[pos:]
+            if stop - pos > CHUNK:
+                data = self.read(stop - pos, data)
             else:
-                data = data[pos:]
                 more = self.recv(CHUNK)
                 if not more:
                     raise ConnectionResetError("the server closed the connection")

@@ -156,28 +156,36 @@ def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int
         if data.startswith(raw, pos):
             return known, pos + len(raw)
     # A list that comes in pieces is only measured, from where it was left; its keys are cut out at the end.
-    left, at = peer.list_left if peer.list_left is not None else (count, 8)
+    keys: list[bytes] = []
+    is_whole = peer.list_left is None
+    left, at = peer.list_left or (count, 8)
     at += pos
+    last = min(end, pos + MAX_LIST)
     while left:
-        stop = at + 8
-        if stop <= end:
+        start = at + 8
+        if start <= end:
             (size,) = _u64(data, at)
-            stop += size
+            stop = start + size
+            if stop <= last and size <= MAX_KEY:
+                if is_whole:
+                    keys.append(data[start:stop])
+                at = stop
+                left -= 1
+                continue
             if size > MAX_KEY or stop - pos > MAX_LIST:
                 raise Refused(f"a key of {size} bytes, or a list above {MAX_LIST} bytes")
-        if stop > end:
-            peer.list_left = (left, at - pos)
             peer.need = stop
-            return [], -1
-        at = stop
-        left -= 1
+        else:
+            peer.need = start
+        peer.list_left = (left, at - pos)
+        return [], -1
     peer.list_left = None
-    keys = []
-    start = pos + 8
-    for _ in range(count):
-        stop = start + 8 + _u64(data, start)[0]
-        keys.append(data[start + 8 : stop])
-        start = stop
+    if not is_whole:
+        start = pos + 8
+        for _ in range(count):
+            stop = start + 8 + _u64(data, start)[0]
+            keys.append(data[start + 8 : stop])
+            start = stop
     if count > 1 and at < end and data[at] == Request.MULTI_GET:
         peer.checked = (data[pos:at], keys)
     return keys, at
