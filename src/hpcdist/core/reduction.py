@@ -80,9 +80,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
     choices = ", ".join(name_of(known) for known in KINDS[kind])
     if kind == "complex":
         raise ValueError(f"{row.name} does not support {name_of(op)} on complex tensors (choices: {choices})")
-    raise RuntimeError(
-        f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}"
-    )
+    raise RuntimeError(f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}")
 
 
 def premultiplier(op: Any) -> Any:
@@ -92,7 +90,10 @@ def premultiplier(op: Any) -> Any:
 
 def average(total: torch.Tensor, size: int) -> torch.Tensor:
     """Return ``total / size`` in place; integers are cut toward zero, as NCCL does."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
+    if total.dtype.is_complex:
+        torch.view_as_real(total).div_(size)  # each part rounded once, unlike a complex division
+        return total
+    if total.dtype.is_floating_point:
         return total.div_(size)
     return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
 

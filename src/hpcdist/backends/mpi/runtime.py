@@ -95,19 +95,25 @@ def abort_on_exception(kind: type[BaseException], error: BaseException, trace: T
 
 
 def duplicate(comm: Any) -> Any:
-    """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3).
+    """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
+    MPI = load()
+    own = checked(comm).Dup()
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    return own
+
+
+def checked(comm: Any) -> Any:
+    """Return a user's communicator where a world can be made of it.
 
     Raises:
         TypeError: not an mpi4py intracommunicator.
         ValueError: MPI.COMM_NULL.
     """
     MPI = load()
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
             f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py.MPI.Intracomm such as MPI.COMM_WORLD"
         )
-    if comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
-    own = comm.Dup()
-    own.Set_errhandler(MPI.ERRORS_RETURN)
-    return own
+    return comm
