@@ -117,6 +117,10 @@ class ServerProcess:
                 listener.close()
         self.close = weakref.finalize(self, _end, self.process, ours, os.getpid())
 
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return self.process.poll() is None
+
 
 def _end(process: subprocess.Popen, control: socket.socket, owner: int) -> None:
     if os.getpid() != owner:  # a forked child has a copy of the handle, not of the server

@@ -234,9 +234,7 @@ def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
     (count,) = _u64(data, pos)
     if count > MAX_KEYS:
         raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
-    peer.pairs = (
-        count  # the server hands each pair to SET as it comes, so that one value is the most it holds
-    )
+    peer.pairs = count  # the server hands each pair to SET as it comes, so that one value is the most it holds
     return pos + 8
 
 

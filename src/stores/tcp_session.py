@@ -35,7 +35,14 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """Holds a store's connections to its server."""
 
-    def __init__(self, host: str, port: int, secret: bytes | None, seconds: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes | None,
+        seconds: float,
+        is_worth_it: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.host = host
         self.port = port
         self.secret = secret
@@ -43,7 +50,7 @@ class Session:
         self.lock = threading.Lock()
         self.idle: list[Link] = []  # connections for waiting
         self.set_timeout(seconds)
-        self.link: Link | None = connect(host, port, secret, seconds, self.limit)
+        self.link: Link | None = connect(host, port, secret, seconds, self.limit, is_worth_it=is_worth_it)
         self.is_ours = self.link.is_ours
         self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
@@ -91,7 +98,7 @@ class Session:
     def connect(self, limit: float | None) -> Link:
         """Open one more connection to a server that was there before: no second try."""
         seconds = -1.0 if limit is None else limit
-        return connect(self.host, self.port, self.secret, seconds, self.limit, is_patient=False)
+        return connect(self.host, self.port, self.secret, seconds, self.limit, is_worth_it=lambda: False)
 
     def explain(self, error: BaseException, verb: str, keys: Sequence[bytes], start: float) -> None:
         """Raise torch's error class for a failed exchange; return for errors that speak for themselves."""

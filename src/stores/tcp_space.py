@@ -50,9 +50,7 @@ class Peer:
         self.heavy = False  # a large reply was made: send before going on
         self.pairs = 0  # pairs of a MULTI_SET still to come
         self.list_left: tuple[int, int] | None = None  # of an unfinished list: keys left, place of the next
-        self.checked: tuple[bytes, list[bytes]] | None = (
-            None  # a list that is asked for twice, raw and parsed
-        )
+        self.checked: tuple[bytes, list[bytes]] | None = None  # a list that is asked for twice, raw and parsed
 
     def wake(self, reply: bytes) -> None:
         """Send a late reply."""

@@ -91,7 +91,9 @@ class TCPStore(Store):
         if self._server is not None:
             port = self._server.port
             host = _EVERY_INTERFACE.get(host, host)
-        self._session = Session(host, port, key, self._seconds)
+        # the owner of a server that cannot start need not try for long
+        is_worth_it = self._server.is_alive if self._server is not None else lambda: True
+        self._session = Session(host, port, key, self._seconds, is_worth_it)
         self._session.pipelines = use_libuv
         self.where = self._session.where
         if world_size is not None and wait_for_workers:
