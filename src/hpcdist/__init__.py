@@ -95,6 +95,8 @@ from hpcdist.c10d.queries import (
 )
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.work import Work
+from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
+from stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __version__ = "0.1.0"
 
@@ -110,16 +112,21 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "FileStore",
     "GatherOptions",
     "GroupMember",
     "GroupName",
+    "HashStore",
     "P2POp",
+    "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "Store",
+    "TCPStore",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -173,6 +180,8 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "register_rendezvous_handler",
+    "rendezvous",
     "scatter",
     "scatter_object_list",
     "send",

@@ -41,10 +41,10 @@ BYTES: dict[str, dict[str, tuple[int, int]]] = {
         "all_to_all_single": (16 * MIB, NEVER),
     },
     "Intel MPI": {
-        "all_reduce": (4 * MIB, 16 * MIB),
+        "all_reduce": (4 * MIB, NEVER),
         "broadcast": (NEVER, NEVER),
         "all_gather_single": (NEVER, NEVER),
-        "reduce_scatter_single": (4 * MIB, 16 * MIB),
+        "reduce_scatter_single": (4 * MIB, NEVER),
         "all_to_all_single": (NEVER, NEVER),
     },
 }
