@@ -102,6 +102,6 @@ def min_bytes(name: str, dtype: torch.dtype, op: str | None, world_size: int, li
     chosen = override()
     if chosen is not None:
         return chosen
-    if op is not None and dtype in WIDER and table[name][0] is not NEVER:
+    if op is not None and dtype in WIDER and table[name][0] != NEVER:
         return HALF_BYTES
     return table[name][0 if world_size == 2 else 1]
