@@ -157,10 +157,14 @@ def test_an_older_nccl_gets_sends_and_receives(name: str, rank: int) -> None:
         ("gather", 1): [("send", t(3), 2, "current")],
         ("scatter", 1): [("recv", t(3), 2, "current")],
         ("gather", 2): [
-            c for p in everyone for c in ([("send", t(3), 2, "current")] if p == 2 else []) + [("recv", t(3), p, "current")]
+            c
+            for p in everyone
+            for c in ([("send", t(3), 2, "current")] if p == 2 else []) + [("recv", t(3), p, "current")]
         ],
         ("scatter", 2): [
-            c for p in everyone for c in [("send", t(3), p, "current")] + ([("recv", t(3), 2, "current")] if p == 2 else [])
+            c
+            for p in everyone
+            for c in [("send", t(3), p, "current")] + ([("recv", t(3), 2, "current")] if p == 2 else [])
         ],
     }.get((name, rank)) or [c for p in everyone for c in (("send", t(3), p, "current"), ("recv", t(3), p, "current"))]
     assert fake.take_journal() == [("group", "start"), *expected, ("group", "end"), ("current", "records")]

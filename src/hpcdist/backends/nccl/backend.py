@@ -49,9 +49,7 @@ class NCCLBackend(Backend):
     name: ClassVar[str] = "nccl"
     has_groups: ClassVar[bool] = True
 
-    def __init__(
-        self, rank: int, size: int, library: Library, store: Any = None, cuda: Any = torch.cuda
-    ) -> None:
+    def __init__(self, rank: int, size: int, library: Library, store: Any = None, cuda: Any = torch.cuda) -> None:
         self.rank = rank
         self.size = size
         self._library = library
@@ -118,9 +116,7 @@ class NCCLBackend(Backend):
 
     def _made(self, device: torch.device, size: int, rank: int, ids: Any) -> Link:
         with self._failing("connect"), self._cuda.device(device):
-            return Link(
-                self._library.core.Communicator.init(size, rank, ids), Streams(device, self._cuda)
-            )
+            return Link(self._library.core.Communicator.init(size, rank, ids), Streams(device, self._cuda))
 
     def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
         """Return the communicator for messages with one rank, and that rank in it.
@@ -334,9 +330,7 @@ class NCCLBackend(Backend):
         """Queue a send on the side stream."""
         return self._begin_message("send", tensor, dst, None, None, [])
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Queue a receive on the side stream."""
         source = named(src)
         return self._begin_message("recv", tensor, source, source, finish, [tensor])
@@ -366,9 +360,7 @@ class NCCLBackend(Backend):
 
     # -- groups ----------------------------------------------------------------------------------------
 
-    def split(
-        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
-    ) -> NCCLBackend | None:
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> NCCLBackend | None:
         """Make all subgroups by one ncclCommSplit; where this group is not connected yet, they connect themselves."""
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         link = self._link

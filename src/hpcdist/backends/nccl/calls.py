@@ -105,18 +105,14 @@ def all_to_all(
         exchange(library, comm, parts(send, counts[0]), parts(recv, counts[1]), stream)
 
 
-def gather(
-    library: Library, comm: Any, send: Any, recv: Any, op: Any, root: int, counts: Any, stream: int
-) -> None:
+def gather(library: Library, comm: Any, send: Any, recv: Any, op: Any, root: int, counts: Any, stream: int) -> None:
     """Send to the root, which receives from everyone."""
     size = comm.nranks
     sends = [send if peer == root else None for peer in range(size)]
     exchange(library, comm, sends, [None] * size if recv is None else equal(recv, size), stream)
 
 
-def scatter(
-    library: Library, comm: Any, send: Any, recv: Any, op: Any, root: int, counts: Any, stream: int
-) -> None:
+def scatter(library: Library, comm: Any, send: Any, recv: Any, op: Any, root: int, counts: Any, stream: int) -> None:
     """Receive from the root, which sends to everyone."""
     size = comm.nranks
     receives = [recv if peer == root else None for peer in range(size)]
