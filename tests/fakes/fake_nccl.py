@@ -194,6 +194,46 @@ def group() -> Any:
             play(held)
 
 
+class Wire:
+    """Tensors over MPI, as bytes: pickle knows no float8."""
+
+    def __init__(self, mpi: Any) -> None:
+        self.mpi = mpi
+
+    @staticmethod
+    def pack(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
+        return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().copy()
+
+    @staticmethod
+    def unpack(packed: tuple[torch.dtype, Any]) -> torch.Tensor:
+        return torch.from_numpy(packed[1]).view(packed[0])
+
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [self.unpack(each) for each in self.mpi.allgather(self.pack(tensor))]
+
+    def gather(self, tensor: torch.Tensor, root: int) -> list[torch.Tensor] | None:
+        got = self.mpi.gather(self.pack(tensor), root)
+        return None if got is None else [self.unpack(each) for each in got]
+
+    def bcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        return self.unpack(self.mpi.bcast(self.pack(tensor), root))
+
+    def scatter(self, tensors: list[torch.Tensor] | None, root: int) -> torch.Tensor:
+        return self.unpack(self.mpi.scatter(None if tensors is None else [self.pack(t) for t in tensors], root))
+
+    def alltoall(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.unpack(each) for each in self.mpi.alltoall([self.pack(t) for t in tensors])]
+
+    def isend(self, tensor: torch.Tensor, peer: int) -> Any:
+        return self.mpi.isend(self.pack(tensor), peer)
+
+    def recv(self, peer: int) -> torch.Tensor:
+        return self.unpack(self.mpi.recv(source=peer))
+
+
+UNFINISHED: list[Any] = []
+
+
 def play(held: list[tuple[Any, ...]]) -> None:
     """Carry out calls that belong together: no order among sends and receives makes them wait."""
     sent, received = [], []
@@ -201,15 +241,14 @@ def play(held: list[tuple[Any, ...]]) -> None:
         if comm.mpi is None:
             continue
         if name == "send":
-            sent.append(comm.mpi.isend(args[0].clone(), args[1]))
+            sent.append(Wire(comm.mpi).isend(args[0], args[1]))
         elif name == "recv":
             received.append((comm, *args))
         else:
             getattr(comm, "_" + name)(*args)
     for comm, tensor, peer in received:
-        tensor.copy_(comm.mpi.recv(source=peer).view(tensor.shape))
-    for request in sent:
-        request.wait()
+        tensor.copy_(Wire(comm.mpi).recv(peer).view(tensor.shape))
+    UNFINISHED.extend(sent)  # a send is buffered: on a GPU the host does not wait for it either
 
 
 # -- nccl.core: communicators ----------------------------------------------------------------------------------
@@ -289,13 +328,13 @@ class Communicator:
         self._call("allreduce", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, op))
 
     def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any) -> None:
-        recvbuf.copy_(combine(self.mpi.allgather(sendbuf), op).view(recvbuf.shape))
+        recvbuf.copy_(combine(Wire(self.mpi).allgather(sendbuf), op).view(recvbuf.shape))
 
     def broadcast(self, sendbuf: Any, recvbuf: Any, root: int, *, stream: Any = None, config: Any = None) -> None:
         self._call("broadcast", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, root))
 
     def _broadcast(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        recvbuf.copy_(self.mpi.bcast(sendbuf, root).view(recvbuf.shape))
+        recvbuf.copy_(Wire(self.mpi).bcast(sendbuf, root).view(recvbuf.shape))
 
     def reduce(
         self, sendbuf: Any, recvbuf: Any, op: Any, root: int | None = None, *, stream: Any = None, config: Any = None
@@ -303,7 +342,7 @@ class Communicator:
         self._call("reduce", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, op, root))
 
     def _reduce(self, sendbuf: Any, recvbuf: Any, op: Any, root: int) -> None:
-        values = self.mpi.gather(sendbuf, root)
+        values = Wire(self.mpi).gather(sendbuf, root)
         if values is not None:
             recvbuf.copy_(combine(values, op).view(recvbuf.shape))
 
@@ -311,14 +350,14 @@ class Communicator:
         self._call("allgather", stream, [sendbuf, recvbuf], (sendbuf, recvbuf))
 
     def _allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        recvbuf.copy_(torch.cat([each.reshape(-1) for each in self.mpi.allgather(sendbuf)]).view(recvbuf.shape))
+        recvbuf.copy_(torch.cat([each.reshape(-1) for each in Wire(self.mpi).allgather(sendbuf)]).view(recvbuf.shape))
 
     def reduce_scatter(self, sendbuf: Any, recvbuf: Any, op: Any, *, stream: Any = None, config: Any = None) -> None:
         self._check_many(sendbuf)
         self._call("reduce_scatter", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, op))
 
     def _reduce_scatter(self, sendbuf: Any, recvbuf: Any, op: Any) -> None:
-        total = combine([each.reshape(self.nranks, -1) for each in self.mpi.allgather(sendbuf)], op)
+        total = combine([each.reshape(self.nranks, -1) for each in Wire(self.mpi).allgather(sendbuf)], op)
         recvbuf.copy_(total[self.rank].view(recvbuf.shape))
 
     def alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, config: Any = None) -> None:
@@ -328,7 +367,7 @@ class Communicator:
         self._call("alltoall", stream, [sendbuf, recvbuf], (sendbuf, recvbuf))
 
     def _alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        got = self.mpi.alltoall(list(sendbuf.reshape(self.nranks, -1)))
+        got = Wire(self.mpi).alltoall(list(sendbuf.reshape(self.nranks, -1)))
         recvbuf.copy_(torch.cat(got).view(recvbuf.shape))
 
     def gather(
@@ -337,7 +376,7 @@ class Communicator:
         self._call("gather", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, root))
 
     def _gather(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        values = self.mpi.gather(sendbuf, root)
+        values = Wire(self.mpi).gather(sendbuf, root)
         if values is not None:
             recvbuf.copy_(torch.cat([each.reshape(-1) for each in values]).view(recvbuf.shape))
 
@@ -346,7 +385,7 @@ class Communicator:
 
     def _scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
         values = list(sendbuf.reshape(self.nranks, -1)) if self.rank == root else None
-        recvbuf.copy_(self.mpi.scatter(values, root).view(recvbuf.shape))
+        recvbuf.copy_(Wire(self.mpi).scatter(values, root).view(recvbuf.shape))
 
     def create_pre_mul_sum(self, scalar: Any, datatype: Any = None) -> CustomRedOp:
         assert isinstance(scalar, np.ndarray)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as c10d
+from torch.distributed import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes
@@ -79,7 +79,7 @@ class NCCLBackend(Backend):
         if backend.peer is None and backend._store is None:
             # a group of NCCL alone under MPI: a communicator of MPI to find each other over
             backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
-        if bootstrap.device_id is not None:
+        if bootstrap.device_id is not None and bootstrap.device_id.type == "cuda":
             backend._connect(bootstrap.device_id)
             backend._is_eager = True
         else:
@@ -284,7 +284,7 @@ class NCCLBackend(Backend):
         made = self._factors.get(key)
         if made is None:  # kept: NCCL has room for many, and a training loop uses one or two
             made = link.comm.create_pre_mul_sum(
-                datatypes.bits(*reversed(key)),
+                datatypes.bits(float(factor), values.dtype),
                 self._library.core.NcclDataType[datatypes.DATATYPES[values.dtype]],
             )
             self._factors[key] = made
@@ -388,7 +388,7 @@ class NCCLBackend(Backend):
         return self._child(ranks, name, owned)
 
     def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
-        store = None if self._store is None else c10d.PrefixStore(f"group-{name}", self._store)
+        store = None if self._store is None else PrefixStore(f"group-{name}", self._store)
         child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, store, self._cuda)
         child.peer = child._owned_peer = owned
         return child
@@ -509,7 +509,7 @@ def channel_store(bootstrap: Bootstrap) -> Any:
     """Return a part of the store for NCCL alone, where the group is found over a store."""
     if bootstrap.comm is not None or bootstrap.store is None:
         return None
-    return c10d.PrefixStore("nccl", bootstrap.store)
+    return PrefixStore("nccl", bootstrap.store)
 
 
 def choose_device(comm: Any) -> None:

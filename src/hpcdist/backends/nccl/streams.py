@@ -185,7 +185,9 @@ class StreamWork(Work):
         if self._future is None:
             if self._end is None:
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
-            devices = [self._streams.device] if self._streams.device.type == "cuda" else []
+            devices: list[int | str | torch.device] = (
+                [self._streams.device] if self._streams.device.type == "cuda" else []
+            )
             future: torch.futures.Future = torch.futures.Future(devices=devices)
             with self._streams.on_side():  # the future's own event goes behind the call
                 if self._error is None:
