@@ -94,6 +94,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> Any:
             pytest.skip(str(error)[:100])
         raise
 
+
 # what holds on a GPU, or over MPI, and not here: the stand-in's streams are the host itself
 ELSEWHERE = {
     "test_wait_with_a_limit": "a call of the stand-in blocks the host",
