@@ -131,6 +131,21 @@ def test_a_subgroup_has_an_id_of_its_own(library, comm, world, rank, size):
     dist.destroy_process_group(half)
 
 
+def test_a_subgroup_without_mpi_of_its_own_is_told_over_the_parents(library, comm, world, rank, size, monkeypatch):
+    members = list(range(0, size, 2))
+    if rank in members:
+        channel = finding.RelayChannel(world.cpu, members)
+        first = bytes(finding.unique_ids(library, channel, members.index(rank), len(members))[0])
+        monkeypatch.setattr(finding, "RANKS_PER_ROOT", 1)
+        many = [bytes(each) for each in finding.unique_ids(library, channel, members.index(rank), len(members))]
+    else:
+        first, many = b"", []
+    heard = comm.allgather((first, many))
+    assert len({heard[member][0] for member in members}) == 1
+    assert all(heard[member][1] == heard[0][1] for member in members)
+    assert len(set(heard[0][1])) == len(members)
+
+
 def test_two_ranks_on_one_gpu_fail_on_all_ranks(comm, world, rank, size, monkeypatch):
     monkeypatch.delenv(devices.SHARE, raising=False)
     monkeypatch.setattr(devices, "identity", lambda device: f"GPU-{min(rank, size - 2)}")  # the last two share one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hpcdist.backends.nccl.bootstrap import check_shared, roots_of
@@ -78,7 +80,7 @@ def test_above_128_ranks_several_make_an_id_where_the_release_can() -> None:
     assert roots == [rank * 125 for rank in range(8)]
     for size in range(1, 1500, 37):  # parts differ by one at most, longer ones first: how NCCL deals ranks to ids
         starts = [*roots_of(size, (2, 30)), size]
-        lengths = [end - start for start, end in zip(starts, starts[1:])]
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
         assert lengths == sorted(lengths, reverse=True)
         assert max(lengths) - min(lengths) <= 1
         assert max(lengths) <= 128

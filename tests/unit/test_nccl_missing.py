@@ -63,7 +63,7 @@ def test_the_real_library_loads_without_a_gpu() -> None:
 @pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_gpus_is_an_error_before_anything_is_sent() -> None:
-    with pytest.raises(DistBackendError, match="built without CUDA|no NVIDIA driver|sees no GPU"):
+    with pytest.raises(DistBackendError, match=r"built without CUDA|no NVIDIA driver|sees no GPU"):
         registry.connect("nccl", Bootstrap(0, 1, LIMIT))
 
 

@@ -64,6 +64,7 @@ class NCCLBackend(Backend):
         self._factors: dict[tuple[torch.dtype, float], Any] = {}
         self._token: torch.Tensor | None = None  # what a barrier reduces
         self._owned_peer: Backend | None = None
+        self._relay: finding.RelayChannel | None = None  # to be told over by the parent's CPU backend
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> NCCLBackend:
@@ -76,7 +77,7 @@ class NCCLBackend(Backend):
         check_gpu()
         backend = cls(bootstrap.rank, bootstrap.size, library, channel_store(bootstrap))
         backend.peer = bootstrap.peer
-        if backend.peer is None and backend._store is None:
+        if backend.peer is None and bootstrap.comm is not None:
             # a group of NCCL alone under MPI: a communicator of MPI to find each other over
             backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         if bootstrap.device_id is not None and bootstrap.device_id.type == "cuda":
@@ -98,12 +99,14 @@ class NCCLBackend(Backend):
     def _channel(self) -> finding.Channel:
         if self._store is not None:
             return finding.StoreChannel(self._store, self.rank)
-        if self.peer is None:
-            raise DistBackendError(
-                "backend 'nccl' has nothing to find the other ranks over: make the group with a CPU backend "
-                "('cpu:mpi,cuda:nccl') or a store"
-            )
-        return finding.PeerChannel(self.peer)
+        if self.peer is not None:
+            return finding.PeerChannel(self.peer)
+        if self._relay is not None:
+            return self._relay
+        raise DistBackendError(
+            "backend 'nccl' has nothing to find the other ranks over: make the group with a CPU backend "
+            "('cpu:mpi,cuda:nccl') or a store"
+        )
 
     def _connect(self, device: torch.device) -> Link:
         """Make the group's communicator on a device; every rank of the group is here."""
@@ -391,6 +394,10 @@ class NCCLBackend(Backend):
         store = None if self._store is None else PrefixStore(f"group-{name}", self._store)
         child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, store, self._cuda)
         child.peer = child._owned_peer = owned
+        if self.peer is not None:
+            child._relay = finding.RelayChannel(self.peer, list(ranks))
+        elif self._relay is not None:
+            child._relay = finding.RelayChannel(self._relay.peer, [self._relay.ranks[rank] for rank in ranks])
         return child
 
     def shrink(self, exclude: Sequence[int], name: str, has_failed: bool = False) -> NCCLBackend:
@@ -506,8 +513,9 @@ def named(src: int | None) -> int:
 
 
 def channel_store(bootstrap: Bootstrap) -> Any:
-    """Return a part of the store for NCCL alone, where the group is found over a store."""
-    if bootstrap.comm is not None or bootstrap.store is None:
+    """Return a part of the store for NCCL alone; None where there is MPI or no store."""
+    over_mpi = bootstrap.comm is not None or getattr(bootstrap.peer, "comm", None) is not None
+    if over_mpi or bootstrap.store is None:
         return None
     return PrefixStore("nccl", bootstrap.store)
 

@@ -66,6 +66,32 @@ class PeerChannel:
         return heard.numpy().tobytes()
 
 
+class RelayChannel:
+    """The CPU backend of the parent, for a subgroup that has none of its own: its members alone take part."""
+
+    def __init__(self, peer: Backend, ranks: Sequence[int]) -> None:
+        self.peer = peer
+        self.ranks = ranks  # the members' ranks in the parent
+        self.rank = ranks.index(peer.rank)
+
+    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
+        """Send from each root to every other member."""
+        told = []
+        for root in roots:
+            if root == self.rank:
+                for member in range(len(self.ranks)):
+                    if member != root:
+                        self.pair(ids[root], member)
+                told.append(ids[root])
+            else:
+                told.append(self.pair(None, root))
+        return told
+
+    def pair(self, made: bytes | None, peer: int) -> bytes:
+        """Send to or receive from the one peer."""
+        return PeerChannel(self.peer).pair(made, self.ranks[peer])
+
+
 class StoreChannel:
     """A key-value store, for launches without MPI; it must be this group's own part of it."""
 
