@@ -95,7 +95,7 @@ def test_a_result_in_progress_is_nccls_number() -> None:
     nccl_core()
     from nccl.bindings import nccl as bindings
 
-    from hpcdist.backends.nccl.backend import IN_PROGRESS
+    from hpcdist.backends.nccl.connection import IN_PROGRESS
 
     assert int(bindings.Result.InProgress) == IN_PROGRESS
     assert int(bindings.Result.Success) == 0
