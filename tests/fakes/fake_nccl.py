@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcdist.core import reduction
+
 JOURNAL: list[tuple[Any, ...]] = []
 
 
@@ -270,7 +272,7 @@ def combine(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     elif op in (NcclRedOp.SUM, NcclRedOp.AVG):
         total = torch.stack(wides).sum(0).to(wide)
         if op is NcclRedOp.AVG:
-            total = total / len(values) if wide.is_floating_point else total.div(len(values), rounding_mode="trunc")
+            total = reduction.average(total, len(values))
     elif op is NcclRedOp.PROD:
         total = torch.stack(wides).prod(0)
     else:
