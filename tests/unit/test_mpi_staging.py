@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ def not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu() -> None:
     inner = MPIBackend.__new__(MPIBackend)
-    inner.rank, inner.size = 0, 1
+    inner.rank, inner.size, inner.unfinished = 0, 1, deque()
     group = ProcessGroup((0,), 0, {"cpu": inner, "cuda": inner}, "mpi", "0", "", LIMIT)
     assert group.backend("cpu") is inner
     staged = group.backend("cuda")
@@ -69,7 +70,7 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
     steps: list[Any] = []
 
     class Inner:
-        rank, size, queue = 0, 2, None
+        rank, size, queue, unfinished = 0, 2, None, ()
 
         def run(self, row: Any, send: Any, recv: Any, *_: Any) -> None:
             steps.append((row.name, send, recv))

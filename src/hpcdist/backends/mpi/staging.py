@@ -119,6 +119,7 @@ class StagedBackend(Backend):
         self.inner = inner
         self.rank = inner.rank
         self.size = inner.size
+        self.unfinished = inner.unfinished
         self._cuda = cuda
         self._side: Any = None  # the worker thread's stream
 

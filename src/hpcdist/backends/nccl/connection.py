@@ -7,6 +7,7 @@ each rank that this one exchanges messages with outside a group call. How the ra
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,6 +53,7 @@ class Connections(Backend):
         self._library = library
         self._store = store
         self._cuda = cuda
+        self.unfinished = deque()
         self._link: Link | None = None
         self._pairs: dict[int, Link] = {}  # by peer: for messages outside a group call
         self._is_eager = False
