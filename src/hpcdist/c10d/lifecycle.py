@@ -92,13 +92,18 @@ def init_process_group(
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
     """Return the backend string where the caller gave none."""
-    is_mpi = comm is not None or (launch is not None and launch.starts_mpi)
+    over_mpi = comm is not None or is_mpi(launch)
     if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
-        is_mpi = False
-    elif not is_mpi and launch is None and init_method is None:
+        over_mpi = False
+    elif not over_mpi and launch is None and init_method is None:
         return Backend.LOOPBACK
-    cpu = Backend.MPI if is_mpi else Backend.GLOO
+    cpu = Backend.MPI if over_mpi else Backend.GLOO
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
+
+
+def is_mpi(launch: environment.Launch | None) -> bool:
+    """Tell whether the launcher starts MPI's ranks."""
+    return launch is not None and launch.starts_mpi
 
 
 def carried(config: str) -> dict[str, str]:
@@ -130,7 +135,8 @@ def prepare(
     names = set(device_backends.values())
     if "loopback" in names:
         return Bootstrap(0, 1, timeout)
-    if "mpi" in names or comm is not None:
+    is_told = init_method is not None or store is not None  # NCCL alone finds its ranks over MPI under mpirun
+    if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi import runtime
 
         world = runtime.checked(comm) if comm is not None else runtime.world()

@@ -209,7 +209,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     group = p2p_op_list[0].group
     if any(each.group is not group for each in p2p_op_list):
         raise ValueError("All ops need to use the same group.")
-    begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
+    with group.grouped():
+        begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
     works = [work for work in begun if work is not None]
     if len(works) != len(begun):
         raise DistBackendError(f"{len(begun) - len(works)} of {len(begun)} operations did not begin")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -52,6 +53,8 @@ class Backend(TensorObjects):
     rank: int
     size: int
     queue: Queue | None = None  # made by the first asynchronous call
+    peer: Backend | None = None  # the group's CPU backend, where this one carries another device
+    has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
     unfinished: deque[Work]  # messages under way
 
     @classmethod
@@ -137,6 +140,14 @@ class Backend(TensorObjects):
     @abstractmethod
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
+
+    def grouped(self) -> AbstractContextManager[None]:
+        """Launch the calls begun inside together, where the library can."""
+        return nullcontext()
+
+    def on(self, device_type: str) -> Backend:
+        """Return what carries a device type's tensors on this communicator."""
+        return self
 
     def close(self) -> None:
         """End the queue and free the communicator; every rank calls it, and a second call does nothing."""

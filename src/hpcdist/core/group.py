@@ -6,6 +6,8 @@ that torch's own libraries take it for one of theirs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,10 @@ class ProcessGroup(torch.distributed.ProcessGroup):
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
         self.backends = backends
         self.cpu = backends.get("cpu")
+        self.carriers = {device: backend.on(device) for device, backend in backends.items()}
+        for backend in backends.values():
+            if backend is not self.cpu and backend.peer is None:
+                backend.peer = self.cpu
         self.config = config
         self.timeout = timeout
         self.sequence = 0
@@ -98,7 +104,7 @@ class ProcessGroup(torch.distributed.ProcessGroup):
         """
         kind = device if isinstance(device, str) else device.type
         try:
-            return self.backends[kind]
+            return self.carriers[kind]
         except KeyError:
             if not self.backends:
                 raise errors.destroyed(self) from None
@@ -114,9 +120,17 @@ class ProcessGroup(torch.distributed.ProcessGroup):
             raise errors.destroyed(self)
         return next(iter(self.backends.values()))
 
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """Launch the calls begun inside together, on the backends that can."""
+        with ExitStack() as groups:
+            for backend in self.backends.values():
+                groups.enter_context(backend.grouped())
+            yield
+
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it."""
         closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices
-        self.backends, self.cpu = {}, None
-        for backend in closing:
+        self.backends, self.cpu, self.carriers = {}, None, {}
+        for backend in reversed(closing):  # the CPU's last: the others found each other over it
             backend.close()

@@ -209,6 +209,14 @@ class MPIBackend(Backend):
         self.comm.Allreduce(IN_PLACE, [flag, MPI.UINT8_T], MPI.MAX)
         return bool(flag[0])
 
+    def on(self, device_type: str) -> Backend:
+        """Return what carries a device type's tensors: CUDA's directly or through host memory (``staging``)."""
+        if device_type == "cpu":
+            return self
+        from hpcdist.backends.mpi.staging import StagedBackend
+
+        return StagedBackend(self)
+
     # -- point to point ------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
