@@ -36,6 +36,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
+import hpcdist.c10d.adoption
 from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
 from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
 from hpcdist.c10d.collectives import (

@@ -70,9 +70,7 @@ class ForeignBackend(Backend):
 
     name: ClassVar[str] = "foreign"
 
-    def __init__(
-        self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any
-    ) -> None:
+    def __init__(self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any) -> None:
         self.inner = inner
         self.rank = rank
         self.size = size
@@ -80,9 +78,7 @@ class ForeignBackend(Backend):
         self._store = store
 
     @classmethod
-    def create(
-        cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap
-    ) -> ForeignBackend:
+    def create(cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap) -> ForeignBackend:
         """Make a registered backend by its creator (c10d's ``Backend.register_backend``)."""
 
         def make(given: Bootstrap) -> Any:
@@ -121,9 +117,7 @@ class ForeignBackend(Backend):
         try:
             call(row, send, recv, op, root, counts)
         except RuntimeError as error:
-            raise DistBackendError(
-                f"{row.name} on rank {self.rank} of {self.size} failed: {error}"
-            ) from error
+            raise DistBackendError(f"{row.name} on rank {self.rank} of {self.size} failed: {error}") from error
 
     def _reduce(
         self,
@@ -195,9 +189,7 @@ class ForeignBackend(Backend):
         """Begin to send."""
         return ForeignWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None)
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""
         data = [as_bytes(tensor)]
         inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.c10d.sparse import all_reduce_sparse
+from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.group import ProcessGroup
@@ -116,9 +116,7 @@ def reduce(
     return issue(REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
 
 
-def all_gather_single(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
-) -> Work | None:
+def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Work | None:
     """Gather the tensors of all ranks into one tensor on every rank, in rank order.
 
     Args:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import Store, default_pg_timeout
 
+from hpcdist import torch_bridge
 from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
@@ -16,6 +18,9 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+
+
+BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
 
 def init_process_group(
@@ -31,6 +36,7 @@ def init_process_group(
     _ranks: list[int] | None = None,
     *,
     comm: Any = None,
+    bridge: bool | None = None,
 ) -> None:
     """Make the default group; every process of the job calls this.
 
@@ -51,6 +57,8 @@ def init_process_group(
         _ranks: the global ranks of this world's processes, where it is a part of a larger one.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
+        bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
+            yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left alone.
 
     Raises:
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit.
@@ -78,10 +86,16 @@ def init_process_group(
     ranks = tuple(_ranks) if _ranks else tuple(range(first.size))
     if len(ranks) != first.size:
         raise ValueError(f"_ranks has {len(ranks)} entries; the world has {first.size} processes")
-    group = ProcessGroup(ranks, first.rank, backends, config, WORLD.next_name(), "default_pg", limit)
+    begin(ProcessGroup(ranks, first.rank, backends, config, WORLD.next_name(), "default_pg", limit), device)
+    WORLD.store = bootstrap.store
+    if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
+        torch_bridge.show(WORLD.groups.values())
+
+
+def begin(group: ProcessGroup, device: torch.device | None) -> None:
+    """Make a group the default one."""
     group.bound_device_id = device
     WORLD.default = group
-    WORLD.store = bootstrap.store
     WORLD.add(group)
 
 
@@ -99,9 +113,7 @@ def choose(launch: environment.Launch | None, init_method: str | None, store: An
 def carried(config: str) -> dict[str, str]:
     """Return the backend of each device type that this machine has."""
     if config == Backend.UNDEFINED:
-        raise ValueError(
-            "backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide"
-        )
+        raise ValueError("backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide")
     pairs = BackendConfig(config).get_device_backend_map()
     if ":" in config:
         return pairs
@@ -177,7 +189,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if not isinstance(pg, ProcessGroup) or not pg.backends:
         raise errors.destroyed(pg)
     if pg is not WORLD.default:
-        WORLD.groups.pop(pg.group_name, None)
+        WORLD.remove(pg)
         pg.close()
         return
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last

@@ -6,14 +6,13 @@ in ``hpcdist.c10d.collectives``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensor, as_tensors, same_dtype
+from hpcdist.core.buffers import as_tensor, as_tensors, joined, joint, same_dtype, scattering
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue_any
 from hpcdist.core.table import (
@@ -58,9 +57,7 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     then = scattering(flat, outputs)
     if len(set(received)) == 1:
         return issue_any(ALL_GATHER_SINGLE, pg, given, flat, None, None, async_op, None, then, outputs)
-    return issue_any(
-        ALL_GATHER, pg, given, flat, None, None, async_op, ([given.numel()], received), then, outputs
-    )
+    return issue_any(ALL_GATHER, pg, given, flat, None, None, async_op, ([given.numel()], received), then, outputs)
 
 
 def gather(
@@ -217,9 +214,7 @@ def all_to_all(
     flat = joint(outputs, outputs[0])
     then = scattering(flat, outputs)
     if len({*counts[0], *counts[1]}) == 1:
-        return issue_any(
-            ALL_TO_ALL_SINGLE, pg, joined(inputs), flat, None, None, async_op, None, then, outputs
-        )
+        return issue_any(ALL_TO_ALL_SINGLE, pg, joined(inputs), flat, None, None, async_op, None, then, outputs)
     return issue_any(ALL_TO_ALL, pg, joined(inputs), flat, None, None, async_op, counts, then, outputs)
 
 
@@ -231,33 +226,10 @@ def rooted(group: Any, rank: int | None, rank_in_group: int | None) -> tuple[Pro
     return pg, world.group_rank(pg, rank, rank_in_group)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tensors' elements one after another."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def joint(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return memory for the elements of all tensors."""
-    return torch.empty(sum(tensor.numel() for tensor in tensors), dtype=like.dtype, device=like.device)
-
-
-def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], None]:
-    """Return what copies the elements of ``flat`` to the tensors."""
-
-    def copy() -> None:
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-    return copy
-
-
 def check_length(call: str, name: str, tensors: list[torch.Tensor], pg: ProcessGroup) -> None:
     """Raise where a list has not one tensor a rank."""
     if len(tensors) != pg.size():
-        raise ValueError(
-            f"{call}: `{name}` has {len(tensors)} tensors; expected {pg.size()}, one a rank of the group"
-        )
+        raise ValueError(f"{call}: `{name}` has {len(tensors)} tensors; expected {pg.size()}, one a rank of the group")
 
 
 def check_sizes(call: str, name: str, tensors: list[torch.Tensor], like: torch.Tensor) -> None:

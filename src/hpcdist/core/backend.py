@@ -113,15 +113,11 @@ class Backend(TensorObjects):
         """Begin to send a tensor."""
 
     @abstractmethod
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
 
     @abstractmethod
-    def split(
-        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
-    ) -> Backend | None:
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
         """Make the communicators of disjoint subgroups in one step; every rank of this one calls it.
 
         Returns this rank's communicator, or None where it is in none of the subgroups.

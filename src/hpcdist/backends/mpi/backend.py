@@ -222,9 +222,7 @@ class MPIBackend(Backend):
             raise self._failure("isend", error) from error
         return self._hold(RequestWork(request, tensor, [], None))
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
         try:
             with Block(tensor.nbytes) as block:
@@ -279,9 +277,7 @@ class MPIBackend(Backend):
 
     # -- groups --------------------------------------------------------------------------------------
 
-    def split(
-        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
-    ) -> MPIBackend | None:
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
         """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
         color, key = MPI.UNDEFINED, 0
         for index, ranks in enumerate(subgroups):

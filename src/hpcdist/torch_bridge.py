@@ -1,0 +1,239 @@
+"""How does torch.distributed come to know our groups, and we its calls to make some?
+
+torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here and
+nowhere else. What is touched, and the versions where that was checked:
+
+====================================================  ===================================================  ========
+what                                                  why                                                  checked
+====================================================  ===================================================  ========
+``distributed_c10d._world`` (pg_map, pg_names,        DDP, FSDP2, DTensor, DCP find ranks, names, the      2.13.0
+pg_group_ranks, pg_backend_config, tags_to_pg,        backend's name and the store of a group there
+pg_to_tag, group_count, default_pg)
+``distributed_c10d._update_default_pg``               sets the default group and the rank that C++ logs    2.13.0
+``_C._distributed_c10d._(un)register_process_group``  functional collectives resolve a group by its name   2.13.0
+``rendezvous._rendezvous_handlers["env"]``            ``init_process_group("hpcdist")`` without            2.13.0
+                                                      MASTER_ADDR, where the launcher starts MPI
+``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become   2.13.0
+``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
+``Backend._plugins``                                  tells whether the backend is registered              2.13.0
+``autograd._profiler_enabled``,                       events of a profiler, with shapes                    2.13.0
+``_C._profiler._RecordFunctionFast``,
+``_C._distributed_c10d._get_comm_profiling_name``
+====================================================  ===================================================  ========
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as bindings
+import torch.distributed as dist
+from torch._C._profiler import _RecordFunctionFast
+from torch.distributed import distributed_c10d as c10d
+
+from hpcdist.core import profiling
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import WORLD
+from hpcdist.launch import environment
+
+NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group takes it
+DEVICES = ["cpu", "cuda"]
+DIVERTED = frozenset({"mpi", "gloo", "undefined", NAME})  # what `hpcdist run` carries itself
+
+rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
+
+
+# -- our groups, shown to torch ----------------------------------------------------------------------------
+
+
+class TorchWorld:
+    """torch.distributed's tables of groups, as a mirror of ours (``core.world.Mirror``)."""
+
+    def next_index(self, made: int) -> int:
+        """Return a number that neither we nor torch have given to a group."""
+        index = max(made, c10d._world.group_count)
+        c10d._world.group_count = index + 1
+        return index
+
+    def add(self, group: ProcessGroup) -> None:
+        """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
+        world, name = c10d._world, group.group_name
+        tag = f"ptd:{name}"
+        world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LateStore()))
+        world.pg_names[group] = name  # type: ignore[assignment]
+        world.pg_group_ranks[group] = dict(group.group_ranks)
+        world.pg_backend_config[group] = ",".join(f"{device}:{NAME}" for device in group.backends)
+        world.pg_to_tag[group] = tag
+        for each in ("", tag):
+            world.tags_to_pg.setdefault(each, []).append(group)
+        bindings._register_process_group(name, group)
+        if group is WORLD.default:
+            world.group_count = max(world.group_count, WORLD.made)
+            c10d._update_default_pg(group)
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Take a group out of the tables."""
+        world = c10d._world
+        if group not in world.pg_map:
+            return
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(group, None)  # type: ignore[attr-defined]
+        world.pg_to_tag.pop(group, None)
+        for members in world.tags_to_pg.values():
+            if group in members:
+                members.remove(group)
+        bindings._unregister_process_group(group.group_name)
+
+    def clear(self) -> None:
+        """End torch's world, with the groups that it made itself."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def show(groups: Iterable[ProcessGroup]) -> None:
+    """Make our world torch's too; a torch.distributed that is initialised already is left alone."""
+    if dist.is_initialized():
+        return
+    mirror = TorchWorld()
+    for group in groups:
+        mirror.add(group)
+    WORLD.mirror = mirror
+
+
+def join(default: ProcessGroup) -> None:
+    """Follow torch's world, which itself enters ``default`` in its tables."""
+    WORLD.made = max(WORLD.made, c10d._world.group_count)
+    WORLD.mirror = TorchWorld()
+
+
+class LateStore(bindings.Store):
+    """A store that opens when it is first used: few programs ask a group for one, and a server costs time.
+
+    Under MPI the first use opens it for all ranks, so all of them have to come to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store: Any = None
+        self._limit: timedelta | None = None
+
+    def opened(self) -> Any:
+        """Return the store itself."""
+        if self._store is None:
+            from hpcdist.launch import rendezvous
+
+            if WORLD.default is not None:
+                self._store = rendezvous.store_of(WORLD.default)
+            else:
+                self._store = WORLD.store or next(iter(rendezvous.rendezvous("mpi://")))[0]
+                WORLD.store = self._store
+            if self._limit is not None:
+                self._store.set_timeout(self._limit)
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long calls wait; this does not open the store."""
+        self._limit = timeout
+        if self._store is not None:
+            self._store.set_timeout(timeout)
+
+
+STORE_CALLS = (
+    "set", "get", "add", "check", "wait", "compare_set", "delete_key", "num_keys", "append", "multi_get",
+    "multi_set", "has_extended_api", "queue_push", "queue_pop", "queue_len", "list_keys", "barrier", "clone",
+)  # fmt: skip
+
+
+def forwarded(name: str) -> Callable[..., Any]:
+    """Return a method that calls the opened store's method of the same name."""
+
+    def call(self: LateStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.opened(), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for each in STORE_CALLS:
+    setattr(LateStore, each, forwarded(each))
+
+
+# -- torch's calls to make a group -------------------------------------------------------------------------
+
+
+def register(creator: Callable[[Any, Any], Any]) -> None:
+    """Make the backend "hpcdist" known to torch.distributed, and "env://" content without MASTER_ADDR under MPI.
+
+    Args:
+        creator: makes a ProcessGroup of c10d's backend options and the caller's ``pg_options``.
+    """
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)
+    handlers = rendezvous_module._rendezvous_handlers
+    if handlers["env"] is not by_launcher:
+        STOCK["env"] = handlers["env"]
+        handlers["env"] = by_launcher
+
+
+STOCK: dict[str, Callable[..., Any]] = {}  # what torch had in the places that we took
+
+
+def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Take rank and size from an MPI launcher where the environment lacks what ``env://`` needs."""
+    launch = environment.detect()
+    if "MASTER_ADDR" in os.environ or launch is None or not launch.starts_mpi:
+        yield from STOCK["env"](url, *args, **kwargs)
+        return
+    yield LateStore(), launch.rank, launch.size
+
+
+def registered() -> None:
+    """Do nothing: importing this package has registered the backend (torch 2.14's entry point calls this)."""
+
+
+# -- an unmodified script on MPI ---------------------------------------------------------------------------
+
+
+def divert() -> None:
+    """Let ``init_process_group`` and ``new_group`` with "mpi" or "gloo" make groups of ours; once a process.
+
+    ``get_backend`` goes on to say what the script asked for.
+    """
+    if "helper" in STOCK:
+        return
+    helper = STOCK["helper"] = c10d._new_process_group_helper
+
+    def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        carried = str(backend) in DIVERTED
+        made = helper(size, rank, ranks, c10d.Backend(NAME) if carried else backend, *args, **kwargs)
+        group, store = made
+        if carried and group in c10d._world.pg_map:
+            asked = NAME if str(backend) == "undefined" else str(backend)
+            c10d._world.pg_map[group] = (asked, store)
+        return made
+
+    def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
+        launch = environment.detect()
+        yield LateStore(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
+
+    c10d._new_process_group_helper = make
+    setattr(c10d, "rendezvous", meet)  # noqa: B010  # mypy: the module re-exports it implicitly
+    for module in (c10d, dist):
+        setattr(module, "is_mpi_available", lambda: True)  # noqa: B010
+
+
+# -- torch.profiler ----------------------------------------------------------------------------------------
+
+
+def record(name: str, inputs: Sequence[torch.Tensor]) -> profiling.Event:
+    """Begin a profiler's event; ``record_comm``'s name goes before ours."""
+    event = _RecordFunctionFast(bindings._get_comm_profiling_name() or name, list(inputs))
+    event.__enter__()
+    return event
+
+
+profiling.install(torch.autograd._profiler_enabled, record)
