@@ -17,7 +17,8 @@ from hpcdist.core.objects import TensorObjects
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ReduceOp, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ReduceOp
 
     from hpcdist.core.table import Row
     from hpcdist.core.work import Queue, Work

@@ -201,7 +201,8 @@ def canonical(op: Any) -> Any:
     if isinstance(op, RedOpType):
         return op
     if isinstance(op, ReduceOp):
-        return op if op == ReduceOp.PREMUL_SUM else getattr(RedOpType, op.op.name)
+        kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
+        return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
     raise TypeError(
         f"op is {op!r} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
     )

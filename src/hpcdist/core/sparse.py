@@ -44,7 +44,8 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
     all_indices = gathered(pg, indices.t().contiguous(), counts).t()
     all_values = gathered(pg, values, counts)
     total = torch.sparse_coo_tensor(all_indices, all_values, tensor.shape, check_invariants=False).coalesce()
-    tensor.detach().copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)
     return DoneWork([tensor]) if async_op else None
 
 
