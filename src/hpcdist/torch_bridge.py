@@ -63,7 +63,7 @@ class TorchWorld:
         """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
         world, name = c10d._world, group.group_name
         tag = f"ptd:{name}"
-        world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LateStore()))
+        world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LATE_STORE))
         world.pg_names[group] = name  # type: ignore[assignment]
         world.pg_group_ranks[group] = dict(group.group_ranks)
         world.pg_backend_config[group] = ",".join(f"{device}:{NAME}" for device in group.backends)
@@ -111,35 +111,25 @@ def join(default: ProcessGroup) -> None:
 
 
 class LateStore(bindings.Store):
-    """A store that opens when it is first used: few programs ask a group for one, and a server costs time.
+    """The world's store, opened when it is first used: few programs ask for one, and a server costs time.
 
     Under MPI the first use opens it for all ranks, so all of them have to come to it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._store: Any = None
-        self._limit: timedelta | None = None
-
     def opened(self) -> Any:
         """Return the store itself."""
-        if self._store is None:
+        if WORLD.store is None:
             from hpcdist.launch import rendezvous
 
             if WORLD.default is not None:
-                self._store = rendezvous.store_of(WORLD.default)
-            else:
-                self._store = WORLD.store or next(iter(rendezvous.rendezvous("mpi://")))[0]
-                WORLD.store = self._store
-            if self._limit is not None:
-                self._store.set_timeout(self._limit)
-        return self._store
+                return rendezvous.store_of(WORLD.default)
+            WORLD.store = next(iter(rendezvous.rendezvous("mpi://")))[0]
+        return WORLD.store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long calls wait; this does not open the store."""
-        self._limit = timeout
-        if self._store is not None:
-            self._store.set_timeout(timeout)
+        """Set how long calls wait; a store that is not open yet takes the world's limit when it opens."""
+        if WORLD.store is not None:
+            WORLD.store.set_timeout(timeout)
 
 
 STORE_CALLS = (
@@ -160,6 +150,8 @@ def forwarded(name: str) -> Callable[..., Any]:
 
 for each in STORE_CALLS:
     setattr(LateStore, each, forwarded(each))
+
+LATE_STORE = LateStore()  # C++ keeps only its half of a store made in Python, so this one lives for ever
 
 
 # -- torch's calls to make a group -------------------------------------------------------------------------
@@ -188,7 +180,14 @@ def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
     if "MASTER_ADDR" in os.environ or launch is None or not launch.starts_mpi:
         yield from STOCK["env"](url, *args, **kwargs)
         return
-    yield LateStore(), launch.rank, launch.size
+    yield fresh_store(), launch.rank, launch.size
+
+
+def fresh_store() -> LateStore:
+    """Return the store for a world that is about to begin."""
+    if WORLD.default is None:
+        WORLD.store = None
+    return LATE_STORE
 
 
 def registered() -> None:
@@ -218,7 +217,7 @@ def divert() -> None:
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
         launch = environment.detect()
-        yield LateStore(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
+        yield fresh_store(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
 
     c10d._new_process_group_helper = make
     setattr(c10d, "rendezvous", meet)  # noqa: B010  # mypy: the module re-exports it implicitly

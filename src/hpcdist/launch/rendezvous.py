@@ -149,9 +149,7 @@ def by_environment(
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 
 
-def by_tcp(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the server that rank 0 opens at the URL's host and port."""
     parsed = urlparse(url)
     rank, world_size = required("tcp", *query(parsed, rank, world_size))
@@ -160,9 +158,7 @@ def by_tcp(
     yield stores.TCPStore(parsed.hostname, parsed.port, world_size, rank == 0, timeout), rank, world_size
 
 
-def by_file(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use a file that all processes see."""
     parsed = urlparse(url)
     rank, world_size = required("file", *query(parsed, rank, world_size))
@@ -173,9 +169,7 @@ def by_file(
     yield store, rank, world_size
 
 
-def by_mpi(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use MPI to tell the address and a random secret: nothing needs to be configured."""
     from hpcdist.backends.mpi import runtime
 
