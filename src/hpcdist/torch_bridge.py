@@ -15,8 +15,11 @@ pg_to_tag, group_count, default_pg)
                                                       MASTER_ADDR, where the launcher starts MPI
 ``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become   2.13.0
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
+``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, however many groups  2.13.0
+``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too      2.13.0
+``._set_process_group``
 ``Backend._plugins``                                  tells whether the backend is registered              2.13.0
-``autograd._profiler_enabled``,                       events of a profiler, with shapes                    2.13.0
+``_C._autograd._profiler_enabled``,                   events of a profiler, with shapes                    2.13.0
 ``_C._profiler._RecordFunctionFast``,
 ``_C._distributed_c10d._get_comm_profiling_name``
 ====================================================  ===================================================  ========
@@ -24,6 +27,7 @@ pg_to_tag, group_count, default_pg)
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -32,8 +36,11 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _RecordFunctionFast
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._mesh_layout import _MeshLayout
 
 from hpcdist.core import profiling
 from hpcdist.core.group import ProcessGroup
@@ -70,7 +77,7 @@ class TorchWorld:
         world.pg_to_tag[group] = tag
         for each in ("", tag):
             world.tags_to_pg.setdefault(each, []).append(group)
-        bindings._register_process_group(name, group)
+        bindings._register_process_group(c10d.GroupName(name), group)
         if group is WORLD.default:
             world.group_count = max(world.group_count, WORLD.made)
             c10d._update_default_pg(group)
@@ -81,12 +88,12 @@ class TorchWorld:
         if group not in world.pg_map:
             return
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-            table.pop(group, None)  # type: ignore[attr-defined]
+            table.pop(group, None)
         world.pg_to_tag.pop(group, None)
         for members in world.tags_to_pg.values():
             if group in members:
                 members.remove(group)
-        bindings._unregister_process_group(group.group_name)
+        bindings._unregister_process_group(c10d.GroupName(group.group_name))
 
     def clear(self) -> None:
         """End torch's world, with the groups that it made itself."""
@@ -108,6 +115,16 @@ def join(default: ProcessGroup) -> None:
     """Follow torch's world, which itself enters ``default`` in its tables."""
     WORLD.made = max(WORLD.made, c10d._world.group_count)
     WORLD.mirror = TorchWorld()
+
+
+def is_taken() -> bool:
+    """Tell whether torch.distributed has a default group, ours or another."""
+    return dist.is_initialized()
+
+
+def is_shown(group: ProcessGroup) -> bool:
+    """Tell whether torch.distributed knows a group."""
+    return group in c10d._world.pg_map
 
 
 class LateStore(bindings.Store):
@@ -194,6 +211,38 @@ def registered() -> None:
     """Do nothing: importing this package has registered the backend (torch 2.14's entry point calls this)."""
 
 
+def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
+    """Let DeviceMesh make all groups of a dimension in one step where the default group is ours.
+
+    Args:
+        make: makes disjoint groups of global ranks, with a description, and returns this rank's or None.
+    """
+    stock = device_mesh.DeviceMesh._init_one_process_group
+    if list(inspect.signature(stock).parameters) != ["sub_layout", "rank_map", "dim_name", "backend_override"]:
+        return  # another torch: its own loop over new_group makes the same groups, one by one
+
+    def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any) -> Any:
+        default = WORLD.default
+        is_ours = default is not None and c10d._world.default_pg is default
+        if not is_ours or tuple(backend_override) != (None, None) or sub_layout.numel() == dist.get_world_size():
+            return stock(sub_layout, rank_map, dim_name, backend_override)
+        ranks = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
+        mine = make(ranks, f"mesh_{dim_name}")
+        return mine.group_name if mine is not None else None
+
+    setattr(device_mesh.DeviceMesh, "_init_one_process_group", staticmethod(init_one))  # noqa: B010  # for mypy
+
+
+def current_group() -> Any:
+    """Return the group that torch's code in this thread takes for the current one, or None."""
+    return bindings._current_process_group()
+
+
+def set_current_group(group: Any) -> None:
+    """Set the group that torch's code in this thread takes for the current one."""
+    bindings._set_process_group(group)
+
+
 # -- an unmodified script on MPI ---------------------------------------------------------------------------
 
 
@@ -219,10 +268,11 @@ def divert() -> None:
         launch = environment.detect()
         yield fresh_store(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
 
-    c10d._new_process_group_helper = make
-    setattr(c10d, "rendezvous", meet)  # noqa: B010  # mypy: the module re-exports it implicitly
-    for module in (c10d, dist):
-        setattr(module, "is_mpi_available", lambda: True)  # noqa: B010
+    patched: Any = c10d
+    patched._new_process_group_helper, patched.rendezvous = make, meet
+    modules: list[Any] = [patched, dist]
+    for module in modules:
+        module.is_mpi_available = lambda: True
 
 
 # -- torch.profiler ----------------------------------------------------------------------------------------
@@ -235,4 +285,4 @@ def record(name: str, inputs: Sequence[torch.Tensor]) -> profiling.Event:
     return event
 
 
-profiling.install(torch.autograd._profiler_enabled, record)
+profiling.install(_profiler_enabled, record)

@@ -8,10 +8,13 @@ checked against ``PyProcessGroup.hpp`` of torch 2.13.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import table
@@ -81,6 +84,21 @@ def elements(tensor: torch.Tensor, splits: Any, size: int, name: str) -> list[in
     return [length * width for length in splits]
 
 
+def as_torch(method: Any, name: str | None = None) -> Any:
+    """Let ``help()`` and ``inspect`` show torch's own signature of a method, whose default is an options object.
+
+    Args:
+        method: ours, which takes the same arguments.
+        name: another name that torch has for it; a copy is returned.
+    """
+    if name is not None:
+        method = FunctionType(method.__code__, method.__globals__, name, method.__defaults__, method.__closure__)
+    stock = getattr(torch.distributed.ProcessGroup, method.__name__)
+    method.__doc__ = f"{stock.__doc__.strip().splitlines()[0]}\n\n{method.__doc__ or 'As the later name does.'}"
+    method.__wrapped__ = stock
+    return method
+
+
 class C10dMethods:
     """The calls of torch's libraries; the rest of a group is ``core.group.ProcessGroup``."""
 
@@ -91,9 +109,9 @@ class C10dMethods:
         group_name: Any
         group_desc: Any
 
-        def rank(self) -> int: ...
-        def size(self) -> int: ...
-        def backend(self, device: torch.device | str) -> Backend: ...
+        rank: Callable[[], int]
+        size: Callable[[], int]
+        backend: Callable[[torch.device | str], Backend]
 
     _begun: list[Work] | None = None  # the calls between _start_coalescing and _end_coalescing
 
@@ -142,6 +160,7 @@ class C10dMethods:
             return self._note(all_reduce_sparse(tensor, op, self, True) or DoneWork([tensor]))
         return self._issue(table.ALL_REDUCE, tensor, tensor, [tensor], op, None, is_async)
 
+    @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place, those of one dtype in one buffer."""
         op, is_async = asked(opts)
@@ -179,20 +198,22 @@ class C10dMethods:
             works.append(work)
         return self._all(works, list(output_tensors))
 
+    @as_torch
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks and leave each rank its share."""
         op, is_async = asked(opts)
         return self._issue(table.REDUCE_SCATTER_SINGLE, inputTensor, outputTensor, [outputTensor], op, None, is_async)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = as_torch(reduce_scatter_single, "_reduce_scatter_base")
 
-    def reduce_scatter_single_coalesced(self, outputTensors: Tensors, inputTensors: Tensors, opts: Any = None) -> Work:
+    @as_torch
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Combine and scatter each tensor of a list."""
-        pairs = zip(outputTensors, inputTensors, strict=True)
+        pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, given, opts) for output, given in pairs]
-        return self._all(works, list(outputTensors)) if works else DoneWork([])
+        return self._all(works, list(outputs)) if works else DoneWork([])
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = as_torch(reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced")
 
     # -- moving --------------------------------------------------------------------------------------
 
@@ -219,6 +240,7 @@ class C10dMethods:
         counts = ([given.numel()], received)
         return self._issue(table.ALL_GATHER, given, flat, outputs, None, None, is_async, counts, then)
 
+    @as_torch
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
         is_async = getattr(opts, "asyncOp", True)
@@ -228,20 +250,22 @@ class C10dMethods:
         ]
         return self._all(works, [each for outputs in output_lists for each in outputs]) if works else DoneWork([])
 
+    @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one."""
         is_async = getattr(opts, "asyncOp", True)
         return self._issue(table.ALL_GATHER_SINGLE, input, output, [output], None, None, is_async)
 
-    _allgather_base = all_gather_single
+    _allgather_base = as_torch(all_gather_single, "_allgather_base")
 
-    def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> Work:
+    @as_torch
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list into one."""
-        pairs = zip(output_lists, input_list, strict=True)
+        pairs = zip(outputs, inputs, strict=True)
         works = [self.all_gather_single(output, given, opts) for output, given in pairs]
-        return self._all(works, list(output_lists)) if works else DoneWork([])
+        return self._all(works, list(outputs)) if works else DoneWork([])
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = as_torch(all_gather_single_coalesced, "allgather_into_tensor_coalesced")
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Gather each rank's tensor into a list on the root."""
@@ -263,6 +287,7 @@ class C10dMethods:
             send = joined(input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0])
         return self._issue(table.SCATTER, send, output, [output], None, root, is_async)
 
+    @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
         outputs = list(output_tensors)

@@ -124,17 +124,17 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
 
     def split_group(
         self,
-        new_ranks: list[int],
+        ranks: list[int],
         timeout: timedelta | None = None,
         opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
-    ) -> ProcessGroup | None:  # type: ignore[override]
+    ) -> ProcessGroup | None:
         """Make a group of some ranks of this one, known to no registry; the members call.
 
         Args:
-            new_ranks: ranks of this group, in the order of their ranks in the new one.
+            ranks: ranks of this group, in the order of their ranks in the new one.
             timeout: the limit of each call; None for this group's.
             opts: taken as c10d takes it; a communicator is made like this group's.
             group_name: a name that is unique on its members; None makes one of this group's and the ranks.
@@ -144,19 +144,19 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         Returns:
             The group; None on a rank that is not in it.
         """
-        if self.rank() not in new_ranks:
+        if self.rank() not in ranks:
             return None
         limit = timeout or self.timeout
-        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, new_ranks))}"
+        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
         kept = {each.type for each in device_types} if device_types else set(self.backends)
         made = {
-            each: each.create_group(new_ranks, name, limit)
+            each: each.create_group(ranks, name, limit)
             for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
         }
         by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
-        ranks = tuple(self.ranks[rank] for rank in new_ranks)
+        global_ranks = tuple(self.ranks[rank] for rank in ranks)
         description = group_desc or f"{self.group_desc}:split"
-        return ProcessGroup(ranks, new_ranks.index(self.rank()), by_device, self.config, name, description, limit)
+        return ProcessGroup(global_ranks, ranks.index(self.rank()), by_device, self.config, name, description, limit)
 
     def shutdown(self) -> None:
         """Free the communicators; every rank of the group calls it, and torch's destroy does."""
