@@ -188,12 +188,18 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
         handlers["env"] = by_launcher
 
 
+def launched() -> environment.Launch | None:
+    """Return how this process was started, as ``divert`` was told or as the environment says."""
+    return LAUNCH[0] if LAUNCH else environment.detect()
+
+
+LAUNCH: list[environment.Launch | None] = []
 STOCK: dict[str, Callable[..., Any]] = {}  # what torch had in the places that we took
 
 
 def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Take rank and size from an MPI launcher where the environment lacks what ``env://`` needs."""
-    launch = environment.detect()
+    launch = launched()
     if "MASTER_ADDR" in os.environ or launch is None or not launch.starts_mpi:
         yield from STOCK["env"](url, *args, **kwargs)
         return
@@ -246,17 +252,24 @@ def set_current_group(group: Any) -> None:
 # -- an unmodified script on MPI ---------------------------------------------------------------------------
 
 
-def divert() -> None:
+def divert(launch: environment.Launch | None) -> None:
     """Let ``init_process_group`` and ``new_group`` with "mpi" or "gloo" make groups of ours; once a process.
 
     ``get_backend`` goes on to say what the script asked for.
+
+    Args:
+        launch: how this process was started, before anyone set what torchrun sets.
     """
     if "helper" in STOCK:
         return
+    LAUNCH.append(launch)
+    meet_by_url = STOCK["rendezvous"] = rendezvous_module.rendezvous
     helper = STOCK["helper"] = c10d._new_process_group_helper
 
     def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         carried = str(backend) in DIVERTED
+        if carried and size < 0:  # c10d asks nobody for its own MPI
+            rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
         made = helper(size, rank, ranks, c10d.Backend(NAME) if carried else backend, *args, **kwargs)
         group, store = made
         if carried and group in c10d._world.pg_map:
@@ -265,8 +278,10 @@ def divert() -> None:
         return made
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
-        launch = environment.detect()
-        yield fresh_store(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
+        if launch is not None and not launch.starts_mpi:
+            yield from meet_by_url(url, rank, world_size, **kwargs)
+        else:
+            yield fresh_store(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
 
     patched: Any = c10d
     patched._new_process_group_helper, patched.rendezvous = make, meet
