@@ -27,6 +27,8 @@ def environment(**given):
     return kept | {"HPCDIST_TEST_CHILD": "1"} | given
 
 
+RUN = ["-c", "import sys; from hpcdist.cli.run import run; sys.exit(run(sys.argv[1:]))"]  # python -m hpcdist run
+
 LAUNCHERS = {
     "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
@@ -89,7 +91,7 @@ def test_gloo_stays_gloo_without_run(tmp_path):
 
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
 def test_an_unmodified_script(tmp_path, backend):
-    lines = run(tmp_path, "mpirun", TRAIN, backend, before=["-m", "hpcdist", "run"])
+    lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)
     assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
 
 
@@ -102,18 +104,18 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path):
         assert dist.is_mpi_available()
         os.write(1, f"{os.environ['LOCAL_RANK']} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
     """
-    lines = run(tmp_path, "mpirun", script, before=["-m", "hpcdist", "run"])
+    lines = run(tmp_path, "mpirun", script, before=RUN)
     assert lines == [f"0 {OURS} __main__", f"1 {OURS} __main__"]
 
 
 def test_an_unmodified_script_alone(tmp_path):
-    lines = run(tmp_path, "alone", TRAIN, "mpi", before=["-m", "hpcdist", "run"])
+    lines = run(tmp_path, "alone", TRAIN, "mpi", before=RUN)
     assert lines == [f"0 1 mpi 1 {OURS}"]
 
 
 def test_run_without_a_script(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "hpcdist", "run", "absent.py"],
+        [sys.executable, *RUN, "absent.py"],
         capture_output=True,
         text=True,
         env=environment(),

@@ -8,6 +8,7 @@ only what it alone can know. Ranks here are ranks of the group, and a root is on
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -51,6 +52,7 @@ class Backend(TensorObjects):
     rank: int
     size: int
     queue: Queue | None = None  # made by the first asynchronous call
+    unfinished: deque[Work]  # messages under way
 
     @classmethod
     @abstractmethod
@@ -116,6 +118,14 @@ class Backend(TensorObjects):
     @abstractmethod
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
+
+    def hold(self, work: Work) -> Work:
+        """Keep a message's Work, and with it its buffer, until it has ended, though the caller may drop it."""
+        unfinished = self.unfinished
+        while unfinished and unfinished[0].is_completed():
+            unfinished.popleft()
+        unfinished.append(work)
+        return work
 
     @abstractmethod
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:

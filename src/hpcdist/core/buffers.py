@@ -110,3 +110,9 @@ def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], 
             tensor.copy_(part.view(tensor.shape))
 
     return copy
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two contiguous tensors share memory, which libraries forbid between input and output."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes

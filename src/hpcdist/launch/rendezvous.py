@@ -20,7 +20,7 @@ from torch.distributed import default_pg_timeout
 
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError
-from hpcdist.launch import environment, hostlist
+from hpcdist.launch import environment, slurm_step
 
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]
@@ -186,7 +186,7 @@ def by_slurm(
     The port follows from the job and step, with some to try where it is taken; a job's clients know their
     server by its secret, so that another job's on the same node is passed over.
     """
-    step = hostlist.step(os.environ)
+    step = slurm_step.step(os.environ)
     rank, world_size = required("slurm", step.rank, step.size)
     host = LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
     secret = f"slurm-{step.identity}".encode()

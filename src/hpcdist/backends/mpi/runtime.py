@@ -23,18 +23,11 @@ INSTALL_HINT = (
 
 
 def load() -> Any:
-    """Import mpi4py.MPI without letting it initialise MPI.
+    """Import mpi4py.MPI, which does not initialise MPI here (see the package).
 
     Raises:
-        DistBackendError: there is no mpi4py, or no MPI library that it can load.
+        DistBackendError: there is no MPI library that it can load.
     """
-    if "mpi4py.MPI" not in sys.modules:
-        try:
-            import mpi4py
-        except ImportError as error:
-            raise DistBackendError(f"mpi4py is not installed. {INSTALL_HINT}") from error
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -110,10 +103,10 @@ def checked(comm: Any) -> Any:
         ValueError: MPI.COMM_NULL.
     """
     MPI = load()
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
             f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py.MPI.Intracomm such as MPI.COMM_WORLD"
         )
-    if comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
     return comm
