@@ -41,7 +41,12 @@ def send(
     pg, peer = way
     not_self(pg, peer, "destination", "isend")
     backend, data = outgoing(pg, tensor)
-    backend.send(data, peer, tag)
+    journal = pg.journal
+    journal.current = journal.message("send", data, peer)
+    try:
+        backend.send(data, peer, tag)
+    finally:
+        journal.current = None
 
 
 def recv(
@@ -75,7 +80,12 @@ def recv(
         source = world.group_rank(pg, src, group_src)
         not_self(pg, source, "source", "irecv")
     backend, data, finish = incoming(pg, tensor)
-    sender = backend.recv(data, source, tag)
+    journal = pg.journal
+    journal.current = journal.message("recv", data, source)
+    try:
+        sender = backend.recv(data, source, tag)
+    finally:
+        journal.current = None
     if finish is not None:
         finish()
     return pg.ranks[sender]

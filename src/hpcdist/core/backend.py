@@ -7,6 +7,7 @@ only what it alone can know. Ranks here are ranks of the group, and a root is on
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -50,6 +51,7 @@ class Backend(TensorObjects):
     rank: int
     size: int
     queue: Queue | None = None  # made by the first asynchronous call
+    ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
 
     @classmethod
     @abstractmethod
@@ -130,6 +132,33 @@ class Backend(TensorObjects):
     @abstractmethod
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that have not ended."""
+        return [] if self.queue is None else list(self.queue.pending())
+
+    def interrupt(self, reason: str) -> bool:
+        """Make the call that blocks on this communicator raise; return False where the library cannot."""
+        return False
+
+    def failed(self) -> list[int]:
+        """Return the ranks that the library knows to have died."""
+        return []
+
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> Backend:
+        """Make a communicator of the ranks that are not excluded; only they call."""
+        raise TypeError(f"backend {self.name!r} does not support shrinking operations")
+
+    def farewell(self) -> Callable[[], bool] | None:
+        """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
+
+        None says that a rank may leave alone.
+        """
+        return None
+
+    def abort(self, status: int) -> None:
+        """End this process, and with it the job: the launcher ends the others."""
+        os._exit(status)
 
     def close(self) -> None:
         """End the queue and free the communicator; every rank calls it, and a second call does nothing."""

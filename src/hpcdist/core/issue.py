@@ -61,14 +61,20 @@ def issue(
         and send.is_cpu
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
+        and (journal := pg.journal).before is None
         and is_shaped(row, pg, send, recv, counts)
     ):
         if backend.queue is not None:
             backend.queue.drain()
         if row.reduces and op.__class__ is not RedOpType:
             op = canonical(op)
-        pg.sequence += 1
-        backend.run(row, send, recv, op, root, counts)
+        journal.sequence = number = journal.sequence + 1
+        journal.current = call = (journal, number, row, send.shape, send.dtype, root)
+        journal.push(call)
+        try:
+            backend.run(row, send, recv, op, root, counts)
+        finally:
+            journal.current = None
         return None
     return issue_any(row, group, send, recv, op, root, async_op, counts)
 
@@ -173,12 +179,21 @@ def dispatch(
     finish: Callable[[], None] | None,
 ) -> Work | None:
     """Hand a checked call to its backend."""
-    pg.sequence += 1
+    journal = pg.journal
+    if journal.before is not None:
+        journal.before(pg, backend, row, send, recv, op, root, counts)
+    call = journal.collective(row, send if send is not None else recv, root)
     if async_op:
-        return backend.start(row, send, recv, op, root, counts, result, finish)
+        work = backend.start(row, send, recv, op, root, counts, result, finish)
+        work._call = call
+        return work
     if backend.queue is not None:
         backend.queue.drain()
-    backend.run(row, send, recv, op, root, counts)
+    journal.current = call
+    try:
+        backend.run(row, send, recv, op, root, counts)
+    finally:
+        journal.current = None
     if finish is not None:
         finish()
     return None

@@ -43,8 +43,7 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
 
 
 def carrier(pg: ProcessGroup, tensor: torch.Tensor) -> Backend:
-    """Return the backend that carries a tensor, and count the call."""
-    pg.sequence += 1
+    """Return the backend that carries a tensor."""
     return pg.cpu if tensor.is_cpu and pg.cpu is not None else pg.backend(tensor.device)
 
 
@@ -63,7 +62,7 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    return backend.isend(data, way[1], tag)
+    return limited(way[0], "isend", data, way[1], backend.isend(data, way[1], tag))
 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
@@ -73,4 +72,11 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     pg = resolve(group)
     source = None if src is None and group_src is None else group_rank(pg, src, group_src)
     backend, data, finish = incoming(pg, tensor)
-    return backend.irecv(data, source, tag, finish)
+    return limited(pg, "irecv", data, source, backend.irecv(data, source, tag, finish))
+
+
+def limited(pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work) -> Work:
+    """Record a message that has begun, and give its Work the group's time limit."""
+    work._call = pg.journal.message(call, tensor, peer)
+    work._limit = pg.timeout.total_seconds()
+    return work
