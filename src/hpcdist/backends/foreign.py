@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
+from torch._C._distributed_c10d import PrefixStore
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap, Counts
@@ -70,9 +71,7 @@ class ForeignBackend(Backend):
 
     name: ClassVar[str] = "foreign"
 
-    def __init__(
-        self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any
-    ) -> None:
+    def __init__(self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any) -> None:
         self.inner = inner
         self.rank = rank
         self.size = size
@@ -80,14 +79,13 @@ class ForeignBackend(Backend):
         self._store = store
 
     @classmethod
-    def create(
-        cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap
-    ) -> ForeignBackend:
+    def create(cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap) -> ForeignBackend:
         """Make a registered backend by its creator (c10d's ``Backend.register_backend``)."""
 
         def make(given: Bootstrap) -> Any:
             if is_extended:
                 options = c10d.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+                assert given.store is not None
                 options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
                 options.timeout = given.timeout
                 return creator(options, given.options)
@@ -115,15 +113,13 @@ class ForeignBackend(Backend):
         if row.reduces:
             assert send is not None
             self.check_reduction(row, send.dtype, op)
-            call = self._reduce
-        else:
-            call = self._move
         try:
-            call(row, send, recv, op, root, counts)
+            if row.reduces and send is not None:
+                self._reduce(row, send, recv, op, root, counts)
+            else:
+                self._move(row, send, recv, op, root, counts)
         except RuntimeError as error:
-            raise DistBackendError(
-                f"{row.name} on rank {self.rank} of {self.size} failed: {error}"
-            ) from error
+            raise DistBackendError(f"{row.name} on rank {self.rank} of {self.size} failed: {error}") from error
 
     def _reduce(
         self,
@@ -195,9 +191,7 @@ class ForeignBackend(Backend):
         """Begin to send."""
         return ForeignWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None)
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""
         data = [as_bytes(tensor)]
         inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)
@@ -216,7 +210,7 @@ class ForeignBackend(Backend):
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> ForeignBackend:
         """Make a subgroup over a part of the store of its own."""
-        store = c10d.PrefixStore(f"group-{name}", self._store)
+        store = PrefixStore(f"group-{name}", self._store)
         bootstrap = Bootstrap(list(ranks).index(self.rank), len(ranks), timeout, store=store)
         return type(self)(self._again(bootstrap), bootstrap.rank, bootstrap.size, self._again, store)
 

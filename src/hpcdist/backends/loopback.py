@@ -30,9 +30,7 @@ class Receive(Work):
     def arrive(self, data: torch.Tensor) -> None:
         """Take a message."""
         if data.numel() > self._result[0].numel() or data.dtype != self._result[0].dtype:
-            self._finish(
-                DistBackendError(f"message of {data.numel()} {data.dtype} does not fit the receiver's tensor")
-            )
+            self._finish(DistBackendError(f"message of {data.numel()} {data.dtype} does not fit the receiver's tensor"))
             return
         self._result[0].reshape(-1)[: data.numel()].copy_(data.reshape(-1))
         if self._when_done is not None:
@@ -40,9 +38,7 @@ class Receive(Work):
         self._finish()
 
     def _block(self, seconds: float | None) -> bool:
-        raise DistBackendError(
-            "recv on a group of one process waits for a message that it has not sent to itself"
-        )
+        raise DistBackendError("recv on a group of one process waits for a message that it has not sent to itself")
 
     def source_rank(self) -> int:
         """Return 0, the only rank."""
@@ -104,9 +100,7 @@ class LoopbackBackend(Backend):
         self.send(tensor, dst, tag)
         return DoneWork([])
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Receive what was or will be sent to oneself."""
         work = Receive(tensor, finish)
         if self._sent[tag]:

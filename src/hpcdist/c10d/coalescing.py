@@ -48,9 +48,7 @@ def all_reduce_coalesced(
     if not world.is_member(group, "all_reduce_coalesced"):
         return None
     pg = world.resolve(group)
-    given = as_tensors(
-        list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True
-    )
+    given = as_tensors(list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True)
     if given:
         same_dtype(*given)
     works = reduce_together(pg, given, op)
@@ -89,8 +87,7 @@ def all_gather_coalesced(
                 f"`input_tensor_list` {len(inputs)}"
             )
     works = [
-        all_gather([tensors[index] for tensors in outputs], tensor, pg, True)
-        for index, tensor in enumerate(inputs)
+        all_gather([tensors[index] for tensors in outputs], tensor, pg, True) for index, tensor in enumerate(inputs)
     ]
     return ended(works, [tensor for tensors in outputs for tensor in tensors], async_op)
 
@@ -129,9 +126,7 @@ def _coalescing_manager(
     """
     pg = world.resolve(group)
     if pg.coalescing is not None:
-        raise ValueError(
-            "ProcessGroup has non-empty op list at the start of coalescing: managers do not nest"
-        )
+        raise ValueError("ProcessGroup has non-empty op list at the start of coalescing: managers do not nest")
     manager = CoalescingManager()
     held: list[Any] = []
     pg.coalescing = held

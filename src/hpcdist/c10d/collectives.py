@@ -116,9 +116,7 @@ def reduce(
     return issue(REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
 
 
-def all_gather_single(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
-) -> Work | None:
+def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Work | None:
     """Gather the tensors of all ranks into one tensor on every rank, in rank order.
 
     Args:

@@ -11,12 +11,8 @@ from hpcdist.c10d.collectives import all_gather_single, reduce_scatter_single
 from hpcdist.core.work import Work
 
 
-@deprecated(
-    "`_all_gather_base` is a private function; use `all_gather_single` instead", category=FutureWarning
-)
-def _all_gather_base(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
-) -> Work | None:
+@deprecated("`_all_gather_base` is a private function; use `all_gather_single` instead", category=FutureWarning)
+def _all_gather_base(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Work | None:
     """Gather into one tensor: the private name of ``all_gather_single`` before torch 1.13."""
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 

@@ -156,9 +156,7 @@ def new_subgroups_by_enumeration(
                 raise ValueError(f"Rank {rank} has appeared in both subgroup {seen[rank]} and {ranks}")
             seen[rank] = ranks
     mine = make(default, subgroups, timeout, backend, pg_options, group_desc, None)
-    listed = [
-        mine if mine is not None and default.rank() in ranks else NON_GROUP_MEMBER for ranks in subgroups
-    ]
+    listed = [mine if mine is not None and default.rank() in ranks else NON_GROUP_MEMBER for ranks in subgroups]
     return mine, listed
 
 
@@ -208,17 +206,13 @@ def split_group(
         check_kept(parent, backend)
     description = group_desc if group_desc is not None else f"{parent.group_desc}:split"
     subgroups = [sorted(ranks) for ranks in split_ranks]
-    return make(
-        parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True
-    )
+    return make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
 
 
 def check_kept(parent: ProcessGroup, backend: str) -> None:
     """Raise where a backend string names something that the parent does not have."""
     carried = {device: each.name for device, each in parent.backends.items()}
-    wanted = (
-        parse_pairs(backend.lower()) if ":" in backend else BackendConfig(backend).get_device_backend_map()
-    )
+    wanted = parse_pairs(backend.lower()) if ":" in backend else BackendConfig(backend).get_device_backend_map()
     for device, name in wanted.items():
         if ":" not in backend and device not in carried:
             continue
@@ -238,9 +232,7 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
         raise ValueError(f"ranks list must not contain duplicate entries, got {chosen}")
     for rank in chosen:
         if rank < 0 or rank >= size:
-            raise ValueError(
-                f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
-            )
+            raise ValueError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
     return chosen
 
 
@@ -260,9 +252,7 @@ def make(
     count that all processes keep in step.
     """
     limit = timeout or parent.timeout
-    names = [
-        local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
-    ]
+    names = [local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups]
     index = next((i for i, ranks in enumerate(subgroups) if parent.rank() in ranks), None)
     config = Backend(backend) if backend else parent.config
     wanted = {device: each.name for device, each in parent.backends.items()}

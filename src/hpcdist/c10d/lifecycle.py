@@ -7,9 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store, default_pg_timeout
+from torch._C._distributed_c10d import Store
+from torch.distributed import default_pg_timeout
 
-from hpcdist.c10d.groups import check_timeout
+from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
 from hpcdist.core.backend import Bootstrap
@@ -48,7 +49,7 @@ def init_process_group(
         group_name: taken as c10d takes it, and ignored.
         pg_options: options of the backend.
         device_id: the GPU of this process; binds it and connects NCCL at once.
-        _ranks: the global ranks of this world's processes, where it is a part of a larger one.
+        _ranks: what the default group's name is made from, where this world is a part of a larger one.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
 
@@ -75,10 +76,8 @@ def init_process_group(
     bootstrap = bootstrap._replace(device_id=device, options=pg_options)
     backends = registry.connect_all(device_backends, bootstrap)
     first = next(iter(backends.values()))
-    ranks = tuple(_ranks) if _ranks else tuple(range(first.size))
-    if len(ranks) != first.size:
-        raise ValueError(f"_ranks has {len(ranks)} entries; the world has {first.size} processes")
-    group = ProcessGroup(ranks, first.rank, backends, config, WORLD.next_name(), "default_pg", limit)
+    name = local_name(_ranks) if _ranks else WORLD.next_name()
+    group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
     group.bound_device_id = device
     WORLD.default = group
     WORLD.store = bootstrap.store
@@ -99,9 +98,7 @@ def choose(launch: environment.Launch | None, init_method: str | None, store: An
 def carried(config: str) -> dict[str, str]:
     """Return the backend of each device type that this machine has."""
     if config == Backend.UNDEFINED:
-        raise ValueError(
-            "backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide"
-        )
+        raise ValueError("backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide")
     pairs = BackendConfig(config).get_device_backend_map()
     if ":" in config:
         return pairs
@@ -130,11 +127,7 @@ def prepare(
     if "mpi" in names or comm is not None:
         from hpcdist.backends.mpi import runtime
 
-        world = comm if comm is not None else runtime.world()
-        if comm is not None and not hasattr(comm, "Get_size"):
-            raise TypeError(
-                f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py.MPI.Intracomm such as MPI.COMM_WORLD"
-            )
+        world = runtime.checked(comm) if comm is not None else runtime.world()
         return Bootstrap(world.Get_rank(), world.Get_size(), timeout, comm=world)
     from hpcdist.launch import rendezvous
 

@@ -58,9 +58,7 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     then = scattering(flat, outputs)
     if len(set(received)) == 1:
         return issue_any(ALL_GATHER_SINGLE, pg, given, flat, None, None, async_op, None, then, outputs)
-    return issue_any(
-        ALL_GATHER, pg, given, flat, None, None, async_op, ([given.numel()], received), then, outputs
-    )
+    return issue_any(ALL_GATHER, pg, given, flat, None, None, async_op, ([given.numel()], received), then, outputs)
 
 
 def gather(
@@ -217,9 +215,7 @@ def all_to_all(
     flat = joint(outputs, outputs[0])
     then = scattering(flat, outputs)
     if len({*counts[0], *counts[1]}) == 1:
-        return issue_any(
-            ALL_TO_ALL_SINGLE, pg, joined(inputs), flat, None, None, async_op, None, then, outputs
-        )
+        return issue_any(ALL_TO_ALL_SINGLE, pg, joined(inputs), flat, None, None, async_op, None, then, outputs)
     return issue_any(ALL_TO_ALL, pg, joined(inputs), flat, None, None, async_op, counts, then, outputs)
 
 
@@ -255,9 +251,7 @@ def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], 
 def check_length(call: str, name: str, tensors: list[torch.Tensor], pg: ProcessGroup) -> None:
     """Raise where a list has not one tensor a rank."""
     if len(tensors) != pg.size():
-        raise ValueError(
-            f"{call}: `{name}` has {len(tensors)} tensors; expected {pg.size()}, one a rank of the group"
-        )
+        raise ValueError(f"{call}: `{name}` has {len(tensors)} tensors; expected {pg.size()}, one a rank of the group")
 
 
 def check_sizes(call: str, name: str, tensors: list[torch.Tensor], like: torch.Tensor) -> None:

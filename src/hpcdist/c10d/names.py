@@ -118,9 +118,7 @@ class BackendConfig:
         text = str(backend).lower()
         if text == Backend.UNDEFINED:
             accelerator = torch.accelerator.current_accelerator()
-            device = (
-                accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-            )
+            device = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
             if device not in Backend.default_device_backend_map:
                 raise ValueError(
                     f"We detected accelerator {device} on your machine, but no backend is known for it (known: "

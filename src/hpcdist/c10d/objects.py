@@ -156,12 +156,12 @@ def scatter_object_list(
     pg, root = rooted(group, src, group_src)
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
-    if pg.rank() == root:
-        if not isinstance(scatter_object_input_list, list) or len(scatter_object_input_list) != pg.size():
-            raise ValueError(
-                f"Argument ``scatter_object_input_list`` must be a list of {pg.size()} objects, one a rank, on source "
-                f"rank {root}; got {scatter_object_input_list!r:.80}"
-            )
+    given = scatter_object_input_list
+    if pg.rank() == root and (not isinstance(given, list) or len(given) != pg.size()):
+        raise ValueError(
+            f"Argument ``scatter_object_input_list`` must be a list of {pg.size()} objects, one a rank, on source "
+            f"rank {root}; got {given!r:.80}"
+        )
     way = carrier(pg, "scatter_object_list")
     assert way is not None
     with pg.journal.during("scatter_object_list", root):

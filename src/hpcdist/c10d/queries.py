@@ -187,9 +187,7 @@ def get_mpi_comm(group: ProcessGroup | None = None) -> Any:
         comm = getattr(backend, "comm", None)
         if comm is not None and backend.name == Backend.MPI:
             return comm
-    raise errors.DistBackendError(
-        f"group {pg.group_name!r} has no MPI communicator: it is carried by {pg.config}"
-    )
+    raise errors.DistBackendError(f"group {pg.group_name!r} has no MPI communicator: it is carried by {pg.config}")
 
 
 @contextlib.contextmanager

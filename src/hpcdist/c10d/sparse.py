@@ -30,9 +30,7 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
         return None
     pg = resolve(group)
     if canonical(op) != ReduceOp.SUM:
-        raise RuntimeError(
-            f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only"
-        )
+        raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     size = pg.size()
@@ -41,14 +39,13 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
     issue(ALL_GATHER_SINGLE, pg, facts, all_facts)
     table = all_facts.view(size, -1)
     if not bool((table[:, 1:] == facts[1:]).all()):
-        raise ValueError(
-            f"all_reduce of sparse tensors of different shapes: {table[:, 1:].tolist()}, one row a rank"
-        )
+        raise ValueError(f"all_reduce of sparse tensors of different shapes: {table[:, 1:].tolist()}, one row a rank")
     counts: list[int] = table[:, 0].tolist()
     all_indices = gathered(pg, indices.t().contiguous(), counts).t()
     all_values = gathered(pg, values, counts)
     total = torch.sparse_coo_tensor(all_indices, all_values, tensor.shape, check_invariants=False).coalesce()
-    tensor.detach().copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)
     return DoneWork([tensor]) if async_op else None
 
 

@@ -18,7 +18,8 @@ from hpcdist.core.objects import TensorObjects
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ReduceOp, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ReduceOp
 
     from hpcdist.core.table import Row
     from hpcdist.core.work import Queue, Work
@@ -115,15 +116,11 @@ class Backend(TensorObjects):
         """Begin to send a tensor."""
 
     @abstractmethod
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
 
     @abstractmethod
-    def split(
-        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
-    ) -> Backend | None:
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
         """Make the communicators of disjoint subgroups in one step; every rank of this one calls it.
 
         Returns this rank's communicator, or None where it is in none of the subgroups.

@@ -23,9 +23,7 @@ __all__ = [
 
 def not_initialized() -> ValueError:
     """Return the error of a call made before ``init_process_group``."""
-    return ValueError(
-        "Default process group has not been initialized, please make sure to call init_process_group."
-    )
+    return ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
 
 
 def destroyed(group: object) -> ValueError:

@@ -40,7 +40,7 @@ class ProcessGroup(torch.distributed.ProcessGroup):
         description: str,
         timeout: timedelta,
     ) -> None:
-        super().__init__(rank, len(ranks))
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # the stub lacks this overload
         self.ranks = ranks
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
         self.backends = backends
@@ -61,7 +61,7 @@ class ProcessGroup(torch.distributed.ProcessGroup):
     # torch's libraries ask a group made in Python for these by name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # torch's stub has a NewType of str
         """The name that is unique in this process and the same on every rank of the group."""
         return self._name
 

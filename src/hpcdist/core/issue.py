@@ -79,9 +79,7 @@ def issue(
     return issue_any(row, group, send, recv, op, root, async_op, counts)
 
 
-def is_shaped(
-    row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None
-) -> bool:
+def is_shaped(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
     """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
     shape = row.shape
     if shape is Shape.SAME:
@@ -208,15 +206,14 @@ def canonical(op: Any) -> Any:
     if isinstance(op, RedOpType):
         return op
     if isinstance(op, ReduceOp):
-        return op if op == ReduceOp.PREMUL_SUM else getattr(RedOpType, op.op.name)
+        kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
+        return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
     raise TypeError(
         f"op is {op!r} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
     )
 
 
-def size_error(
-    row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None
-) -> ValueError:
+def size_error(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> ValueError:
     """Return the error of buffers whose sizes do not fit the row."""
     expected = f"sum of the counts given, {counts}" if counts else row.shape.value
     return ValueError(

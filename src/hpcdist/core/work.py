@@ -50,7 +50,7 @@ class Work(torch.distributed.Work):
         if self._error is None:
             future.set_result(self._result)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+            future.set_exception(self._error)
 
     def _block(self, seconds: float | None) -> bool:
         """Return True once the call has ended, False when the time is over first."""

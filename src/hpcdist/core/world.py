@@ -11,7 +11,7 @@ from hpcdist.core import errors
 from hpcdist.core.group import ProcessGroup
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
@@ -67,9 +67,7 @@ def is_member(group: Any, call: str) -> bool:
     if group is None or isinstance(group, ProcessGroup) or group != NON_GROUP_MEMBER:
         return True
     rank = -1 if WORLD.default is None else WORLD.default.rank()
-    warnings.warn(
-        f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3
-    )
+    warnings.warn(f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3)
     return False
 
 

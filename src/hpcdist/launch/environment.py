@@ -49,9 +49,7 @@ LAUNCHERS = (
         WRONG_LIBRARY,
     ),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False),
-    Launcher(
-        "mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", True, WRONG_LIBRARY
-    ),
+    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", True, WRONG_LIBRARY),
     Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", True, WRONG_LIBRARY),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_LIBRARY),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", True, WRONG_PMI),

@@ -69,7 +69,7 @@ class MPIBackend(Backend):
             elif row.buffers == 2:
                 self._move(row, send, recv, root, counts)
             elif row.buffers == 1:
-                assert send is not None
+                assert send is not None and root is not None
                 with Block(send.nbytes) as block:
                     self.comm.Bcast([memory(send), block.count, block.datatype], root)
             else:
@@ -128,16 +128,17 @@ class MPIBackend(Backend):
     ) -> None:
         elements = send.numel()
         if elements > COUNT_MAX:
-            return large.reduce(self, row, send, recv, how, root, counts)
+            large.reduce(self, row, send, recv, how, root, counts)
+            return
         if send is recv:
             sendbuf: Any = IN_PLACE
         else:
             if recv is not None and row.shape is not Shape.SAME and overlap(send, recv):
                 send = send.clone()
-            sendbuf = [address(send.data_ptr(), send.nbytes), elements, how.datatype]
+            sendbuf = [address(send.data_ptr(), send.nbytes), how.datatype]
         recvbuf: Any = None
         if recv is not None:
-            recvbuf = [address(recv.data_ptr(), recv.nbytes), recv.numel(), how.datatype]
+            recvbuf = [address(recv.data_ptr(), recv.nbytes), how.datatype]
         call = self._calls[row]
         if row.rooted:
             call(sendbuf, recvbuf, how.op, root)
@@ -160,20 +161,21 @@ class MPIBackend(Backend):
             in_place = row.shape is Shape.GATHER and send.data_ptr() == mine
             sends = IN_PLACE if in_place else send.clone()
         if counts is not None:
-            return self._move_counted(row, sends, recv, counts)
-        shares = 1 if row.shape is Shape.GATHER else self.size
-        share = send.nbytes // shares if send is not None else None
-        if share is None:
+            self._move_counted(row, sends, recv, counts)
+            return
+        # MPI counts are per rank, on the side that has a share for each rank too
+        if send is not None:
+            share = send.nbytes // (1 if row.shape is Shape.GATHER else self.size)
+        else:
             assert recv is not None
             share = recv.nbytes // (self.size if row.shape is Shape.GATHER else 1)
         with Block(share) as block:
             sendbuf = sends
             if isinstance(sends, torch.Tensor):
-                sendbuf = [memory(sends), block.count * shares, block.datatype]
+                sendbuf = [memory(sends), block.count, block.datatype]
             recvbuf: Any = None
             if recv is not None:
-                shares = self.size if row.shape in (Shape.GATHER, Shape.EXCHANGE) else 1
-                recvbuf = [memory(recv), block.count * shares, block.datatype]
+                recvbuf = [memory(recv), block.count, block.datatype]
             if row.rooted:
                 self._calls[row](sendbuf, recvbuf, root)
             else:
@@ -182,7 +184,8 @@ class MPIBackend(Backend):
     def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
         assert recv is not None
         if send.nbytes > COUNT_MAX or recv.nbytes > COUNT_MAX:
-            return large.exchange(self.comm, row, send, recv, counts)
+            large.exchange(self.comm, row, send, recv, counts)
+            return
         itemsize = send.itemsize
         sent, received = ([count * itemsize for count in side] for side in counts)
         recvbuf = [memory(recv), received, starts(received), MPI.BYTE]
@@ -222,9 +225,7 @@ class MPIBackend(Backend):
             raise self._failure("isend", error) from error
         return self._hold(RequestWork(request, tensor, [], None))
 
-    def irecv(
-        self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None
-    ) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
         try:
             with Block(tensor.nbytes) as block:
@@ -279,9 +280,7 @@ class MPIBackend(Backend):
 
     # -- groups --------------------------------------------------------------------------------------
 
-    def split(
-        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
-    ) -> MPIBackend | None:
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
         """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
         color, key = MPI.UNDEFINED, 0
         for index, ranks in enumerate(subgroups):
@@ -304,7 +303,7 @@ class MPIBackend(Backend):
             members.Free()
             whole.Free()
 
-    def _own(self, comm: MPI.Intracomm) -> MPIBackend:
+    def _own(self, comm: Any) -> MPIBackend:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return type(self)(comm)
 

@@ -56,9 +56,7 @@ def exchange(comm: MPI.Intracomm, row: Row, send: torch.Tensor, recv: torch.Tens
     with ExitStack() as made:
         send_types = [share(made, at * itemsize, n * itemsize) for at, n in zip(offsets, sent, strict=True)]
         places = list(accumulate(counts[1], initial=0))[:-1]
-        recv_types = [
-            share(made, at * itemsize, n * itemsize) for at, n in zip(places, counts[1], strict=True)
-        ]
+        recv_types = [share(made, at * itemsize, n * itemsize) for at, n in zip(places, counts[1], strict=True)]
         comm.Alltoallw(whole(send, send_types), whole(recv, recv_types))
 
 

@@ -95,7 +95,15 @@ def abort_on_exception(kind: type[BaseException], error: BaseException, trace: T
 
 
 def duplicate(comm: Any) -> Any:
-    """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3).
+    """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
+    MPI = load()
+    own = checked(comm).Dup()
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    return own
+
+
+def checked(comm: Any) -> Any:
+    """Return a user's communicator where a world can be made of it.
 
     Raises:
         TypeError: not an mpi4py intracommunicator.
@@ -108,6 +116,4 @@ def duplicate(comm: Any) -> Any:
         )
     if comm == MPI.COMM_NULL:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
-    own = comm.Dup()
-    own.Set_errhandler(MPI.ERRORS_RETURN)
-    return own
+    return comm

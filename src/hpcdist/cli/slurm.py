@@ -1,0 +1,170 @@
+"""How does a job script come from a template? ``python -m hpcdist slurm cpu --nodes 4 train.py``.
+
+The templates are the files in ``slurm/``, which run as they are; here their lines for the site and for the size of the
+job are filled in, and the script with its arguments. What can be filled in is read from the template itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGED = Path(__file__).parent / "templates"  # where a wheel has them
+CHECKOUT = Path(__file__).parents[3] / "slurm"  # where an editable installation finds them
+
+# sbatch's options that a job may need and a template need not have, each with a value
+DIRECTIVES = (
+    "account",
+    "array",
+    "constraint",
+    "cpus-per-task",
+    "dependency",
+    "exclude",
+    "gpus-per-node",
+    "job-name",
+    "mail-type",
+    "mail-user",
+    "mem",
+    "mem-per-cpu",
+    "nodelist",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "partition",
+    "qos",
+    "reservation",
+    "signal",
+    "time",
+)
+DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)(?:=(\S*))?.*$")
+SETTING = re.compile(r'^: "\$\{HPCDIST_([A-Z_]+):=(.*?)\}"\s*#\s*(.*)$')
+START = "set -euo pipefail"
+
+
+def templates() -> dict[str, Path]:
+    """Return the templates by name."""
+    folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
+    return {path.stem: path for path in sorted(folder.glob("*.sbatch"))}
+
+
+def settings(template: str) -> dict[str, tuple[str, str]]:
+    """Return the lines that a site edits: option, then its default and what it means."""
+    found = (SETTING.match(line) for line in template.splitlines())
+    return {m[1].lower().replace("_", "-"): (m[2], m[3]) for m in found if m}
+
+
+def parser_of(kind: str, template: str) -> argparse.ArgumentParser:
+    """Build the parser of one template's options."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m hpcdist slurm {kind}",
+        description=template.splitlines()[1].lstrip("# "),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the job script there, not to the terminal")
+    parser.add_argument("--submit", action="store_true", help="submit it by sbatch")
+    here = {m[1]: m[2] for m in map(DIRECTIVE.match, template.splitlines()) if m}
+    size = parser.add_argument_group("the job, as sbatch's options")
+    for name in DIRECTIVES:
+        size.add_argument(f"--{name}", help=f"here {here[name]}" if name in here else None)
+    site = parser.add_argument_group("the site")
+    for name, (default, meaning) in settings(template).items():
+        # This Python has hpcdist, which the one on a compute node's PATH may not have.
+        preset = sys.executable if name == "python" and kind != "apptainer" else None
+        shown = f"{meaning} (here {preset or default})" if preset or default else meaning
+        site.add_argument(f"--{name}", default=preset, help=shown.replace("%", "%%"))
+    parser.add_argument("script", help="the Python script that every rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def fill(template: str, values: dict[str, str], script: list[str]) -> str:
+    """Fill a template in.
+
+    Args:
+        template: the text of the template.
+        values: what to set, by the name of an option of sbatch or of a line that a site edits.
+        script: the script and its arguments.
+
+    Returns:
+        A job script that sbatch takes without further arguments; arguments given to it come after the script's own.
+
+    Raises:
+        ValueError: A value that cannot stand in a line for sbatch.
+    """
+    left = dict(values)
+    lines: list[str] = []
+    end_of_directives = 0
+    for line in template.splitlines():
+        if directive := DIRECTIVE.match(line):
+            if (value := left.pop(directive[1], None)) is not None:
+                line = directive_line(directive[1], value)
+            end_of_directives = len(lines) + 1
+        elif setting := SETTING.match(line):
+            name = setting[1].lower().replace("_", "-")
+            if (value := left.pop(name, None)) is not None:
+                line = f"HPCDIST_{setting[1]}={shlex.quote(value)}"
+        lines.append(line)
+        if line == START:
+            lines.append(f'set -- {shlex.join(script)} "$@"')
+    lines[end_of_directives:end_of_directives] = [directive_line(name, value) for name, value in left.items()]
+    return "\n".join(lines) + "\n"
+
+
+def directive_line(name: str, value: str) -> str:
+    """Write one line for sbatch, which ends a value at white space and at ``#``, and knows quotes of its own."""
+    if not value or re.search(r"[\s#'\"\\]", value):
+        raise ValueError(f"--{name} {value!r} cannot stand in a job script; expected no spaces, quotes, '#' or backslash")
+    return f"#SBATCH --{name}={value}"
+
+
+def run(args: list[str]) -> int:
+    """Run ``python -m hpcdist slurm``.
+
+    Args:
+        args: the template's name, options, the script and its arguments.
+
+    Returns:
+        0, or the status of sbatch, or 2 for a wrong call.
+    """
+    known = templates()
+    if not args or args[0] in {"-h", "--help"} or args[0] not in known:
+        lines = [f"  {name:<10} {path.read_text().splitlines()[1].lstrip('# ')}" for name, path in known.items()]
+        usage = "usage: python -m hpcdist slurm TEMPLATE [--help] [OPTION...] SCRIPT [ARGUMENT...]\n\ntemplates:\n"
+        asked = bool(args) and args[0] in {"-h", "--help"}
+        wrong = f"\nerror: no template {args[0]!r} (known: {', '.join(known)})" if args and not asked else ""
+        print(usage + "\n".join(lines) + wrong, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    kind = args[0]
+    template = known[kind].read_text()
+    parser = parser_of(kind, template)
+    try:
+        options = vars(parser.parse_args(args[1:]))
+    except SystemExit as ended:  # argparse has printed its help or the mistake
+        return int(ended.code or 0)
+    output, submit = options.pop("output"), options.pop("submit")
+    script = [options.pop("script"), *options.pop("arguments")]
+    values = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
+    try:
+        filled = fill(template, values, script)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if output:
+        Path(output).write_text(filled)
+    elif not submit:
+        sys.stdout.write(filled)
+    return sbatch(filled, output) if submit else 0
+
+
+def sbatch(script: str, file: str | None) -> int:
+    """Submit a job script, from its file where it has one; return sbatch's status."""
+    command = ["sbatch", file] if file else ["sbatch"]
+    try:
+        return subprocess.run(command, input=None if file else script, text=True, check=False).returncode
+    except FileNotFoundError:
+        print("error: no sbatch on the PATH; --output FILE writes the job script to take to the cluster", file=sys.stderr)
+        return 1

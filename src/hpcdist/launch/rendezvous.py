@@ -1,0 +1,286 @@
+"""How do the processes of a job find each other without MPI?
+
+A handler per URL scheme makes a store that all of them reach, and says which rank each is (c10d's
+``rendezvous``). Stores come from the package ``stores`` and speak torch's protocol, so that the agent of
+torchrun can serve ours, and ours torch's clients.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import ParseResult, parse_qs, urlparse
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import default_pg_timeout
+
+import stores
+from hpcdist.core.errors import DistNetworkError, DistStoreError
+from hpcdist.launch import environment, hostlist
+
+Found = tuple[Store, int, int]
+Handler = Callable[..., Iterator[Found]]
+
+LOOPBACK = "127.0.0.1"
+PORTS = range(20000, 60000)  # where slurm:// looks for a free one
+CANDIDATES = 8  # ports that a slurm:// job may use, so that jobs on one node do not collide
+
+
+def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Found]:
+    """Find the other processes of a job (c10d's ``rendezvous``); every process calls this.
+
+    Args:
+        url: ``env://``, ``tcp://host:port``, ``file:///path``, ``mpi://`` or ``slurm://``; ``?rank=…&world_size=…``
+            may follow.
+        rank, world_size: this process and how many there are, where the URL does not say so.
+        **kwargs: ``timeout``, a timedelta.
+
+    Returns:
+        An iterator whose first item is ``(store, rank, world_size)``.
+
+    Raises:
+        RuntimeError: not a string, or an unknown scheme.
+        ValueError: a rank, size, address or port is missing.
+    """
+    if not isinstance(url, (str, bytes)):
+        raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
+    parsed = urlparse(str(url))
+    handler = HANDLERS.get(parsed.scheme)
+    if handler is None:
+        raise RuntimeError(
+            f"No rendezvous handler for {parsed.scheme}:// in {url!r} (known: {', '.join(f'{s}://' for s in HANDLERS)})"
+        )
+    return handler(url, rank=rank, world_size=world_size, **kwargs)
+
+
+def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
+    """Make a URL scheme known (c10d's ``register_rendezvous_handler``).
+
+    Args:
+        scheme: such as ``"http"``.
+        handler: takes the URL and the keywords ``rank``, ``world_size``, ``timeout``; yields
+            ``(store, rank, world_size)``.
+
+    Raises:
+        RuntimeError: the scheme is known already.
+    """
+    if scheme in HANDLERS:
+        raise RuntimeError(f"Rendezvous handler for {scheme}:// already registered")
+    HANDLERS[scheme] = handler
+
+
+def find(
+    launch: environment.Launch | None,
+    init_method: str | None,
+    store: Store | None,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> Found:
+    """Return the store, rank and size for ``init_process_group`` without an MPI backend."""
+    if store is not None:
+        return store, rank, world_size
+    if init_method is None:
+        init_method = "mpi://" if launch is not None and launch.starts_mpi else "env://"
+    return next(iter(rendezvous(init_method, rank, world_size, timeout=timeout)))
+
+
+def _create_store_from_options(backend_options: Any, rank: int) -> Store:
+    """Return the store of an options object that has an ``init_method`` (c10d's private name)."""
+    return next(iter(rendezvous(backend_options.init_method, rank, timeout=default_pg_timeout)))[0]
+
+
+# -- the schemes -------------------------------------------------------------------------------------------
+
+
+def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and size from a URL's query, where the caller did not give them."""
+    given = {key: values[-1] for key, values in parse_qs(url.query).items()}
+    if rank == -1:
+        rank = int(given.get("rank", -1))
+    if world_size == -1:
+        world_size = int(given.get("world_size", -1))
+    return rank, world_size
+
+
+def missing(scheme: str, what: str) -> ValueError:
+    """Return the error of a rendezvous that lacks something."""
+    return ValueError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}")
+
+
+def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and size, or raise where one is missing."""
+    if rank < 0:
+        raise missing(scheme, f"rank parameter missing; give rank=, or {scheme}://…?rank=…")
+    if world_size < 1:
+        raise missing(scheme, f"world size parameter missing; give world_size=, or {scheme}://…?world_size=…")
+    if rank >= world_size:
+        raise missing(scheme, f"rank {rank} is out of range for world_size {world_size}")
+    return rank, world_size
+
+
+def by_environment(
+    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
+) -> Iterator[Found]:
+    """Use RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
+    rank, world_size = query(urlparse(url), rank, world_size)
+
+    def variable(name: str) -> str:
+        value = os.environ.get(name)
+        if value is None:
+            raise missing("env", f"environment variable {name} expected, but not set")
+        return value
+
+    if rank == -1:
+        rank = int(variable("RANK"))
+    if world_size == -1:
+        world_size = int(variable("WORLD_SIZE"))
+    host, port = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
+    rank, world_size = required("env", rank, world_size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent = stores.TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
+        yield part(agent, f"/worker/attempt_{attempt}"), rank, world_size
+    else:
+        yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
+
+
+def by_tcp(
+    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
+) -> Iterator[Found]:
+    """Use the server that rank 0 opens at the URL's host and port."""
+    parsed = urlparse(url)
+    rank, world_size = required("tcp", *query(parsed, rank, world_size))
+    if not parsed.hostname or not parsed.port:
+        raise missing("tcp", f"host and port expected, as in tcp://node1:29500; got {url!r}")
+    yield stores.TCPStore(parsed.hostname, parsed.port, world_size, rank == 0, timeout), rank, world_size
+
+
+def by_file(
+    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
+) -> Iterator[Found]:
+    """Use a file that all processes see."""
+    parsed = urlparse(url)
+    rank, world_size = required("file", *query(parsed, rank, world_size))
+    if not parsed.path or parsed.netloc:
+        raise missing("file", f"an absolute path expected, as in file:///shared/rendezvous; got {url!r}")
+    store = stores.FileStore(parsed.path, world_size)
+    store.set_timeout(timeout)
+    yield store, rank, world_size
+
+
+def by_mpi(
+    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
+) -> Iterator[Found]:
+    """Use MPI to tell the address and a random secret: nothing needs to be configured."""
+    from hpcdist.backends.mpi import runtime
+
+    world = runtime.world()
+    store = served(world.Get_rank(), world.allgather(environment.node_key()), world.bcast, timeout)
+    yield store, world.Get_rank(), world.Get_size()
+
+
+def by_slurm(
+    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
+) -> Iterator[Found]:
+    """Use the variables of an srun step: rank 0's server listens on the step's first node.
+
+    The port follows from the job and step, with some to try where it is taken; a job's clients know their
+    server by its secret, so that another job's on the same node is passed over.
+    """
+    step = hostlist.step(os.environ)
+    rank, world_size = required("slurm", step.rank, step.size)
+    host = LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
+    secret = f"slurm-{step.identity}".encode()
+    first = sum(step.identity.encode()[i] * 257**i for i in range(len(step.identity)))
+    ports = [PORTS[(first + 1009 * i) % len(PORTS)] for i in range(CANDIDATES)]
+    open_store = serve_any if rank == 0 else join_any
+    yield open_store(host, ports, world_size, timeout, secret), rank, world_size
+
+
+def serve_any(host: str, ports: list[int], world_size: int, timeout: timedelta, secret: bytes) -> Store:
+    """Open a server on the first port that is free."""
+    for port in ports:
+        try:
+            return stores.TCPStore(host, port, None, True, timeout, wait_for_workers=False, secret=secret)
+        except DistNetworkError as error:
+            failure = error
+    raise DistNetworkError(f"no free port for the job's store on {host} among {ports}: {failure}")
+
+
+def join_any(host: str, ports: list[int], world_size: int, timeout: timedelta, secret: bytes) -> Store:
+    """Connect to the job's own server among the ports that it may have."""
+    import time
+
+    deadline = time.monotonic() + timeout.total_seconds()
+    failure: Exception | None = None
+    while time.monotonic() < deadline:
+        for port in ports:
+            if not is_open(host, port):
+                continue
+            try:
+                store = stores.TCPStore(
+                    host, port, None, False, timedelta(seconds=2), wait_for_workers=False, secret=secret
+                )
+            except (DistNetworkError, DistStoreError) as error:
+                failure = error
+                continue
+            store.set_timeout(timeout)
+            return store
+        time.sleep(0.05)
+    raise DistNetworkError(
+        f"no store of this job on {host} after {timeout.total_seconds():.0f} s, ports tried: {ports} (last: {failure})"
+    )
+
+
+def is_open(host: str, port: int) -> bool:
+    """Tell whether something listens there."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+HANDLERS: dict[str, Handler] = {
+    "env": by_environment,
+    "tcp": by_tcp,
+    "file": by_file,
+    "mpi": by_mpi,
+    "slurm": by_slurm,
+}
+
+
+# -- a store for groups that have another way to talk ------------------------------------------------------
+
+
+def served(rank: int, node_keys: list[str], broadcast: Callable[..., Any], timeout: timedelta) -> Store:
+    """Open a server on rank 0 and tell the others its address and a random secret by ``broadcast``."""
+    if rank == 0:
+        host = LOOPBACK if len(set(node_keys)) == 1 or environment.NODE_KEY in os.environ else socket.gethostname()
+        secret = secrets.token_bytes(32)
+        store = stores.TCPStore(host, 0, None, True, timeout, wait_for_workers=False, secret=secret)
+        broadcast((host, store.port, secret), 0)
+        return store
+    host, port, secret = broadcast(None, 0)
+    return stores.TCPStore(host, port, None, False, timeout, wait_for_workers=False, secret=secret)
+
+
+def store_of(group: Any) -> Store:
+    """Return the store of the default group, opening it where the group is MPI's; every rank of it calls."""
+    from hpcdist.core.world import WORLD
+
+    if WORLD.store is None:
+        carrier = group.any_backend()
+        keys = carrier.all_gather_object(environment.node_key())
+        WORLD.store = served(group.rank(), keys, carrier.broadcast_object, group.timeout)
+    return WORLD.store
+
+
+def part(store: Store, prefix: str) -> Store:
+    """Return a part of a store whose keys meet no others."""
+    return stores.PrefixStore(prefix, store)

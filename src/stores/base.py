@@ -1,0 +1,226 @@
+"""What can every store do?
+
+``Store`` is the contract: torch.distributed's names, arguments, and error classes. It derives from
+torch's Store, so that each of ours can be handed to torch's gloo, PrefixStore or init_process_group. A
+subclass writes ``set``, ``get``, ``add``, ``check``, ``compare_set``, ``wait_until``, ``delete_key``,
+``num_keys`` and ``clone``; the rest follows, and is overridden where a store knows a faster way.
+
+One rule for all stores, torch's TCPStore's: a timeout of 0 means "at once", a negative one "for ever".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store as TorchStore
+
+from stores import keep_alive
+from stores.errors import DistStoreError, wrong_kind
+
+Text = str | bytes
+Timeout = timedelta | float
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+def as_bytes(text: Text, name: str = "key") -> bytes:
+    """Return a key or value as bytes: str as UTF-8, bytes and bytearray as they are."""
+    if isinstance(text, str):
+        return text.encode()
+    if isinstance(text, (bytes, bytearray)):
+        return bytes(text)
+    raise wrong_kind(name, text, "str or bytes")
+
+
+def as_key_list(keys: Iterable[Text]) -> list[bytes]:
+    """Return a list of keys as bytes; a lone str or bytes is no list."""
+    if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Sequence):
+        raise wrong_kind("keys", keys, "a list of str or bytes")
+    return [as_bytes(key) for key in keys]
+
+
+def as_amount(amount: int) -> int:
+    """Return what is to be added; it fits into 64 bits."""
+    if not hasattr(amount, "__index__"):
+        raise wrong_kind("amount", amount, "an int")
+    number = amount.__index__()
+    if not -(1 << 63) <= number < 1 << 63:
+        raise wrong_kind("amount", amount, "an int of 64 bits")
+    return number
+
+
+def as_seconds(timeout: Timeout) -> float:
+    """Return a timeout in seconds; an int is refused, as by torch, since it does not say its unit."""
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, float):
+        return timeout
+    raise wrong_kind("timeout", timeout, "a timedelta or a float of seconds")
+
+
+def deadline_after(seconds: float) -> float | None:
+    """Return when a timeout is over on the monotonic clock; None for never."""
+    return None if seconds < 0 else time.monotonic() + seconds
+
+
+class Store(TorchStore):
+    """Defines what every key-value store offers (c10d's Store).
+
+    Keys and values are bytes; str is taken as UTF-8. Values come back as bytes. Nothing is ever unpickled.
+    """
+
+    where = "the store"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seconds = DEFAULT_TIMEOUT.total_seconds()
+        keep_alive.release()
+
+    def __del__(self) -> None:
+        if keep_alive.is_held_by_cpp(self):
+            keep_alive.hold(self)
+
+    # -- what a store must have -------------------------------------------------------------------------
+
+    def set(self, key: Text, value: Text) -> None:
+        """Store a value, in place of any earlier one."""
+        raise NotImplementedError
+
+    def get(self, key: Text) -> bytes:
+        """Return a value, waiting for the key up to the store's timeout.
+
+        Raises:
+            DistStoreError: When the key did not come in time.
+        """
+        raise NotImplementedError
+
+    def add(self, key: Text, amount: int) -> int:
+        """Add to a decimal counter and return the total; a missing key counts as 0, totals wrap at 64 bits.
+
+        Raises:
+            ValueError: When the value is no number (TCPStore: DistNetworkError, its server closes then).
+        """
+        raise NotImplementedError
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty.
+
+        Returns:
+            The value now stored; ``expected`` when the key is missing and nothing was stored.
+        """
+        raise NotImplementedError
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        """Return whether all keys are there, without waiting."""
+        raise NotImplementedError
+
+    def wait_until(self, keys: list[bytes], seconds: float) -> None:
+        """Wait until all keys are there, or raise DistStoreError after so many seconds (negative: never)."""
+        raise NotImplementedError
+
+    def delete_key(self, key: Text) -> bool:
+        """Delete a key and return whether it was there (a FileStore always says True)."""
+        raise NotImplementedError
+
+    def num_keys(self) -> int:
+        """Return the number of keys, a store's own bookkeeping keys included."""
+        raise NotImplementedError
+
+    def list_keys(self) -> list[str]:
+        """Return all keys; raises UnicodeDecodeError when one is not UTF-8."""
+        raise NotImplementedError
+
+    def clone(self) -> Store:
+        """Return another handle to the same keys, for use beside this one."""
+        raise NotImplementedError
+
+    # -- what follows from it ---------------------------------------------------------------------------
+
+    def wait(self, keys: Sequence[Text], timeout: Timeout | None = None) -> None:
+        """Wait until all keys are there.
+
+        Args:
+            keys: The keys.
+            timeout: How long; the store's own timeout when not given.
+
+        Raises:
+            DistStoreError: When a key did not come in time; the message names keys, place and time.
+        """
+        self.wait_until(as_key_list(keys), self._seconds if timeout is None else as_seconds(timeout))
+
+    def append(self, key: Text, value: Text) -> None:
+        """Put a value behind the one that is there."""
+        value = as_bytes(value, "value")
+        old = b""
+        while (now := self.compare_set(key, old, old + value)) != old + value:
+            old = now
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        """Return several values, waiting for all keys."""
+        return [self.get(key) for key in as_key_list(keys)]
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        """Store several values."""
+        for key, value in self.as_pairs(keys, values):
+            self.set(key, value)
+
+    def as_pairs(self, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
+        """Return keys and values in pairs; raises DistStoreError when they are not of one number."""
+        if len(keys) != len(values):
+            raise DistStoreError(
+                f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values"
+            )
+        return list(zip(as_key_list(keys), [as_bytes(value, "value") for value in values], strict=True))
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        """Put a value at the end of a queue (queues live apart from keys)."""
+        raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the oldest value of a queue.
+
+        Raises:
+            QueueEmptyError: When there is none and ``block`` is False.
+            DistStoreError: When none came within the store's timeout.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
+
+    def queue_len(self, key: Text) -> int:
+        """Return how many values a queue holds."""
+        raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
+
+    def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
+        """Wait until ``world_size`` callers have come to the same key; who comes later passes at once.
+
+        Raises:
+            DistStoreError: When fewer came in time.
+        """
+        base = as_bytes(key)
+        last = base + b"/last_member"
+        if self.add(base + b"/num_members", 1) >= world_size:
+            self.set(last, b"1")
+        self.wait([last], timeout)
+
+    def has_extended_api(self) -> bool:
+        """Return whether append, multi_get and multi_set are one operation each."""
+        return True
+
+    @property
+    def timeout(self) -> timedelta:
+        """Return how long get and wait may take."""
+        return timedelta(seconds=self._seconds)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set how long get and wait may take."""
+        self._seconds = as_seconds(timeout)
+
+    # torch's C++ calls these two by their C++ names
+    def deleteKey(self, key: Text) -> bool:
+        """Delete a key (c10d's C++ name of delete_key)."""
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        """Return the number of keys (c10d's C++ name of num_keys)."""
+        return self.num_keys()

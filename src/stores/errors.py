@@ -1,0 +1,83 @@
+"""What do the stores raise, and how is it worded?
+
+The classes are torch's own, so that ``except torch.distributed.DistStoreError`` works for both kinds of
+stores. Messages begin as torch's do and go on with what torch leaves out: where, how long, and what
+helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import DistError, DistNetworkError, DistStoreError, QueueEmptyError
+
+__all__ = [
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "QueueEmptyError",
+    "connect_timeout",
+    "lost_server",
+    "no_answer",
+    "queue_empty",
+    "wait_timeout",
+    "wrong_kind",
+]
+
+_SHOWN = 16  # keys named in a message
+
+
+def name_keys(keys: Sequence[bytes]) -> str:
+    """Return the keys for a message, readable and not without end."""
+    shown = ", ".join(key.decode("utf-8", "backslashreplace") for key in keys[:_SHOWN])
+    return shown if len(keys) <= _SHOWN else f"{shown}, ... ({len(keys)} keys)"
+
+
+def wait_timeout(
+    keys: Sequence[bytes], seconds: float, waited: float, where: str, note: str = ""
+) -> DistStoreError:
+    """Make the error for keys that did not come in time."""
+    word = "key" if len(keys) == 1 else "keys"
+    return DistStoreError(
+        f"wait timeout after {seconds * 1000:.0f}ms, keys: {name_keys(keys)} "
+        f"(the {word} did not come to {where} in {waited:.3f} s{note})"
+    )
+
+
+def barrier_timeout(key: bytes, world_size: int, seconds: float, waited: float, where: str) -> DistStoreError:
+    """Make the error for a barrier that not all reached in time."""
+    return DistStoreError(
+        f"barrier timeout after {seconds * 1000:.0f}ms, key: {name_keys([key])} "
+        f"(fewer than {world_size} came at {where} in {waited:.3f} s)"
+    )
+
+
+def queue_empty(key: bytes, where: str) -> QueueEmptyError:
+    """Make the error for a pop that does not wait."""
+    return QueueEmptyError(f"queue is empty: {name_keys([key])} at {where}")
+
+
+def lost_server(what: str, where: str, waited: float, cause: object) -> DistNetworkError:
+    """Make the error for a connection that ended."""
+    return DistNetworkError(
+        f"lost the connection to {where} in {what}, after {waited:.3f} s: {cause}. "
+        "The server was ended, or it refused the request (a length above its limits, or a number expected)."
+    )
+
+
+def no_answer(what: str, where: str, seconds: float) -> DistNetworkError:
+    """Make the error for a server that is there but silent."""
+    return DistNetworkError(f"no answer from {where} to {what} within {seconds:.3f} s: is it stopped?")
+
+
+def connect_timeout(where: str, seconds: float, tries: int, cause: object) -> DistNetworkError:
+    """Make the error for a server that could not be reached."""
+    return DistNetworkError(
+        f"the connection to {where} timed out after {seconds * 1000:.0f}ms "
+        f"({tries} tries, the last: {cause}). Is the server's process up, and is this its address?"
+    )
+
+
+def wrong_kind(name: str, value: object, expected: str) -> TypeError:
+    """Make the error for an argument of a wrong type."""
+    return TypeError(f"{name}: expected {expected}, got {type(value).__name__} {value!r:.60}")

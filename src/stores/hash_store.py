@@ -1,0 +1,157 @@
+"""How do threads of one process share keys?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
+from stores.errors import queue_empty, wait_timeout
+from stores.tcp_wire import parse_i64, wrap_i64
+
+
+class HashStore(Store):
+    """Keeps keys in this process (c10d's HashStore); safe between threads.
+
+    Unlike torch's, ``add`` wakes those who wait for its key.
+    """
+
+    where = "this process's HashStore"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._data: dict[bytes, bytes] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: Text, value: Text) -> None:
+        """Store a value, in place of any earlier one."""
+        key, value = as_bytes(key), as_bytes(value, "value")
+        with self._changed:
+            self._data[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: Text) -> bytes:
+        """Return a value, waiting for the key up to the store's timeout."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        """Return several values, waiting for all keys."""
+        wanted = as_key_list(keys)
+        with self._changed:
+            self._wait(wanted, self._seconds)
+            return [self._data.get(key, b"") for key in wanted]
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        """Store several values in one step."""
+        pairs = self.as_pairs(keys, values)
+        with self._changed:
+            self._data.update(pairs)
+            self._changed.notify_all()
+
+    def append(self, key: Text, value: Text) -> None:
+        """Put a value behind the one that is there."""
+        key, value = as_bytes(key), as_bytes(value, "value")
+        with self._changed:
+            self._data[key] = self._data.get(key, b"") + value
+            self._changed.notify_all()
+
+    def add(self, key: Text, amount: int) -> int:
+        """Add to a decimal counter and return the total.
+
+        Raises:
+            ValueError: When the value is no number.
+            IndexError: When the value does not fit into 64 bits (torch's class for it).
+        """
+        key, amount = as_bytes(key), as_amount(amount)
+        with self._changed:
+            try:
+                total = wrap_i64(parse_i64(self._data.get(key) or b"0") + amount)
+            except OverflowError as error:
+                raise IndexError(f"add to {key!r}: {error}") from None
+            self._data[key] = b"%d" % total
+            self._changed.notify_all()
+            return total
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
+        key, expected, desired = as_bytes(key), as_bytes(expected, "expected"), as_bytes(desired, "desired")
+        with self._changed:
+            value = self._data.get(key)
+            if value == expected or (value is None and not expected):
+                value = self._data[key] = desired
+                self._changed.notify_all()
+            return expected if value is None else value
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        """Return whether all keys (or queues that are not empty) are there."""
+        wanted = as_key_list(keys)
+        with self._changed:
+            return not self._missing(wanted)
+
+    def wait_until(self, keys: list[bytes], seconds: float) -> None:
+        """Wait until all keys are there."""
+        with self._changed:
+            self._wait(keys, seconds)
+
+    def delete_key(self, key: Text) -> bool:
+        """Delete a key and return whether it was there."""
+        with self._changed:
+            return self._data.pop(as_bytes(key), None) is not None
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return len(self._data)
+
+    def list_keys(self) -> list[str]:
+        """Return all keys."""
+        with self._changed:
+            return [key.decode() for key in self._data]
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        """Put a value at the end of a queue."""
+        key, value = as_bytes(key), as_bytes(value, "value")
+        with self._changed:
+            self._queues.setdefault(key, deque()).append(value)
+            self._changed.notify_all()
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the oldest value of a queue, waiting for one if ``block``."""
+        key = as_bytes(key)
+        with self._changed:
+            if not self._queues.get(key):
+                if not block:
+                    raise queue_empty(key, self.where)
+                start = time.monotonic()
+                self._sleep(lambda: bool(self._queues.get(key)), [key], self._seconds, start)
+            queue = self._queues[key]
+            value = queue.popleft()
+            if not queue:
+                del self._queues[key]
+            return value
+
+    def queue_len(self, key: Text) -> int:
+        """Return how many values a queue holds."""
+        return len(self._queues.get(as_bytes(key), ()))
+
+    def clone(self) -> HashStore:
+        """Return this very store: its keys live nowhere else."""
+        return self
+
+    def _missing(self, keys: list[bytes]) -> list[bytes]:
+        return [key for key in keys if key not in self._data and not self._queues.get(key)]
+
+    def _wait(self, keys: list[bytes], seconds: float) -> None:
+        if self._missing(keys):
+            self._sleep(lambda: not self._missing(keys), keys, seconds, time.monotonic())
+
+    def _sleep(self, is_done: Callable[[], bool], keys: list[bytes], seconds: float, start: float) -> None:
+        deadline = deadline_after(seconds)
+        while not is_done():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                missing = self._missing(keys) or keys
+                raise wait_timeout(missing, seconds, time.monotonic() - start, self.where)
+            self._changed.wait(left)

@@ -1,0 +1,130 @@
+"""How do several users share one store without meeting in its keys?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
+from torch._C._distributed_c10d import Store as TorchStore
+
+from stores.base import Store, Text, Timeout, as_bytes, as_key_list
+from stores.errors import wrong_kind
+
+
+class PrefixStore(Store):
+    """Puts ``prefix/`` before every key and hands on to another store, ours or torch's (c10d's PrefixStore).
+
+    The timeout and num_keys are those of the store below. Unlike torch's, list_keys takes whole prefixes only
+    (``p`` does not take ``pq/x``).
+    """
+
+    def __init__(self, prefix: Text, store: TorchStore) -> None:
+        super().__init__()
+        if not isinstance(store, TorchStore):
+            raise wrong_kind("store", store, "a Store")
+        self._prefix = as_bytes(prefix, "prefix") + b"/"
+        self._store: Any = store
+
+    def _key(self, key: Text) -> bytes:
+        return self._prefix + (key.encode() if isinstance(key, str) else as_bytes(key))
+
+    def _keys(self, keys: Sequence[Text]) -> list[bytes]:
+        prefix = self._prefix
+        return [prefix + key for key in as_key_list(keys)]
+
+    @property
+    def underlying_store(self) -> TorchStore:
+        """Return the store below."""
+        return self._store
+
+    @property
+    def _underlying_non_prefix_store(self) -> TorchStore:
+        below = self._store
+        while isinstance(below, (PrefixStore, TorchPrefixStore)):
+            below = below.underlying_store
+        return below
+
+    def set(self, key: Text, value: Text) -> None:
+        """Store a value, in place of any earlier one."""
+        self._store.set(self._key(key), value)
+
+    def get(self, key: Text) -> bytes:
+        """Return a value, waiting for the key up to the store's timeout."""
+        return self._store.get(self._key(key))
+
+    def add(self, key: Text, amount: int) -> int:
+        """Add to a decimal counter and return the total."""
+        return self._store.add(self._key(key), amount)
+
+    def append(self, key: Text, value: Text) -> None:
+        """Put a value behind the one that is there."""
+        self._store.append(self._key(key), value)
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
+        return self._store.compare_set(self._key(key), expected, desired)
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        """Return whether all keys are there, without waiting."""
+        return self._store.check(self._keys(keys))
+
+    def wait(self, keys: Sequence[Text], timeout: Timeout | None = None) -> None:
+        """Wait until all keys are there."""
+        self._store.wait(self._keys(keys), *(() if timeout is None else (timeout,)))
+
+    def delete_key(self, key: Text) -> bool:
+        """Delete a key and return whether it was there."""
+        return self._store.delete_key(self._key(key))
+
+    def num_keys(self) -> int:
+        """Return the number of keys in the store below."""
+        return self._store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        """Return the keys under this prefix, without it."""
+        prefix = self._prefix.decode()
+        return [key[len(prefix) :] for key in self._store.list_keys() if key.startswith(prefix)]
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        """Return several values, waiting for all keys."""
+        return self._store.multi_get(self._keys(keys))
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        """Store several values."""
+        pairs = self.as_pairs(keys, values)
+        self._store.multi_set([self._prefix + key for key, _ in pairs], [value for _, value in pairs])
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        """Put a value at the end of a queue."""
+        self._store.queue_push(self._key(key), value)
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the oldest value of a queue, waiting for one if ``block``."""
+        return self._store.queue_pop(self._key(key), block)
+
+    def queue_len(self, key: Text) -> int:
+        """Return how many values a queue holds."""
+        return self._store.queue_len(self._key(key))
+
+    def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
+        """Wait until ``world_size`` callers have come to the same key."""
+        self._store.barrier(self._key(key), world_size, *(() if timeout is None else (timeout,)))
+
+    def has_extended_api(self) -> bool:
+        """Return what the store below says."""
+        return self._store.has_extended_api()
+
+    @property
+    def timeout(self) -> timedelta:
+        """Return the timeout of the store below."""
+        return self._store.timeout
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the timeout of the store below."""
+        self._store.set_timeout(timeout)
+
+    def clone(self) -> PrefixStore:
+        """Return the same prefix over a clone of the store below."""
+        return PrefixStore(self._prefix[:-1], self._store.clone())

@@ -1,0 +1,384 @@
+"""How does one thread serve many peers, hostile ones among them, at bounded memory?
+
+An epoll loop. Each readable peer is read once, all complete requests are answered with one send, and the
+rest of an unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished
+frames of all peers together may hold ``UNFINISHED_MAX`` bytes; beyond that large frames are let in one
+peer at a time, and one that stalls then is closed. Nothing is allocated for a length that was only
+announced.
+
+Standard library alone. Usually this is a process of its own, started by server_process.py without torch;
+it ends when its owner says so, closes the control socket, or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+from stores.tcp_requests import HANDLERS, set_pair
+from stores.tcp_space import Peer, Refused, Space
+from stores.tcp_wire import (
+    GREETING_SECRET,
+    HELLO,
+    NONCE_SIZE,
+    PROOF_SIZE,
+    U32,
+    is_proof,
+    proof,
+)
+
+READ_SIZE = 64 * 1024
+UNFINISHED_MAX = 8 * 1024 * 1024  # bytes in unfinished frames of all peers before large frames queue up
+JOIN_MAX = 256 * 1024  # replies up to this size are joined into one send
+PIECES = 512  # replies in one sendmsg
+SMALL = 4 * 1024  # an unfinished frame up to this size is never held back
+STALL_S = 0.5  # how often the peer whose turn it is must have sent ...
+STALL_BYTES = 64 * 1024  # ... this much while others wait for their turn
+TICK_S = 0.25
+GREET_S = 10.0  # how long a peer may take to prove the secret, or to begin when descriptors run out
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+
+
+class Connection(Peer):
+    """Holds one peer's socket, its unfinished frame and its unsent replies."""
+
+    __slots__ = ("born", "buf", "fd", "is_open", "nonce", "recv", "send", "server", "sock", "unsent")
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        super().__init__()
+        self.server = server
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.recv = sock.recv
+        self.send = sock.send
+        self.buf: bytearray | None = None
+        self.unsent: deque[bytes | memoryview] | None = None
+        self.is_open = False  # has greeted (and proved the secret)
+        self.nonce: bytes | None = None
+        self.born = time.monotonic()
+
+    def wake(self, reply: bytes) -> None:
+        """Send a late reply."""
+        self.server.transmit(self, [reply])
+
+
+class Server:
+    """Serves one key space on the given listening sockets until it is told to stop."""
+
+    def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
+        self.listeners = listeners
+        self.secret = secret
+        self.space = Space()
+        self.epoll = select.epoll()
+        self.connections: dict[int, Connection] = {}
+        self.callbacks: dict[int, Callable[[], None]] = {}
+        self.ticks: list[Callable[[], None]] = []
+        self.running = True
+        self.unfinished = 0
+        self.turn: Connection | None = None
+        self.turn_at = 0.0
+        self.turn_bytes = 0
+        self.held: dict[int, Connection] = {}
+        self.is_full = False
+        for listener in listeners:
+            listener.setblocking(False)
+            self.watch(listener.fileno(), self.accept_all)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back whenever the descriptor is readable."""
+        self.callbacks[fd] = callback
+        self.epoll.register(fd, READ)
+
+    def stop(self) -> None:
+        """End the loop after the events at hand: replies on their way still go out."""
+        self.running = False
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        connections, callbacks, poll = self.connections, self.callbacks, self.epoll.poll
+        next_tick = 0.0
+        while self.running:
+            if self.ticks or self.held or self.is_full or self.secret:
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self.tick(now)
+                events = poll(TICK_S)
+            else:
+                events = poll()
+            for fd, mask in events:
+                peer = connections.get(fd)
+                if peer is None:
+                    callback = callbacks.get(fd)
+                    if callback is not None:
+                        callback()
+                elif mask & WRITE:
+                    self.flush(peer)
+                elif mask & READ:
+                    self.read(peer)
+                else:
+                    self.close(peer)
+
+    def accept_all(self) -> None:
+        """Take every connection that is waiting."""
+        for listener in self.listeners:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except BlockingIOError:
+                    break
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                        self.refuse_newcomers()
+                        return
+                    continue  # that one left before it was taken
+                sock.setblocking(False)
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                peer = Connection(self, sock)
+                self.connections[peer.fd] = peer
+                self.epoll.register(peer.fd, READ)
+
+    def refuse_newcomers(self) -> None:
+        """Leave connections in the backlog while there is no descriptor for them."""
+        self.is_full = True
+        for listener in self.listeners:
+            self.epoll.modify(listener.fileno(), 0)
+
+    def tick(self, now: float) -> None:
+        """Do what needs a clock: owner's pulse, descriptors, turns, late proofs."""
+        for callback in self.ticks:
+            callback()
+        if self.is_full or self.secret:
+            for peer in [p for p in self.connections.values() if not p.is_open and now - p.born > GREET_S]:
+                self.close(peer)
+        if self.is_full:
+            self.is_full = False
+            for listener in self.listeners:
+                self.epoll.modify(listener.fileno(), READ)
+        turn = self.turn
+        if turn is not None and self.held and now - self.turn_at > STALL_S:
+            if self.turn_bytes < STALL_BYTES:
+                self.close(turn)
+            else:
+                self.turn_at, self.turn_bytes = now, 0
+
+    def read(self, peer: Connection) -> None:
+        """Read once and answer what is complete."""
+        buf = peer.buf
+        size = READ_SIZE
+        if self.unfinished > UNFINISHED_MAX and self.turn is not peer:
+            if buf is not None and len(buf) >= SMALL and not self.take_turn(peer):
+                return
+            if self.turn is not peer:
+                size = SMALL
+        try:
+            data = peer.recv(size)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close(peer)
+            return
+        if not data:
+            self.close(peer)
+            return
+        if buf is not None:
+            buf += data
+            self.unfinished += len(data)
+            if self.turn is peer:
+                self.turn_bytes += len(data)
+            if len(buf) < peer.need:
+                return
+            data = bytes(buf)
+            self.forget(peer)
+        self.answer(peer, data)
+
+    def take_turn(self, peer: Connection) -> bool:
+        """Let the peer finish its large frame now, or hold it back until it is its turn."""
+        if self.turn is None:
+            self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
+            return True
+        self.held[peer.fd] = peer
+        self.epoll.modify(peer.fd, 0)
+        return False
+
+    def forget(self, peer: Connection) -> None:
+        """Drop a peer's unfinished frame, and let those that were held back try again."""
+        if peer.buf is not None:
+            self.unfinished -= len(peer.buf)
+            peer.buf = None
+        if self.turn is peer:
+            self.turn = None
+        if self.held and self.turn is None:
+            held, self.held = self.held, {}
+            for other in held.values():
+                self.epoll.modify(other.fd, READ)
+
+    def answer(self, peer: Connection, data: bytes) -> None:
+        """Answer all complete requests in data and keep the rest."""
+        pos = at = 0
+        end = len(data)
+        space = self.space
+        out: list[bytes] = []
+        try:
+            if not peer.is_open:
+                pos = at = self.greet(peer, data)
+            while 0 <= pos < end:
+                if peer.pairs:
+                    at = set_pair(space, peer, data, pos, end, out)
+                    if at >= 0:
+                        peer.pairs -= 1
+                else:
+                    at = HANDLERS[data[pos]](space, peer, data, pos + 1, end, out)
+                if at < 0:
+                    break
+                pos = at
+                if peer.heavy:
+                    break
+        except Refused:
+            if out:
+                self.transmit(peer, out)
+            self.close(peer)
+            return
+        if out:
+            self.transmit(peer, out)
+        if pos < end and peer.fd in self.connections:
+            pos = max(pos, 0)
+            if at >= 0:  # complete requests are left, after a large reply: the others come first
+                peer.need = pos
+                if peer.unsent is None:
+                    peer.unsent = deque()
+                    self.epoll.modify(peer.fd, WRITE)
+            peer.heavy = False
+            rest = peer.buf = bytearray(memoryview(data)[pos:])
+            peer.need -= pos
+            self.unfinished += len(rest)
+        peer.heavy = False
+
+    def greet(self, peer: Connection, data: bytes) -> int:
+        """Check how a connection begins; return where its requests start, or -1 while more is needed."""
+        if peer.nonce is None:
+            peer.need = 5 if self.secret is None else len(HELLO)
+            if not HELLO.startswith(data[: peer.need]):
+                raise Refused("no greeting")
+            if len(data) < peer.need:
+                return -1
+            if self.secret is None:
+                peer.is_open = True
+                return 5
+            if len(data) > peer.need:
+                raise Refused("requests before the secret is proved")
+            peer.nonce = os.urandom(NONCE_SIZE)
+            self.transmit(peer, [GREETING_SECRET, peer.nonce])
+            return len(data)
+        peer.need = NONCE_SIZE + PROOF_SIZE
+        if len(data) < peer.need:
+            return -1
+        theirs, given = data[:NONCE_SIZE], data[NONCE_SIZE : peer.need]
+        secret = self.secret or b""
+        if not is_proof(given, proof(secret, b"client", peer.nonce, theirs)):
+            raise Refused("a wrong proof")
+        peer.is_open = True
+        self.transmit(peer, [proof(secret, b"server", peer.nonce, theirs)])
+        return peer.need
+
+    def transmit(self, peer: Connection, out: list[bytes]) -> None:
+        """Send replies, or queue what the peer does not take now."""
+        if peer.unsent is not None:
+            peer.unsent.extend(out)
+            return
+        if len(out) == 1:
+            data = out[0]
+        elif sum(map(len, out)) <= JOIN_MAX:
+            data = b"".join(out)
+        else:
+            peer.unsent = deque(out)
+            self.epoll.modify(peer.fd, WRITE)
+            return
+        try:
+            sent = peer.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close(peer)
+            return
+        if sent < len(data):
+            peer.unsent = deque([memoryview(data)[sent:]])
+            self.epoll.modify(peer.fd, WRITE)
+
+    def flush(self, peer: Connection) -> None:
+        """Send what is queued for a peer, a part of it at a time; then go on with its requests."""
+        unsent = peer.unsent
+        assert unsent is not None, "only peers with queued replies are watched for writing"
+        if unsent:
+            try:
+                sent = peer.sock.sendmsg(list(islice(unsent, PIECES)))
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close(peer)
+                return
+            while unsent and sent >= len(unsent[0]):
+                sent -= len(unsent.popleft())
+            if sent:
+                unsent[0] = memoryview(unsent[0])[sent:]
+        if not unsent:
+            peer.unsent = None
+            self.epoll.modify(peer.fd, READ)
+            if peer.buf is not None and peer.need == 0:
+                data = bytes(peer.buf)
+                self.forget(peer)
+                self.answer(peer, data)
+
+    def close(self, peer: Connection) -> None:
+        """Forget a peer: its wait, its unfinished frame, its descriptor."""
+        if self.connections.pop(peer.fd, None) is None:
+            return
+        self.held.pop(peer.fd, None)
+        if peer.wait is not None:
+            peer.wait.drop()
+        self.forget(peer)
+        peer.unsent = None
+        peer.sock.close()  # epoll forgets a closed descriptor by itself
+
+
+def main(arguments: list[str]) -> None:
+    """Run a server process: owner's pid, control descriptor, listening descriptors...
+
+    The control socket brings a u32 length and the secret (0: none); a byte after that, or its end, ends the
+    server.
+    """
+    owner, control_fd, *listen_fds = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # ranks that save a checkpoint on SIGTERM still need their store
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    control = socket.socket(fileno=control_fd)
+    (size,) = U32.unpack(control.recv(4, socket.MSG_WAITALL))
+    secret = control.recv(size, socket.MSG_WAITALL) if size else None
+    server = Server([socket.socket(fileno=fd) for fd in listen_fds], secret)
+    server.watch(control_fd, server.stop)
+    try:
+        server.watch(os.pidfd_open(owner), server.stop)
+    except (AttributeError, OSError):  # before Linux 5.3: ask now and then
+        server.ticks.append(lambda: None if os.getppid() == owner else server.stop())
+    if os.getppid() != owner:
+        return
+    gc.disable()  # no cycles are made here, and a collection over many keys takes milliseconds
+    server.run()

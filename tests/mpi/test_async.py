@@ -1,0 +1,114 @@
+"""Does asynchronous work end, in order, with the buffers kept, and tell the truth about itself?"""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+from .expected import OPS, same
+
+
+def test_work_and_future(rank, size):
+    tensor = torch.full((4,), float(rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert isinstance(work, dist.Work)
+    assert isinstance(work, torch.distributed.Work)
+    assert work.wait()
+    assert work.wait(timedelta(seconds=5))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert same(work.result()[0], tensor)
+    assert tensor[0] == size * (size + 1) / 2
+    assert same(work.get_future().wait()[0], tensor)
+    work.synchronize()
+    with pytest.raises(RuntimeError):
+        work.source_rank()
+
+
+def test_future_asked_for_before_the_end(rank, size):
+    tensor = torch.ones(1000)
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert same(doubled.wait(), torch.full((1000,), 2.0 * size))
+
+
+@pytest.mark.parametrize("name", ["SUM", "MAX", "AVG"])
+def test_dropped_temporaries(name, rank, size):
+    works = []
+    for i in range(50):
+        output = torch.empty(2000)
+        work = dist.reduce_scatter_single(output, torch.full((2000 * size,), float(rank + i)), OPS[name], async_op=True)
+        works.append((i, output, work))
+    gc.collect()
+    junk = [torch.full((2000 * size,), -7.0) for _ in range(50)]
+    for i, output, work in works:
+        work.wait()
+        ranks = [r + i for r in range(size)]
+        expected = {"SUM": sum(ranks), "MAX": max(ranks), "AVG": sum(ranks) / size}[name]
+        assert same(output, torch.full((2000,), float(expected)))
+    assert len(junk) == 50
+
+
+def test_a_dropped_work_is_still_carried_out(rank, size):
+    tensors = [torch.full((100,), float(rank)) for _ in range(20)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    dist.barrier()  # a synchronous call keeps its place behind them
+    assert all(same(tensor, torch.full((100,), float(sum(range(size))))) for tensor in tensors)
+
+
+def test_order_of_asynchronous_and_synchronous_calls(rank, size):
+    tensor = torch.ones(10)
+    for step in range(20):
+        if step % 3:
+            dist.all_reduce(tensor, async_op=True)
+        else:
+            dist.all_reduce(tensor)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=step % 2 == 0)
+        dist.barrier()
+        assert same(tensor, torch.full((10,), float(size)))
+        tensor.fill_(1)
+    dist.barrier()
+
+
+def test_groups_asked_in_different_orders_do_not_block(rank, size):
+    one, two = dist.new_group(), dist.new_group()
+    tensors = torch.ones(5), torch.ones(5)
+    order = [(one, tensors[0]), (two, tensors[1])]
+    works = [dist.all_reduce(t, group=g, async_op=True) for g, t in (order if rank % 2 else order[::-1])]
+    for work in works:
+        work.wait()
+    assert all(same(tensor, torch.full((5,), float(size))) for tensor in tensors)
+    dist.destroy_process_group(one)
+    dist.destroy_process_group(two)
+
+
+def test_wait_with_a_limit(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    import time
+
+    if rank == 0:
+        work = dist.barrier(async_op=True)
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match="timeout after 200ms"):
+            work.wait(timedelta(milliseconds=200))
+        assert 0.19 < time.monotonic() - start < 0.6
+        assert not work.is_completed()
+        work.wait()
+    else:
+        time.sleep(0.7)
+        dist.barrier()
+
+
+def test_an_error_reaches_the_call_not_the_wait(rank, size):
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BOR, async_op=True)
+    with pytest.raises(ValueError, match="fit"):
+        dist.all_gather_single(torch.empty(size + 1), torch.ones(1), async_op=True)

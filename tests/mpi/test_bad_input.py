@@ -1,0 +1,86 @@
+"""Does bad input raise c10d's class, say what was expected, send nothing, and leave the group usable?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist as dist
+
+
+@pytest.fixture(autouse=True)
+def _still_usable(size):
+    yield
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+
+
+def one(dtype=torch.float32):
+    return torch.ones(2, dtype=dtype)
+
+
+CASES = {
+    "no tensor": (TypeError, lambda n: dist.all_reduce([1, 2]), "torch.Tensor"),
+    "no op": (TypeError, lambda n: dist.all_reduce(one(), "sum"), "ReduceOp"),
+    "no source": (ValueError, lambda n: dist.broadcast(one()), "Must specify"),
+    "two sources": (ValueError, lambda n: dist.broadcast(one(), 0, group_src=0), "both"),
+    "source outside": (ValueError, lambda n: dist.broadcast(one(), n), "not part of group"),
+    "negative source": (ValueError, lambda n: dist.broadcast(one(), group_src=-1), "not part of group"),
+    "max of complex": (ValueError, lambda n: dist.all_reduce(one(torch.complex64), dist.ReduceOp.MAX), "complex"),
+    "or of floats": (RuntimeError, lambda n: dist.all_reduce(one(), dist.ReduceOp.BOR), "BOR"),
+    "average of bools": (RuntimeError, lambda n: dist.all_reduce(one(torch.bool), dist.ReduceOp.AVG), "AVG"),
+    "no list": (TypeError, lambda n: dist.all_gather(one(), one()), "List"),
+    "a list of numbers": (TypeError, lambda n: dist.all_gather([1] * n, one()), "List"),
+    "a list too long": (ValueError, lambda n: dist.all_gather([one()] * (n + 1), one()), "one a rank"),
+    "dtypes": (ValueError, lambda n: dist.all_gather([one()] * n, one(torch.float64)), "dtypes"),
+    "sizes": (ValueError, lambda n: dist.all_gather([torch.ones(3)] * n, one()), "elements"),
+    "one size": (ValueError, lambda n: dist.all_gather_single(torch.ones(2 * n + 1), one()), "do not fit"),
+    "one dtype": (ValueError, lambda n: dist.all_gather_single(torch.ones(2 * n, dtype=torch.int32), one()), "dtypes"),
+    "scattered size": (ValueError, lambda n: dist.reduce_scatter_single(one(), torch.ones(2 * n + 1)), "do not fit"),
+    "input list": (ValueError, lambda n: dist.reduce_scatter(one(), [one()] * (n + 1)), "one a rank"),
+    "exchange list": (ValueError, lambda n: dist.all_to_all([one()] * n, [one()] * (n + 1)), "one a rank"),
+    "splits": (RuntimeError, lambda n: dist.all_to_all_single(one(), one(), [2] * n, [1] * (n + 1)), "plit"),
+    "split sum": (RuntimeError, lambda n: dist.all_to_all_single(one(), one(), [5] * n, [5] * n), "plit"),
+    "device ids": (TypeError, lambda n: dist.barrier(device_ids=0), "List"),
+    "timeout": (TypeError, lambda n: dist.new_group([0], timeout="1"), "timedelta"),
+    "coalesced": (TypeError, lambda n: dist.all_reduce_coalesced([1]), "List"),
+    "init twice": (ValueError, lambda n: dist.init_process_group(), "twice"),
+    "unknown group": (ValueError, lambda n: dist.all_reduce(one(), group="dp"), "Invalid process group"),
+    "no communicator": (ValueError, lambda n: dist.get_mpi_comm("x"), "Invalid process group"),
+    "numpy dtype": (TypeError, lambda n: dist.all_reduce(np.ones(2, dtype="U3")), "numpy"),
+    "sparse broadcast": (TypeError, lambda n: dist.broadcast(torch.eye(2).to_sparse(), 0), "sparse"),
+    "meta device": (RuntimeError, lambda n: dist.all_reduce(torch.ones(2, device="meta")), "device type meta"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_error(case, size):
+    kind, call, text = CASES[case]
+    with pytest.raises(kind, match=text):
+        call(size)
+
+
+def test_lists_on_the_wrong_ranks(rank, size):
+    root = size - 1
+    if rank == root:
+        with pytest.raises(ValueError, match="must be specified on destination"):
+            dist.gather(one(), None, root)
+        with pytest.raises(ValueError, match="must be specified on source"):
+            dist.scatter(one(), None, root)
+    else:
+        with pytest.raises(ValueError, match="NOT be specified"):
+            dist.gather(one(), [one()] * size, root)
+        with pytest.raises(ValueError, match="NOT be specified"):
+            dist.scatter(one(), [one()] * size, root)
+
+
+def test_a_read_only_array_is_no_output(rank, size):
+    array = np.ones(2)
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        dist.all_reduce(array)
+    output = [np.empty(2) for _ in range(size)]
+    dist.all_gather(output, array)
+    assert all((each == 1).all() for each in output)

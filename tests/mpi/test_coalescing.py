@@ -1,0 +1,68 @@
+"""Do coalesced calls give what single calls give?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+from .expected import same
+
+
+def test_all_reduce_coalesced(rank, size):
+    shapes = [(3,), (), (0,), (2, 5), (400_000,), (17,)]
+    tensors = [torch.full(shape, float(rank + i)) for i, shape in enumerate(shapes)]
+    tensors.append(torch.full((4, 6), float(rank)).t())
+    work = dist.all_reduce_coalesced(tensors, async_op=True)
+    assert work.wait()
+    for i, tensor in enumerate(tensors[:-1]):
+        assert same(tensor, torch.full(shapes[i], float(sum(r + i for r in range(size)))))
+    assert bool((tensors[-1] == sum(range(size))).all())
+    with pytest.raises(ValueError, match="dtypes"):
+        dist.all_reduce_coalesced([torch.ones(1), torch.ones(1, dtype=torch.int32)])
+
+
+def test_future_of_coalesced_work(rank, size):
+    tensors = [torch.ones(3), torch.ones(300_000)]
+    result = dist.all_reduce_coalesced(tensors, async_op=True).get_future().wait()
+    assert [t[0].item() for t in result] == [size, size]
+
+
+def test_all_gather_coalesced(rank, size):
+    inputs = [torch.full((i + 1,), float(rank * 10 + i)) for i in range(3)]
+    outputs = [[torch.empty(i + 1) for i in range(3)] for _ in range(size)]
+    dist.all_gather_coalesced(outputs, inputs)
+    for r in range(size):
+        assert all(same(outputs[r][i], torch.full((i + 1,), float(r * 10 + i))) for i in range(3))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_coalescing_manager(is_async, rank, size):
+    small = [torch.full((5,), float(rank)) for _ in range(10)]
+    other = torch.full((2,), rank, dtype=torch.int64)
+    flat = torch.empty(size)
+    output = torch.empty(1)
+    with dist._coalescing_manager(async_ops=is_async) as manager:
+        for tensor in small:
+            assert dist.all_reduce(tensor) is None
+        dist.all_reduce(other, dist.ReduceOp.MAX)
+        dist.all_gather_into_tensor(flat, torch.tensor([float(rank)]))
+        dist.reduce_scatter_tensor(output, torch.ones(size))
+    if is_async:
+        manager.wait()
+    assert all(same(tensor, torch.full((5,), float(sum(range(size))))) for tensor in small)
+    assert other.tolist() == [size - 1] * 2
+    assert same(flat, torch.arange(float(size)))
+    assert output.item() == size
+
+
+def test_a_manager_that_fails_leaves_the_group_usable(rank, size):
+    with pytest.raises(ZeroDivisionError), dist._coalescing_manager():
+        dist.all_reduce(torch.ones(1))
+        raise ZeroDivisionError
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+    with pytest.raises(ValueError, match="nest"), dist._coalescing_manager(), dist._coalescing_manager():
+        pass

@@ -1,0 +1,225 @@
+"""Does every row of the table compute what the mathematics says, for every dtype, op, root and layout?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist as dist
+from hpcdist.core.reduction import PREMUL_SUM  # noqa: F401  the op that torch makes with a factor
+
+from .expected import MOVING, OPS, PAIRS, combined, same, values
+
+LENGTHS = [0, 1, 7, 1000]
+
+
+def ids(value):
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+@pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)
+def test_all_reduce(dtype, name, rank, size):
+    for length in LENGTHS:
+        tensor = values(rank, length, dtype)
+        assert dist.all_reduce(tensor, OPS[name]) is None
+        assert same(tensor, combined(name, size, length, dtype)), (length, tensor)
+
+
+@pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)
+def test_reduce_to_every_root(dtype, name, rank, size):
+    for root in range(size):
+        tensor = values(rank, 5, dtype)
+        dist.reduce(tensor, root, OPS[name])
+        expected = combined(name, size, 5, dtype) if rank == root else values(rank, 5, dtype)
+        assert same(tensor, expected)
+
+
+@pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)
+def test_reduce_scatter(dtype, name, rank, size):
+    share = 3
+    whole = combined(name, size, share * size, dtype)
+    output = torch.empty(share, dtype=dtype)
+    dist.reduce_scatter_single(output, values(rank, share * size, dtype), OPS[name])
+    assert same(output, whole[rank * share : (rank + 1) * share])
+    uneven = [1 + r for r in range(size)]
+    parts = list(values(rank, sum(uneven), dtype).split(uneven))
+    output = torch.empty(uneven[rank], dtype=dtype)
+    dist.reduce_scatter(output, parts, OPS[name])
+    assert same(output, combined(name, size, sum(uneven), dtype).split(uneven)[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float64], ids=ids)
+def test_premultiplied_sum(dtype, rank, size):
+    op = dist._make_nccl_premul_sum(2.0) if hasattr(dist, "_make_nccl_premul_sum") else torch.distributed._make_nccl_premul_sum(2.0)
+    tensor = values(rank, 6, dtype)
+    dist.all_reduce(tensor, op)
+    assert same(tensor, 2 * combined("SUM", size, 6, dtype))
+
+
+@pytest.mark.parametrize("dtype", MOVING, ids=ids)
+def test_moving_collectives_take_every_dtype(dtype, rank, size):
+    mine = values(rank, 4, dtype)
+    everyone = [values(r, 4, dtype) for r in range(size)]
+    for root in range(size):
+        tensor = mine.clone()
+        dist.broadcast(tensor, root)
+        assert same(tensor, everyone[root])
+        gathered = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
+        dist.gather(mine, gathered, root)
+        assert rank != root or all(same(a, b) for a, b in zip(gathered, everyone, strict=True))
+        output = torch.empty_like(mine)
+        dist.scatter(output, everyone if rank == root else None, root)
+        assert same(output, mine)
+    gathered = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(gathered, mine)
+    assert all(same(a, b) for a, b in zip(gathered, everyone, strict=True))
+    for call in (dist.all_gather_single, dist.all_gather_into_tensor):
+        flat = torch.empty(4 * size, dtype=dtype)
+        call(flat, mine)
+        assert same(flat, torch.cat([e.view(torch.uint8) for e in everyone]).view(dtype))
+    to_each = torch.stack([values(rank + 10 * r, 2, dtype).view(torch.uint8) for r in range(size)]).view(dtype)
+    output = torch.empty_like(to_each)
+    dist.all_to_all_single(output, to_each)
+    for r in range(size):
+        assert same(output[r].reshape(-1), values(r + 10 * rank, 2, dtype))
+    outputs = [torch.empty(2, dtype=dtype) for _ in range(size)]
+    dist.all_to_all(outputs, list(to_each))
+    assert all(same(out, values(r + 10 * rank, 2, dtype)) for r, out in enumerate(outputs))
+
+
+def test_shares_of_different_sizes(rank, size):
+    uneven = [r % 3 for r in range(size)]
+    outputs = [torch.empty(length) for length in uneven]
+    dist.all_gather(outputs, values(rank, uneven[rank], torch.float32))
+    assert all(same(out, values(r, uneven[r], torch.float32)) for r, out in enumerate(outputs))
+    # rank s sends s + d rows of two elements to rank d
+    sent, received = [rank + d for d in range(size)], [s + rank for s in range(size)]
+    data = torch.cat([torch.full((rank + d, 2), 100.0 * rank + d) for d in range(size)])
+    output = torch.empty(sum(received), 2)
+    dist.all_to_all_single(output, data, received, sent)
+    assert same(output, torch.cat([torch.full((s + rank, 2), 100.0 * s + rank) for s in range(size)]))
+    outputs = [torch.empty(n) for n in received]
+    dist.all_to_all(outputs, [torch.full((n,), float(rank)) for n in sent])
+    assert all(same(out, torch.full((n,), float(s))) for s, (n, out) in enumerate(zip(received, outputs, strict=True)))
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.empty(3, 4).t(),
+    "strided": lambda: torch.empty(24)[::2].view(4, 3),
+    "zero-dim": lambda: torch.empty(()),
+    "empty": lambda: torch.empty(0, 3),
+    "requires grad": lambda: torch.empty(4, 3, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.empty(4, 3)),
+    "negated view": lambda: torch._neg_view(torch.empty(4, 3)),
+    "channels last": lambda: torch.empty(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    "numpy": lambda: np.empty((4, 3), dtype=np.float32),
+    "numpy, strided": lambda: np.empty((4, 6), dtype=np.float32)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, is_async, rank, size):
+    def filled(value):
+        data = LAYOUTS[layout]()
+        (data.detach() if isinstance(data, torch.Tensor) else torch.from_numpy(data)).fill_(value)
+        return data
+
+    def all_equal(data, value):
+        return bool((torch.as_tensor(data) == value).all())
+
+    def run(call, *args, **kwargs):
+        work = call(*args, **kwargs, async_op=is_async)
+        if is_async:
+            assert work.wait() is True
+
+    tensor = filled(rank + 1.0)
+    run(dist.all_reduce, tensor)
+    assert all_equal(tensor, size * (size + 1) / 2)
+    tensor = filled(rank + 1.0)
+    run(dist.broadcast, tensor, size - 1)
+    assert all_equal(tensor, size)
+    outputs = [filled(-1.0) for _ in range(size)]
+    run(dist.all_gather, outputs, filled(rank + 1.0))
+    assert all(all_equal(out, r + 1.0) for r, out in enumerate(outputs))
+    output = filled(-1.0)
+    run(dist.scatter, output, [filled(r + 1.0) for r in range(size)] if rank == 0 else None, 0)
+    assert all_equal(output, rank + 1.0)
+    output = filled(-1.0)
+    run(dist.reduce_scatter, output, [filled(float(r)) for r in range(size)])
+    assert all_equal(output, size * rank)
+
+
+def test_conjugated_views(rank, size):
+    tensor = torch.full((3,), complex(rank, 1), dtype=torch.complex64).conj()
+    dist.all_reduce(tensor)
+    assert bool((tensor == complex(sum(range(size)), -size)).all())
+    assert tensor.is_conj()
+
+
+def test_buffers_that_share_memory(rank, size):
+    flat = torch.full((2 * size,), -1.0)
+    mine = flat[2 * rank : 2 * rank + 2]
+    mine.fill_(rank)
+    dist.all_gather_single(flat, mine)
+    assert same(flat, torch.arange(size, dtype=torch.float32).repeat_interleave(2))
+    data = torch.arange(2.0 * size)
+    dist.reduce_scatter_single(data[:2], data)
+    assert same(data[:2], size * torch.arange(2.0 * rank, 2.0 * rank + 2))
+    data = torch.full((size,), float(rank))
+    dist.all_to_all_single(data, data)
+    assert same(data, torch.arange(float(size)))
+
+
+def test_results_are_the_same_bits_on_all_ranks(rank, size):
+    generator = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for length in (3, 5000, 300_000):
+            tensor = torch.randn(length, generator=generator).to(dtype)
+            dist.all_reduce(tensor)
+            everyone = [torch.empty_like(tensor) for _ in range(size)]
+            dist.all_gather(everyone, tensor)
+            assert all(same(tensor, other) for other in everyone)
+
+
+def test_half_types_are_rounded_once(rank, size):
+    # 1 + 2^-9 rounds to 1 in bfloat16, so that adding in bfloat16 loses every small term
+    tensor = torch.tensor([1.0 if rank == 0 else 2.0**-9], dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    assert tensor.item() == torch.tensor(1.0 + (size - 1) * 2.0**-9).bfloat16().item()
+
+
+def test_sparse_all_reduce(rank, size):
+    places = torch.tensor([[0, rank + 1]])
+    tensor = torch.sparse_coo_tensor(places, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (size + 1, 2))
+    dist.all_reduce(tensor)
+    expected = torch.tensor([[1.0 * size, 2.0 * size]] + [[3.0, 4.0]] * size)
+    assert same(tensor.to_dense(), expected)
+    empty = torch.sparse_coo_tensor(size=(3,))
+    assert dist.all_reduce(empty, async_op=True).wait()
+    assert same(empty.to_dense(), torch.zeros(3))
+    with pytest.raises(RuntimeError, match="SUM"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def test_barrier_waits_for_the_last(rank, size):
+    import time
+
+    start = time.monotonic()
+    if rank == size - 1:
+        time.sleep(0.2)
+    dist.barrier()
+    assert time.monotonic() - start >= 0.19
+    assert dist.barrier(async_op=True).wait()
+
+
+def test_the_deprecated_bases(rank, size):
+    flat = torch.empty(size)
+    with pytest.warns(FutureWarning):
+        dist._all_gather_base(flat, torch.tensor([float(rank)]))
+    assert same(flat, torch.arange(float(size)))
+    output = torch.empty(1)
+    with pytest.warns(FutureWarning):
+        dist._reduce_scatter_base(output, flat)
+    assert output.item() == size * rank

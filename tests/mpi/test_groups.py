@@ -1,0 +1,226 @@
+"""Are subgroups what was asked for, in one step, and gone when destroyed?"""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+from .expected import same
+
+
+def total(group, value):
+    """Return the sum over a group."""
+    tensor = torch.tensor([float(value)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def test_new_group_of_every_pair(rank, size):
+    for first in range(size):
+        for second in range(first + 1, size):
+            group = dist.new_group([second, first])
+            if rank in (first, second):
+                assert dist.get_process_group_ranks(group) == [first, second]
+                assert dist.get_rank(group) == (0 if rank == first else 1)
+                assert dist.get_group_rank(group, second) == 1
+                assert dist.get_global_rank(group, 1) == second
+                assert total(group, rank) == first + second
+                dist.destroy_process_group(group)
+            else:
+                assert group == dist.GroupMember.NON_GROUP_MEMBER
+                assert dist.get_rank(group) == -1
+                assert dist.get_world_size(group) == -1
+
+
+def test_order_of_ranks(rank, size):
+    order = list(range(size))[::-1]
+    group = dist.new_group(order, sort_ranks=False, timeout=timedelta(seconds=7), group_desc="reversed")
+    assert dist.get_rank(group) == size - 1 - rank
+    assert group.group_desc == "reversed"
+    assert group.timeout == timedelta(seconds=7)
+    flat = torch.empty(size)
+    dist.all_gather_single(flat, torch.tensor([float(rank)]), group)
+    assert flat.tolist() == [float(r) for r in order]
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, src=0, group=group)
+    assert tensor.item() == 0
+    tensor.fill_(rank)
+    dist.broadcast(tensor, group=group, group_src=0)
+    assert tensor.item() == size - 1
+    dist.destroy_process_group(group)
+
+
+def test_local_synchronization(rank, size):
+    members = [r for r in range(size) if r % 2 == 0]
+    if rank in members:  # the others do not call
+        group = dist.new_group(members, use_local_synchronization=True)
+        again = dist.new_group(members, use_local_synchronization=True)
+        assert total(group, rank) == sum(members)
+        assert group.group_name != again.group_name
+        dist.destroy_process_group(group)
+        dist.destroy_process_group(again)
+    else:
+        assert dist.new_group(members, use_local_synchronization=True) is None
+    dist.barrier()
+
+
+def test_new_subgroups(rank, size):
+    for length in (n for n in range(1, size + 1) if size % n == 0):
+        mine, every = dist.new_subgroups(length)
+        assert len(every) == size // length
+        assert every[rank // length] is mine
+        assert all(g == dist.GroupMember.NON_GROUP_MEMBER for i, g in enumerate(every) if i != rank // length)
+        start = rank // length * length
+        assert total(mine, rank) == sum(range(start, start + length))
+        dist.destroy_process_group(mine)
+    by_node, _ = dist.new_subgroups()
+    assert dist.get_world_size(by_node) == size  # the tests run on one node
+    dist.destroy_process_group(by_node)
+    for bad in (0, -1, size + 1):
+        with pytest.raises(ValueError, match="group_size"):
+            dist.new_subgroups(bad)
+
+
+def test_subgroups_by_node(rank, size, monkeypatch):
+    monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
+    mine, every = dist.new_subgroups()
+    assert len(every) == min(2, size)
+    assert dist.get_process_group_ranks(mine) == list(range(rank % 2, size, 2))
+    dist.destroy_process_group(mine)
+
+
+def test_enumeration_with_ranks_left_out(rank, size):
+    if size < 3:
+        pytest.skip("needs three ranks")
+    mine, every = dist.new_subgroups_by_enumeration([[2, 0]])
+    assert len(every) == 1
+    if rank in (0, 2):
+        assert total(mine, rank) == 2
+        dist.destroy_process_group(mine)
+    else:
+        assert mine is None
+    with pytest.raises(ValueError, match="both subgroup"):
+        dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match="empty"):
+        dist.new_subgroups_by_enumeration([])
+
+
+def test_split_group(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    parent = dist.new_group(list(range(size))[::-1], sort_ranks=False)
+    child = dist.split_group(parent, [[0], list(range(1, size))])
+    me = dist.get_rank(parent)
+    assert dist.get_process_group_ranks(child) == ([size - 1] if me == 0 else list(range(size - 1))[::-1])
+    assert total(child, rank) == (size - 1 if me == 0 else sum(range(size - 1)))
+    partial = dist.split_group(None, [[0]])
+    assert (partial is None) == (rank != 0)
+    for bad in ([], [[]], [[0, 0]], [[0], [0]], [[size]]):
+        with pytest.raises(ValueError, match=r"split|subgroups"):
+            dist.split_group(parent, bad)
+    with pytest.raises(ValueError, match="mismatch"):
+        dist.split_group(parent, [[0]], backend="cpu:nccl")
+
+
+def test_non_members_are_told_and_do_not_communicate(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group([0])
+    tensor = torch.ones(1)
+    calls = [
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: dist.broadcast(tensor, 0, group),
+        lambda: dist.reduce(tensor, 0, group=group, async_op=True),
+        lambda: dist.all_gather([tensor], tensor, group),
+        lambda: dist.gather(tensor, None, 0, group),
+        lambda: dist.scatter(tensor, None, 0, group),
+        lambda: dist.reduce_scatter(tensor, [tensor], group=group),
+        lambda: dist.all_to_all([tensor], [tensor], group),
+        lambda: dist.all_to_all_single(tensor, tensor, group=group),
+        lambda: dist.barrier(group),
+        lambda: dist.all_reduce_coalesced([tensor], group=group),
+    ]
+    for call in calls:
+        if rank == 0:
+            continue
+        with pytest.warns(UserWarning, match="which does not belong to the given group"):
+            assert call() is None
+    if rank:
+        for ask in (dist.get_backend, dist.get_backend_config, dist.get_process_group_ranks):
+            with pytest.raises(ValueError, match="Invalid process group"):
+                ask(group)
+        dist.destroy_process_group(group)  # nothing to do
+    else:
+        assert total(group, 5) == 5
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_bad_ranks(rank, size):
+    with pytest.raises(ValueError, match="duplicate"):
+        dist.new_group([0, 0])
+    with pytest.raises(ValueError, match="out of range"):
+        dist.new_group([size])
+    with pytest.raises(TypeError, match="timedelta"):
+        dist.new_group([0], timeout=5)
+    with pytest.raises(ValueError, match="not part of group"):
+        dist.get_group_rank(dist.group.WORLD, size)
+    with pytest.raises(ValueError, match="not part of group"):
+        dist.get_global_rank(dist.group.WORLD, size)
+
+
+def test_a_destroyed_group_says_so(rank, size):
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1), group=group),
+        lambda: dist.get_backend(group),
+        lambda: dist.send(torch.ones(1), 0, group),
+        lambda: dist.all_gather_object([None] * size, 1, group),
+        lambda: dist.destroy_process_group(group),
+    ):
+        with pytest.raises(ValueError, match="Invalid process group specified"):
+            call()
+    assert "destroyed" in repr(group)
+
+
+def test_counts_and_names(rank, size):
+    before = dist.get_pg_count()
+    group = dist.new_group()
+    assert dist.get_pg_count() == before + 1
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    assert isinstance(group, dist.ProcessGroup)
+    assert (group.rank(), group.size()) == (rank, size)
+    assert group.group_name == group.pg_name
+    assert dist.get_backend(group) == dist.get_backend()
+    dist.destroy_process_group(group)
+
+
+def test_hundreds_of_groups(rank, size):
+    for _ in range(300):
+        group = dist.new_group()
+        assert total(group, 1) == size
+        dist.destroy_process_group(group)
+
+
+def test_groups_do_not_hear_each_other(rank, size):
+    groups = [dist.new_group() for _ in range(3)]
+    for step in range(10):
+        for index, group in enumerate(groups if step % 2 else groups[::-1]):
+            tensor = torch.full((3,), float(index + step))
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+            assert same(tensor, torch.full((3,), float(index + step)))
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_warnings_are_not_given_to_members(rank, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert total(None, 1) == size
+        assert total(dist.group.WORLD, 1) == size

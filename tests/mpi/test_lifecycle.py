@@ -1,0 +1,115 @@
+"""Does the world begin and end cleanly, again and again, and over communicators that others own?"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
+
+
+@pytest.fixture(autouse=True)
+def _default_group_after():
+    yield
+    if not dist.is_initialized():
+        dist.init_process_group()
+
+
+def total():
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_again_and_again(rank, size):
+    for _ in range(300):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        dist.init_process_group()
+        group = dist.new_group()
+        assert group.group_name == "1"
+        assert total() == size
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(ValueError, match="has not been initialized"):
+        dist.get_rank()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        dist.destroy_process_group()
+
+
+def test_a_communicator_of_ones_own(rank, size):
+    from mpi4py import MPI
+
+    dist.destroy_process_group()
+    half = MPI.COMM_WORLD.Split(rank % 2, -rank)
+    dist.init_process_group(comm=half, timeout=timedelta(minutes=1))
+    assert dist.get_world_size() == half.Get_size()
+    assert dist.get_rank() == half.Get_rank()
+    assert total() == half.Get_size()
+    own = dist.get_mpi_comm()
+    assert MPI.Comm.Compare(own, half) == MPI.CONGRUENT
+    assert own.allreduce(1) == half.Get_size()
+    # messages on the user's communicator and on the group's do not meet
+    if half.Get_size() > 1:
+        peer = 1 - half.Get_rank() if half.Get_rank() < 2 else None
+        if peer is not None:
+            request = half.isend("theirs", peer, 0)
+            sent = dist.isend(torch.tensor([1.0]), peer)
+            tensor = torch.zeros(1)
+            dist.recv(tensor, peer)
+            assert tensor.item() == 1
+            assert half.recv(None, peer, 0) == "theirs"
+            request.wait()
+            sent.wait()
+    dist.destroy_process_group()
+    assert half.allreduce(1) == half.Get_size()  # it is still the user's
+    half.Free()
+    assert not MPI.Is_finalized()
+
+
+def test_bad_arguments(rank, size):
+    dist.destroy_process_group()
+    for kind, arguments, text in (
+        (TypeError, {"timeout": 5}, "timedelta"),
+        (TypeError, {"comm": 5}, "Intracomm"),
+        (ValueError, {"backend": "smoke"}, "Unknown backend"),
+        (ValueError, {"backend": 5}, "string"),
+        (ValueError, {"backend": "cpu:mpi,cpu:gloo"}, "Duplicate"),
+        (ValueError, {"backend": "undefined"}, "undefined"),
+        (AssertionError, {"init_method": "env://", "store": torch.distributed.HashStore()}, "both"),
+        (AssertionError, {"store": torch.distributed.HashStore()}, "world_size"),
+        (ValueError, {"device_id": torch.device("cuda")}, "cuda"),
+    ):
+        with pytest.raises(kind, match=text):
+            dist.init_process_group(**arguments)
+        assert not dist.is_initialized()
+
+
+def test_null_communicator(rank, size):
+    from mpi4py import MPI
+
+    dist.destroy_process_group()
+    with pytest.raises((ValueError, TypeError), match="COMM_NULL"):
+        dist.init_process_group(comm=MPI.COMM_NULL)
+
+
+def test_ranks_of_a_part_of_a_world_name_it(rank, size):
+    dist.destroy_process_group()
+    dist.init_process_group(_ranks=[10 + r for r in range(size)])
+    assert dist.get_process_group_ranks(None) == list(range(size))
+    assert len(dist.group.WORLD.group_name) == 40
+    dist.destroy_process_group()
+
+
+def test_user_calls_on_the_groups_communicator(rank, size):
+    comm = dist.get_mpi_comm()
+    assert comm.Get_size() == size
+    group = dist.new_group([rank], use_local_synchronization=True)
+    assert dist.get_mpi_comm(group).Get_size() == 1
+    dist.destroy_process_group(group)

@@ -1,0 +1,115 @@
+"""Do objects arrive whole, on the ranks they are for?"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist as dist
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return type(other) is Point and self.x == other.x
+
+    __hash__ = None
+
+
+def payload(rank):
+    return {"rank": rank, "array": np.arange(rank * 1000), "point": Point(rank), "tensor": torch.full((rank + 1,), rank)}
+
+
+def equal(one, rank):
+    other = payload(rank)
+    return (
+        one["rank"] == rank
+        and one["point"] == other["point"]
+        and np.array_equal(one["array"], other["array"])
+        and torch.equal(one["tensor"], other["tensor"])
+    )
+
+
+def test_all_gather_object(rank, size):
+    objects = [None] * size
+    dist.all_gather_object(objects, payload(rank))
+    assert all(equal(each, r) for r, each in enumerate(objects))
+
+
+def test_gather_broadcast_scatter_with_every_root(rank, size):
+    for root in range(size):
+        gathered = [None] * size if rank == root else None
+        dist.gather_object(payload(rank), gathered, root)
+        assert rank != root or all(equal(each, r) for r, each in enumerate(gathered))
+        objects = [payload(root), "text", None] if rank == root else [None] * 3
+        dist.broadcast_object_list(objects, root)
+        assert equal(objects[0], root)
+        assert objects[1:] == ["text", None]
+        output = [None, "kept"]
+        dist.scatter_object_list(output, [payload(r) for r in range(size)] if rank == root else None, root)
+        assert equal(output[0], rank)
+        assert output[1] == "kept"
+
+
+def test_send_and_recv(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    if rank == 0:
+        dist.send_object_list([payload(0), 1], 1)
+    elif rank == 1:
+        objects = [None, None]
+        assert dist.recv_object_list(objects, 0) == 0
+        assert equal(objects[0], 0)
+    dist.barrier()
+    if rank == 1:
+        dist.send_object_list(["from anyone"], 0)
+    elif rank == 0:
+        objects = [None]
+        assert dist.recv_object_list(objects) == 1
+        assert objects == ["from anyone"]
+    dist.barrier()
+
+
+def test_subgroup_and_non_members(rank, size):
+    group = dist.new_group([size - 1])
+    objects = [None]
+    if rank == size - 1:
+        dist.all_gather_object(objects, "alone", group)
+        assert objects == ["alone"]
+        dist.destroy_process_group(group)
+    else:
+        with pytest.warns(UserWarning, match="does not belong"):
+            dist.all_gather_object(objects, "alone", group)
+        assert objects == [None]
+
+
+def test_bad_lists_leave_the_group_usable(rank, size):
+    with pytest.raises(ValueError, match="entries"):
+        dist.all_gather_object([None] * (size - 1), 1)
+    with pytest.raises(TypeError, match="list"):
+        dist.all_gather_object("text", 1)
+    if rank != 0:
+        with pytest.raises(ValueError, match="must NOT"):
+            dist.gather_object(1, [None] * size, 0)
+    else:
+        with pytest.raises(ValueError, match="must be specified"):
+            dist.gather_object(1, None, 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        dist.scatter_object_list([], [1] * size)
+    with pytest.raises((TypeError, AttributeError, RuntimeError)):
+        dist.all_gather_object([None] * size, lambda: 0)
+    test_all_gather_object(rank, size)
+
+
+@pytest.mark.skipif("HPCDIST_TEST_LARGE" not in os.environ, reason="takes 10 GiB; set HPCDIST_TEST_LARGE=1")
+def test_objects_over_two_gibibytes(rank, size):
+    length = 2**31 + 11
+    objects = [np.full(length, 7, dtype=np.uint8)] if rank == 0 else [None]
+    dist.broadcast_object_list(objects, 0)
+    assert objects[0].shape == (length,)
+    assert objects[0][-1] == 7

@@ -1,0 +1,148 @@
+"""Do messages reach the rank they are for, in order, by tag, from anyone, and to oneself?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist as dist
+
+from .expected import MOVING, same, values
+
+
+@pytest.mark.parametrize("dtype", MOVING, ids=str)
+def test_ring(dtype, rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    received = torch.empty(4, dtype=dtype)
+    left, right = (rank - 1) % size, (rank + 1) % size
+    if rank > 0:  # the message goes round from rank 0, so that blocking calls cannot wait for each other
+        assert dist.recv(received, left) == left
+    dist.send(values(rank, 4, dtype), right)
+    if rank == 0:
+        assert dist.recv(received, left) == left
+    assert same(received, values(left, 4, dtype))
+
+
+def test_any_source_and_tags(rank, size):
+    if rank == 0:
+        seen = set()
+        for _ in range(size - 1):
+            tensor = torch.empty(1)
+            sender = dist.recv(tensor, tag=7)
+            assert tensor.item() == sender
+            seen.add(sender)
+        assert seen == set(range(1, size))
+    else:
+        dist.send(torch.tensor([float(rank)]), 0, tag=7)
+    dist.barrier()
+    if rank == 0 and size > 1:
+        first, second = torch.empty(1), torch.empty(1)
+        dist.recv(second, 1, tag=2)
+        dist.recv(first, 1, tag=1)
+        assert (first.item(), second.item()) == (10, 20)
+    elif rank == 1:
+        works = [dist.isend(torch.tensor([10.0 * tag]), 0, tag=tag) for tag in (1, 2)]
+        for work in works:
+            work.wait()
+
+
+def test_batch_with_neighbours_and_oneself(rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    from_left, from_right, from_self = torch.empty(3), torch.empty(3), torch.empty(3)
+    ops = [
+        dist.P2POp(dist.irecv, from_left, left, tag=1),
+        dist.P2POp(dist.irecv, from_right, right, tag=2),
+        dist.P2POp(dist.irecv, from_self, rank, tag=3),
+        dist.P2POp(dist.isend, torch.full((3,), float(rank)), right, tag=1),
+        dist.P2POp(dist.isend, torch.full((3,), float(rank)), left, tag=2),
+        dist.P2POp(dist.isend, torch.full((3,), 100.0 + rank), rank, tag=3),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert (from_left[0], from_right[0], from_self[0]) == (left, right, 100 + rank)
+
+
+def test_strided_and_numpy(rank, size):
+    peer = size - 1 - rank
+    received = torch.zeros(6)[::2]
+    array = np.zeros((2, 4), dtype=np.int64)[:, ::2]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, received, peer),
+            dist.P2POp(dist.isend, torch.full((3, 2), float(rank)).t()[0], peer),
+            dist.P2POp(dist.irecv, array, peer, tag=1),
+            dist.P2POp(dist.isend, np.full((2, 2), rank), peer, tag=1),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert received.tolist() == [peer] * 3
+    assert array.tolist() == [[peer, peer], [peer, peer]]
+
+
+def test_receive_tells_its_sender(rank, size):
+    tensor = torch.empty(1)
+    work = dist.irecv(tensor, tag=5)
+    sent = dist.isend(torch.tensor([float(rank)]), (rank + 1) % size, tag=5)
+    assert work.wait()
+    sent.wait()
+    assert work.source_rank() == (rank - 1) % size == tensor.item()
+    assert work.is_success()
+
+
+def test_dropped_sends_keep_their_buffers(rank, size):
+    for i in range(30):
+        dist.isend(torch.full((50_000,), float(rank + i)), (rank + 1) % size, tag=i)
+    junk = [torch.full((50_000,), -7.0) for _ in range(30)]
+    for i in range(30):
+        tensor = torch.empty(50_000)
+        dist.irecv(tensor, (rank - 1) % size, tag=i).wait()
+        assert same(tensor, torch.full((50_000,), float((rank - 1) % size + i)))
+    assert len(junk) == 30
+    dist.barrier()
+
+
+def test_groups_have_ranks_of_their_own(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group([0, size - 1])
+    tensor = torch.empty(1)
+    if rank == 0:
+        dist.send(torch.tensor([5.0]), group=group, group_dst=1)
+    elif rank == size - 1:
+        assert dist.recv(tensor, group=group, group_src=0) == 0
+        assert tensor.item() == 5
+    else:
+        with pytest.warns(UserWarning, match="does not belong"):
+            assert dist.recv(tensor, 0, group) == -1
+        with pytest.warns(UserWarning, match="does not belong"):
+            assert dist.isend(tensor, 0, group) is None
+    if rank in (0, size - 1):
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_bad_peers(rank, size):
+    tensor = torch.ones(1)
+    with pytest.raises(ValueError, match="same as the rank of the current process"):
+        dist.send(tensor, rank)
+    with pytest.raises(ValueError, match="same as the rank of the current process"):
+        dist.recv(tensor, rank)
+    with pytest.raises(ValueError, match="not part of group"):
+        dist.isend(tensor, size)
+    with pytest.raises(ValueError, match="Must specify"):
+        dist.isend(tensor)
+    with pytest.raises(ValueError, match="both"):
+        dist.irecv(tensor, 0, group_src=0)
+    with pytest.raises(ValueError, match="op"):
+        dist.P2POp(dist.all_reduce, tensor, 0)
+    with pytest.raises(TypeError, match="tensor"):
+        dist.P2POp(dist.isend, [1], 0)
+    with pytest.raises(ValueError, match="p2p_op_list"):
+        dist.batch_isend_irecv([dist.isend])
+    with pytest.raises(ValueError, match="empty"):
+        dist.batch_isend_irecv([])
+    with pytest.raises(TypeError):
+        dist.send("text", (rank + 1) % size if size > 1 else None)

@@ -1,0 +1,173 @@
+"""Do the same calls give the same results, and the same kinds of errors, as torch.distributed on gloo?"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as td
+
+import hpcdist as dist
+
+BOTH = (dist, td)
+
+
+def data(length=6, dtype=torch.float32):
+    return torch.arange(length, dtype=dtype) * (dist.get_rank() + 1) + 1
+
+
+def all_reduce(d, op="SUM", dtype=torch.float32):
+    tensor = data(dtype=dtype)
+    d.all_reduce(tensor, getattr(d.ReduceOp, op))
+    return tensor
+
+
+def broadcast(d):
+    tensor = data()
+    d.broadcast(tensor, d.get_world_size() - 1)
+    return tensor
+
+
+def reduce(d):
+    tensor = data()
+    d.reduce(tensor, 0)
+    return tensor if d.get_rank() == 0 else None
+
+
+def all_gather(d):
+    outputs = [torch.empty(6) for _ in range(d.get_world_size())]
+    d.all_gather(outputs, data())
+    return outputs
+
+
+def all_gather_into_tensor(d):
+    output = torch.empty(6 * d.get_world_size())
+    d.all_gather_into_tensor(output, data())
+    return output
+
+
+def gather(d):
+    outputs = [torch.empty(6) for _ in range(d.get_world_size())] if d.get_rank() == 0 else None
+    d.gather(data(), outputs, 0)
+    return outputs
+
+
+def scatter(d):
+    output = torch.empty(6)
+    d.scatter(output, [data() + i for i in range(d.get_world_size())] if d.get_rank() == 0 else None, 0)
+    return output
+
+
+def all_to_all_single(d):
+    size, rank = d.get_world_size(), d.get_rank()
+    output = torch.empty(size * (rank + 1))
+    given = torch.cat([torch.full((r + 1,), float(10 * rank + r)) for r in range(size)])
+    d.all_to_all_single(output, given, [rank + 1] * size, [r + 1 for r in range(size)])
+    return output
+
+
+def objects(d):
+    output = [None] * d.get_world_size()
+    d.all_gather_object(output, {"rank": d.get_rank()})
+    listed = [{"a": 1}, None] if d.get_rank() == 0 else [None, None]
+    d.broadcast_object_list(listed, 0)
+    mine = [None]
+    d.scatter_object_list(mine, list(range(d.get_world_size())) if d.get_rank() == 0 else None, 0)
+    gathered = [None] * d.get_world_size() if d.get_rank() == 0 else None
+    d.gather_object(d.get_rank(), gathered, 0)
+    return output, listed, mine, gathered
+
+
+def queries(d):
+    group = d.new_group([0])
+    inside = d.get_rank() == 0
+    answers = [
+        d.get_rank(),
+        d.get_world_size(),
+        d.get_rank(group),
+        d.get_world_size(group),
+        d.is_initialized(),
+        d.is_available(),
+        d.get_process_group_ranks(None),
+        d.get_global_rank(d.group.WORLD, 0),
+        d.supports_complex(d.ReduceOp.MAX),
+        d.supports_complex(d.ReduceOp.SUM),
+        group == d.GroupMember.NON_GROUP_MEMBER,
+    ]
+    if inside:
+        d.destroy_process_group(group)
+    return answers
+
+
+CALLS = [all_reduce, broadcast, reduce, all_gather, all_gather_into_tensor, gather, scatter, all_to_all_single]
+CALLS += [objects, queries]
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_same_results(call):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, theirs = call(dist), call(td)
+    assert equal(ours, theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float16])
+@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MIN", "MAX"])
+def test_same_reductions(op, dtype):
+    assert torch.equal(all_reduce(dist, op, dtype), all_reduce(td, op, dtype))
+
+
+ERRORS = {
+    "no tensor": lambda d: d.all_reduce("x"),
+    "complex max": lambda d: d.all_reduce(torch.ones(1, dtype=torch.complex64), d.ReduceOp.MAX),
+    "float or": lambda d: d.all_reduce(torch.ones(1), d.ReduceOp.BOR),
+    "no source": lambda d: d.broadcast(torch.ones(1)),
+    "two sources": lambda d: d.broadcast(torch.ones(1), 0, group_src=0),
+    "source outside": lambda d: d.broadcast(torch.ones(1), 99),
+    "send to oneself": lambda d: d.send(torch.ones(1), d.get_rank()),
+    "no list": lambda d: d.all_gather(torch.ones(1), torch.ones(1)),
+    "mixed dtypes": lambda d: d.all_gather([torch.ones(1)] * d.get_world_size(), torch.ones(1, dtype=torch.int32)),
+    "list of numbers": lambda d: d.reduce_scatter(torch.ones(1), [1, 2]),
+    "duplicates": lambda d: d.new_group([0, 0]),
+    "out of range": lambda d: d.new_group([99]),
+    "timeout": lambda d: d.new_group([0], timeout=3),
+    "init twice": lambda d: d.init_process_group("gloo"),
+    "no subgroup size": lambda d: d.new_subgroups(0),
+    "subgroup size": lambda d: d.new_subgroups(99),
+    "no subgroups": lambda d: d.new_subgroups_by_enumeration([]),
+    "backend string": lambda d: d.BackendConfig("cpu:gloo,cpu:mpi"),
+    "backend type": lambda d: d.Backend(3),
+    "device": lambda d: d.get_default_backend_for_device("meta"),
+    "p2p op": lambda d: d.P2POp(d.all_reduce, torch.ones(1), 0),
+    "p2p list": lambda d: d.batch_isend_irecv([1]),
+    "scatter output": lambda d: d.scatter_object_list([], [1]),
+    "gather list": lambda d: d.gather(torch.ones(1), [torch.ones(1)] * 2, 0) if d.get_rank() else _raise_value(),
+    "split": lambda d: d.split_group(None, []),
+    "uneven exchange": lambda d: d.all_to_all_single(torch.ones(5), torch.ones(5), [1], [1]),
+}
+
+
+def _raise_value():
+    raise ValueError
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_same_kind_of_error(case):
+    kinds = []
+    for d in BOTH:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(Exception) as caught:
+                ERRORS[case](d)
+        kinds.append(caught.type)
+    ours, theirs = kinds
+    assert issubclass(ours, theirs), f"ours raises {ours.__name__}, torch {theirs.__name__}"

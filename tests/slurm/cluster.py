@@ -1,0 +1,251 @@
+"""How does a real Slurm cluster of two nodes run on one machine?
+
+munged, slurmctld and two ``slurmd -N``, all from Debian's packages, in a temporary folder and on ports of their own,
+without an init system and without touching the machine's configuration. The nodes are called 127.0.0.1 and 127.0.0.2:
+names that every program can resolve and bind, so that two nodes have two addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from supervisor import descendants
+
+NODES = ("127.0.0.1", "127.0.0.2")
+CPUS_PER_NODE = 4
+# Debian's plugin opens libpmix.so, the name that only the -dev package has; without it --mpi=pmix does not exist.
+PROGRAMS = {
+    "munged": "munge",
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+}
+PMIX_LIBRARY = "libpmix-dev"
+
+SLURM_CONF = """\
+ClusterName=hpcdist
+SlurmctldHost={hostname}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# A requeued job waits until its old credentials have expired: two minutes, unless told otherwise.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmctldDebug=info
+SlurmdSpoolDir={folder}/%n/spool
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmdLogFile={folder}/%n/slurmd.log
+SlurmdDebug=info
+# Differs by node, or two slurmd on one machine collide over PMIx's folder.
+TmpFS={folder}/%n/tmp
+# No cgroups: a container may have none to give.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/accounting.log
+# What a site may have set wrongly for a given MPI: no PMI at all, unless --mpi= says so.
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+"""
+
+
+def why_not() -> str:
+    """Say why no cluster can be started here; empty where one can."""
+    missing = {package for program, package in PROGRAMS.items() if shutil.which(program) is None}
+    if not any(Path("/usr/lib").glob("*/libpmix.so")):
+        missing.add(PMIX_LIBRARY)
+    if missing:
+        return f"Slurm is not installed: apt-get install {' '.join(sorted(missing))}"
+    if os.geteuid() != 0:
+        return "slurmd starts jobs as other users, which takes root"
+    return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Find TCP ports that nobody listens on, all open at once so that they differ."""
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has left the queue, with what the controller says about it and what it wrote."""
+
+    id: str
+    state: str
+    exit_status: int
+    facts: Mapping[str, str]
+    output: str
+
+
+class Cluster:
+    """Two nodes of four CPUs, up between ``__enter__`` and ``__exit__``."""
+
+    def __init__(self) -> None:
+        # munged refuses a socket in a folder that others can write to.
+        self.folder = Path(tempfile.mkdtemp(prefix="hpcdist-slurm-"))
+        self.folder.chmod(0o755)
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            # Left-overs of an allocation, or of an mpirun, that the tests run in.
+            if not name.startswith(("SLURM_", "SBATCH_", "PMI", "OMPI_COMM", "PRTE_"))
+        }
+        self.environment["SLURM_CONF"] = str(self.folder / "slurm.conf")
+
+    def __enter__(self) -> Cluster:
+        """Start the daemons and wait until both nodes are idle."""
+        self._configure()
+        f = self.folder
+        munge = [f"--{name}-file={f}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+        daemons = {
+            "munged": ["munged", "--foreground", f"--socket={f}/munge/socket", *munge],
+            "slurmctld": ["slurmctld", "-D", "-c", "-f", f"{f}/slurm.conf"],
+            **{f"slurmd-{n}": ["slurmd", "-D", "-c", "-N", n, "-f", f"{f}/slurm.conf"] for n in NODES},
+        }
+        self.supervisor = subprocess.Popen(
+            [sys.executable, "-S", Path(__file__).with_name("supervisor.py"), f],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            start_new_session=True,
+        )
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.write(json.dumps(daemons) + "\n")
+        self.supervisor.stdin.flush()
+        deadline = time.monotonic() + 30
+        while (states := self._node_states()) != {"idle"}:
+            if time.monotonic() > deadline or self.supervisor.poll() is not None:
+                logs = "".join(f"--- {p}\n{p.read_text()[-2000:]}" for p in sorted(f.glob("**/*.log")))
+                self.__exit__(None, None, None)
+                raise RuntimeError(f"the cluster's nodes are {states or 'not there'}, not idle, after 30 s\n{logs}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let go of the supervisor, which ends everything, and wait for it."""
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.close()
+        self.supervisor.wait(timeout=30)
+
+    def run(self, *command: str, timeout: float = 30, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands against this cluster."""
+        return subprocess.run(
+            command,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def submit(self, *arguments: str | Path, cwd: Path, **environment: str) -> str:
+        """Submit a batch job from the folder ``cwd``, and return its number."""
+        result = subprocess.run(
+            ["sbatch", "--parsable", *map(str, arguments)],
+            env=self.environment | environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert result.returncode == 0, f"sbatch refused the job: {result.stderr}"
+        return result.stdout.strip()
+
+    def facts(self, job: str) -> dict[str, str]:
+        """Return what ``scontrol show job`` says about a job."""
+        shown = self.run("scontrol", "show", "--oneliner", "job", job).stdout
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def wait(self, job: str, timeout: float = 60) -> Job:
+        """Wait until a job has left the queue, and return all that is known about it.
+
+        Raises:
+            TimeoutError: With the job's output so far, when it is still in the queue; it is cancelled then.
+        """
+        deadline = time.monotonic() + timeout
+        while self.run("squeue", "--noheader", "--states=all", "--Format=State", f"--jobs={job}").stdout.split()[
+            0
+        ] in {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}:
+            if time.monotonic() > deadline:
+                facts = self.facts(job)
+                self.run("scancel", job)
+                state, reason = facts.get("JobState"), facts.get("Reason")
+                raise TimeoutError(
+                    f"job {job} is {state} ({reason}) after {timeout} s; its output:\n{self._output(facts)}"
+                )
+            time.sleep(0.1)
+        facts = self.facts(job)
+        status, number = map(int, facts["ExitCode"].split(":"))
+        return Job(job, facts["JobState"], status or (number and 128 + number), facts, self._output(facts))
+
+    def processes(self) -> Sequence[str]:
+        """List the command lines of the jobs' processes that run on the cluster now."""
+        lines = []
+        for pid in descendants(self.supervisor.pid):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if line and not line.startswith(("munged", "slurm", ": slurm")):
+                lines.append(line)
+        return lines
+
+    def _configure(self) -> None:
+        """Write the key and slurm.conf, and make the folders."""
+        munge = self.folder / "munge"
+        munge.mkdir(mode=0o755)
+        key = munge / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        for node in NODES:
+            for name in ("spool", "tmp"):
+                (self.folder / node / name).mkdir(parents=True)
+        (self.folder / "state").mkdir()
+        hostname = socket.gethostname().partition(".")[0]
+        controller_port, *ports = free_ports(1 + len(NODES))
+        lines = [SLURM_CONF.format(folder=self.folder, hostname=hostname, controller_port=controller_port)]
+        for node, port in zip(NODES, ports, strict=True):
+            lines.append(
+                f"NodeName={node} NodeAddr={node} NodeHostname={hostname} Port={port} CPUs={CPUS_PER_NODE} State=UNKNOWN"
+            )
+        lines.append(f"PartitionName=test Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
+        (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+    def _node_states(self) -> set[str]:
+        """Return the states that the nodes are in, empty while the controller does not answer."""
+        shown = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+        return set(shown) if len(shown) == len(NODES) else set()
+
+    @staticmethod
+    def _output(facts: Mapping[str, str]) -> str:
+        """Read what a job wrote, on both streams where they differ."""
+        paths = dict.fromkeys(facts[name] for name in ("StdOut", "StdErr") if name in facts)
+        return "".join(Path(p).read_text(errors="replace") for p in paths if Path(p).exists())
