@@ -70,6 +70,7 @@ class ForeignBackend(Backend):
     """A group of one of torch's own c10d backends."""
 
     name: ClassVar[str] = "foreign"
+    ends_waits: ClassVar[bool] = True
 
     def __init__(self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any) -> None:
         self.inner = inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
 
+from hpcdist.c10d.debug import set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
@@ -17,6 +19,8 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+from hpcdist.watch import watchdog
+from hpcdist.watch.departure import DEPARTURE
 
 
 def init_process_group(
@@ -82,6 +86,19 @@ def init_process_group(
     WORLD.default = group
     WORLD.store = bootstrap.store
     WORLD.add(group)
+    watch(group)
+
+
+def watch(group: ProcessGroup) -> None:
+    """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
+    set_debug_level_from_env()
+    watchdog.begin(group)
+    if DEPARTURE.backend is None:
+        # after MPI was initialised, so that exit runs this before MPI is finalised
+        atexit.register(DEPARTURE.leave)
+        DEPARTURE.hook = sys.excepthook
+        sys.excepthook = DEPARTURE.on_exception
+    DEPARTURE.backend = group.any_backend()
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
@@ -176,14 +193,3 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last
         each.close()
     WORLD.clear()
-
-
-def end_queues() -> None:
-    """Let queued calls end before MPI is finalised at exit."""
-    for group in WORLD.groups.values():
-        for backend in group.backends.values():
-            if backend.queue is not None:
-                backend.queue.close()
-
-
-atexit.register(end_queues)

@@ -58,6 +58,15 @@ class Ring:
 RING = Ring()
 
 
+class Scrutiny:
+    """What checks each collective of groups made from now on (the debug level DETAIL), or None."""
+
+    check: Callable[..., None] | None = None
+
+
+SCRUTINY = Scrutiny()
+
+
 class Journal:
     """The calls of this rank on one group.
 
@@ -65,19 +74,21 @@ class Journal:
         sequence: how many collectives were called; the same on all ranks of a group in step.
         messages: how many sends and receives were called.
         current: the call that blocks now, or None.
+        waited: the Work that ``current`` waits for, where it is a wait.
         push: adds a call to the ring.
         before: checks a collective against the other ranks' before it runs (the debug level DETAIL), or None.
         group: the group's name.
     """
 
-    __slots__ = ("before", "current", "group", "messages", "push", "sequence")
+    __slots__ = ("before", "current", "group", "messages", "push", "sequence", "waited")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
         self.messages = 0
         self.current: tuple[Any, ...] | None = None
+        self.waited: Any = None
         self.push = RING.calls.append
-        self.before: Callable[..., None] | None = None
+        self.before = SCRUTINY.check
         self.group = group
 
     def collective(

@@ -60,7 +60,7 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    return limited(way[0], "isend", data, way[1], backend.isend(data, way[1], tag))
+    return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag))
 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
@@ -70,11 +70,10 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     pg = resolve(group)
     source = None if src is None and group_src is None else group_rank(pg, src, group_src)
     backend, data, finish = incoming(pg, tensor)
-    return limited(pg, "irecv", data, source, backend.irecv(data, source, tag, finish))
+    return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish))
 
 
-def limited(pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work) -> Work:
-    """Record a message that has begun, and give its Work the group's time limit."""
+def recorded(pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work) -> Work:
+    """Record a message that has begun."""
     work._call = pg.journal.message(call, tensor, peer)
-    work._limit = pg.timeout.total_seconds()
     return work

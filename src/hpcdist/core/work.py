@@ -33,7 +33,7 @@ class Work(torch.distributed.Work):
         self._done = False
         self._future: torch.futures.Future | None = None
         self._call: tuple[Any, ...] | None = None  # its record in the group's journal
-        self._limit: float | None = None  # seconds that wait() without a limit of its own may take
+        self._limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
         self._guard = allocate_lock()  # between finishing and asking for the future
 
     # -- for the one who carries the call out --------------------------------------------------------
@@ -56,6 +56,22 @@ class Work(torch.distributed.Work):
         """Return True once the call has ended, False when the time is over first."""
         raise NotImplementedError
 
+    def _await(self, seconds: float | None) -> bool:
+        """Block as ``_block`` does, and let the group's journal say so meanwhile."""
+        if self._call is None:
+            return self._block(seconds)
+        journal = self._call[0]
+        self._limit = seconds
+        journal.current, journal.waited = self._call, self
+        try:
+            return self._block(seconds)
+        finally:
+            journal.current = journal.waited = None
+
+    def _interrupt(self, reason: str) -> bool:
+        """Make a wait for this Work raise; return False where that cannot be done."""
+        return False
+
     def _poll(self) -> None:
         """Notice, where nobody else does, that the call has ended."""
 
@@ -71,8 +87,8 @@ class Work(torch.distributed.Work):
             DistBackendError: the time is over; the call itself goes on.
         """
         if not self._done:
-            seconds: float | None = timeout.total_seconds() or self._limit
-            if not self._block(seconds):
+            seconds = timeout.total_seconds() or None
+            if not self._await(seconds):
                 raise DistBackendError(
                     f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "
                     f"way. {Explanation.of(self._call)}".rstrip()
