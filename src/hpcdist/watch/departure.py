@@ -21,7 +21,7 @@ from hpcdist.watch.watchdog import ABORT_STATUS, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
 LAST_NAP = 0.02
-QUEUE_SECONDS = 5.0  # how long a worker thread that was given up may still take
+QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
 
 
 class Departure:

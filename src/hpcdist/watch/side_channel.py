@@ -126,16 +126,17 @@ class SideChannel:
     ) -> dict[int, dict[str, Any]]:
         """Ask ranks and return the answers that come in time, by rank.
 
-        ``reply`` answers the others meanwhile: for the thread that does so otherwise.
+        ``reply`` answers the others meanwhile: for the thread that does so otherwise. Without ranks to ask that is all.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
+        is_pause = not waiting
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.bind(("", 0))
             asking.setblocking(False)
             again = 0.0
-            while waiting and (now := time.monotonic()) < deadline:
+            while (waiting or is_pause) and (now := time.monotonic()) < deadline:
                 if now >= again:
                     again = now + AGAIN_SECONDS
                     for rank, place in waiting.items():

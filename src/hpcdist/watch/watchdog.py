@@ -12,10 +12,13 @@ timeout is overdue. It asks the other ranks where they are (``side_channel``), w
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from hpcdist.core.errors import DistBackendError
@@ -31,6 +34,7 @@ from hpcdist.watch.whereabouts import UnderWay
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
+CLASH_SECONDS = 0.1
 YIELD_SECONDS = 1.5  # how long a rank whose report another one writes waits before it ends the job
 ABORT_STATUS = 1
 
@@ -54,6 +58,7 @@ class Watchdog:
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._since: dict[int, tuple[Any, float]] = {}  # by id of the call's record: the record, when first seen
         self._handled: dict[int, tuple[Any, str]] = {}  # the overdue ones: the record, "asking" or "reported"
+        self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +117,9 @@ class Watchdog:
 
     def _heed(self, number: int) -> None:
         path = self.dump()
-        logs.LOG.warning("signal %d; trace written to %s", number, path)
+        if number == signal.SIGUSR1:
+            self.say(f"SIGUSR1: trace written to {path}; at {whereabouts.main_line()}")
+        logs.LOG.info("signal %d; trace written to %s", number, path)
         if self.signals.ends_process(number):
             end_by(number)
 
@@ -132,6 +139,7 @@ class Watchdog:
             made["ranks"] = list(each.group.ranks) if question.get("from") in each.group.ranks else []
             made["state"] = self._handled.get(id(record), (record, ""))[1]
             calls.append(made)
+        calls += [{**made, "ranks": [], "state": "reported"} for made in self._given_up]
         return {
             "rank": question.get("to"),
             "entered": None if group is None else group.journal.sequence,
@@ -187,6 +195,10 @@ class Watchdog:
         timeout = group.timeout.total_seconds()
         mine = report.described(each, seconds, whereabouts.call_site(each))
         answers = self.ask(list(group.ranks), group.group_name, ANSWER_SECONDS, dump=True)
+        if self._states(mine, answers).get("asking"):
+            # two of us ask at once: one will have reported at the second look, or else the lower one does
+            self.ask([], "", CLASH_SECONDS)
+            answers = self.ask(list(group.ranks), group.group_name, ANSWER_SECONDS)
         if self._record(each) is not record:
             return  # it ended while the others were asked
         headline = report.headline(mine, timeout)
@@ -194,24 +206,30 @@ class Watchdog:
         path = self.dump()
         reporter = self._reporter(mine, answers)
         if reporter is None:
-            text = "\n".join(f"  {line}" for line in [*lines, f"trace of each rank: {path}"])
+            reading = f"traces: {path}; all of them: torchfrtrace {os.path.dirname(path)}"
+            text = "\n".join(f"  {line}" for line in [*lines, reading])
             self.say(f"{headline}\n{text}")
         else:
             self.say(f"{headline}; see the report of rank {reporter}")
         self._handled[key] = (record, "reported")
-        self._end(each, f"{headline}: {'; '.join(lines)}", reporter is not None)
+        self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
+
+    def _states(self, mine: dict[str, Any], answers: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
+        """Return which ranks are at which state of reporting this hang."""
+        found: dict[str, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            for call in answer["calls"]:
+                if call["group"] == mine["group"] and not call["message"] and not mine["message"]:
+                    found.setdefault(call["state"], []).append(rank)
+        return found
 
     def _reporter(self, mine: dict[str, Any], answers: dict[int, dict[str, Any]]) -> int | None:
         """Return the rank that reports this hang in place of this one, or None."""
-        for rank, answer in sorted(answers.items()):
-            for call in answer["calls"]:
-                if call["group"] != mine["group"] or call["message"] or mine["message"]:
-                    continue
-                if call["state"] == "reported" or (call["state"] == "asking" and rank < self.rank):
-                    return rank
-        return None
+        states = self._states(mine, answers)
+        lower = [rank for rank in states.get("asking", []) if rank < self.rank]
+        return min([*states.get("reported", []), *lower], default=None)
 
-    def _end(self, each: UnderWay, reason: str, is_reported: bool) -> None:
+    def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
         """End an overdue wait."""
         backends = list(dict.fromkeys(each.group.backends.values()))
         if each.in_background:
@@ -219,6 +237,7 @@ class Watchdog:
                 if backend.queue is not None and backend.queue.running is each.work:
                     if not backend.ends_waits:
                         backend.interrupt(reason)
+                    self._given_up.append(described)
                     backend.queue.fail(DistBackendError(reason))
             return
         if each.work is not None and each.work._interrupt(reason):
