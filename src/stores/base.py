@@ -169,9 +169,7 @@ class Store(TorchStore):
     def as_pairs(self, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
         """Return keys and values in pairs; raises DistStoreError when they are not of one number."""
         if len(keys) != len(values):
-            raise DistStoreError(
-                f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values"
-            )
+            raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
         return list(zip(as_key_list(keys), [as_bytes(value, "value") for value in values], strict=True))
 
     def queue_push(self, key: Text, value: Text) -> None:

@@ -33,9 +33,7 @@ def name_keys(keys: Sequence[bytes]) -> str:
     return shown if len(keys) <= _SHOWN else f"{shown}, ... ({len(keys)} keys)"
 
 
-def wait_timeout(
-    keys: Sequence[bytes], seconds: float, waited: float, where: str, note: str = ""
-) -> DistStoreError:
+def wait_timeout(keys: Sequence[bytes], seconds: float, waited: float, where: str, note: str = "") -> DistStoreError:
     """Make the error for keys that did not come in time."""
     word = "key" if len(keys) == 1 else "keys"
     return DistStoreError(

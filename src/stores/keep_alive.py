@@ -20,9 +20,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-_HALF = (
-    object.__basicsize__
-)  # pybind11 keeps the pointer to the C++ half right behind Python's own header ...
+_HALF = object.__basicsize__  # pybind11 keeps the pointer to the C++ half right behind Python's own header ...
 _COUNT = ctypes.sizeof(ctypes.c_void_p)  # ... and an intrusive_ptr_target its count right behind the vtable
 _OWN = 3  # references to a held store when nobody else has it: the table's, the loop's, and the call's own
 

@@ -42,9 +42,7 @@ def check_sizes(key: bytes, *values: bytes) -> None:
         raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
     for value in values:
         if len(value) > MAX_VALUE:
-            raise DistStoreError(
-                f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}"
-            )
+            raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
 
 
 def exchange(link: Link, frame: bytes, size: int) -> bytes:

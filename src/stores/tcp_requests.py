@@ -152,9 +152,7 @@ def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int
         (left,) = _u64(data, pos)
         if left > MAX_KEYS:
             raise Refused(f"a list of {left} keys, above the limit of {MAX_KEYS}")
-        if (
-            peer.checked is not None
-        ):  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
+        if peer.checked is not None:  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
             raw, known = peer.checked
             if data.startswith(raw, pos):
                 return known, pos + len(raw)
@@ -227,9 +225,7 @@ def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
     (count,) = _u64(data, pos)
     if count > MAX_KEYS:
         raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
-    peer.pairs = (
-        count  # the server hands each pair to SET as it comes, so that one value is the most it holds
-    )
+    peer.pairs = count  # the server hands each pair to SET as it comes, so that one value is the most it holds
     return pos + 8
 
 

@@ -363,9 +363,7 @@ def main(arguments: list[str]) -> None:
     """
     owner, control_fd, *listen_fds = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # ranks that save a checkpoint on SIGTERM still need their store
+        signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

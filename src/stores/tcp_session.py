@@ -69,9 +69,7 @@ class Session:
         """
         start = time.monotonic()
         if not self.lock.acquire(timeout=-1 if limit is None else limit):
-            raise no_answer(
-                f"{verb} {name_keys(keys)} (another thread waits for its own)", self.where, limit or 0
-            )
+            raise no_answer(f"{verb} {name_keys(keys)} (another thread waits for its own)", self.where, limit or 0)
         link = self.link
         try:
             if link is None:  # the last exchange failed, or this process was forked
@@ -118,9 +116,7 @@ class Session:
             return None
         return max(seconds, WAIT_LEAST_S) if seconds else PATIENCE_S
 
-    def sleep(
-        self, frame: bytes, verb: str, keys: Sequence[bytes], deadline: float | None, cancel_s: float
-    ) -> bool:
+    def sleep(self, frame: bytes, verb: str, keys: Sequence[bytes], deadline: float | None, cancel_s: float) -> bool:
         """Wait on the server, on a connection of its own, until it wakes us or the deadline has come.
 
         Args:

@@ -182,9 +182,7 @@ class TCPStore(Store):
 
         return self._get_when_there("multi_get", names, body, ask_once)
 
-    def _get_when_there(
-        self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[Link], T | None]
-    ) -> T:
+    def _get_when_there(self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[Link], T | None]) -> T:
         session = self._session
         seconds = self._seconds
         limit = session.first_limit(seconds)
@@ -218,9 +216,7 @@ class TCPStore(Store):
         frame = b"".join(_CHECK_ONE + pack_string(key) for key in keys)
         session = self._session
         try:
-            answers = session.call(
-                "check", keys, session.cancel_time(0), lambda link: exchange(link, frame, len(keys))
-            )
+            answers = session.call("check", keys, session.cancel_time(0), lambda link: exchange(link, frame, len(keys)))
         except DistNetworkError:
             return keys
         return [key for key, answer in zip(keys, answers, strict=True) if bytes((answer,)) != PRESENT] or keys
@@ -259,9 +255,7 @@ class TCPStore(Store):
         session = self._session
         if session.is_ours:
             check_sizes(name, before, after)
-        frame = b"".join(
-            (_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after))
-        )
+        frame = b"".join((_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after)))
 
         def use(link: Link) -> bytes:
             link.send(frame)

@@ -33,7 +33,15 @@ PYTHON = {
     "BOR": lambda values: functools.reduce(operator.or_, values),
     "BXOR": lambda values: functools.reduce(operator.xor, values),
 }
-LOGICAL = {"SUM": any, "PRODUCT": all, "MIN": all, "MAX": any, "BAND": all, "BOR": any, "BXOR": lambda v: sum(v) % 2 == 1}
+LOGICAL = {
+    "SUM": any,
+    "PRODUCT": all,
+    "MIN": all,
+    "MAX": any,
+    "BAND": all,
+    "BOR": any,
+    "BXOR": lambda v: sum(v) % 2 == 1,
+}
 
 PAIRS = [
     (dtype, name)
@@ -75,8 +83,16 @@ def combined(name: str, size: int, length: int, dtype: torch.dtype) -> torch.Ten
         is_float = dtype.is_floating_point
         result = [total / size if is_float else total // size for total in result]
     if dtype.is_floating_point:
-        return torch.tensor(result, dtype=torch.float64).to(torch.float32).to(dtype)
+        exact = torch.tensor(result, dtype=torch.float64)
+        return exact if dtype is torch.float64 else exact.to(torch.float32).to(dtype)  # half types round float32
     return torch.tensor(result).to(dtype)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values; a zero has two signs, and the order of products tells which."""
+    if one.dtype != other.dtype or one.shape != other.shape or not one.dtype.is_complex:
+        return same(one, other)
+    return torch.equal(one.to(torch.complex128), other.to(torch.complex128))
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -22,7 +22,12 @@ class Point:
 
 
 def payload(rank):
-    return {"rank": rank, "array": np.arange(rank * 1000), "point": Point(rank), "tensor": torch.full((rank + 1,), rank)}
+    return {
+        "rank": rank,
+        "array": np.arange(rank * 1000),
+        "point": Point(rank),
+        "tensor": torch.full((rank + 1,), rank),
+    }
 
 
 def equal(one, rank):

@@ -191,9 +191,13 @@ class Cluster:
             TimeoutError: With the job's output so far, when it is still in the queue; it is cancelled then.
         """
         deadline = time.monotonic() + timeout
-        while self.run("squeue", "--noheader", "--states=all", "--Format=State", f"--jobs={job}").stdout.split()[
-            0
-        ] in {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}:
+        while self.run("squeue", "--noheader", "--states=all", "--Format=State", f"--jobs={job}").stdout.split()[0] in {
+            "PENDING",
+            "RUNNING",
+            "COMPLETING",
+            "CONFIGURING",
+            "REQUEUED",
+        }:
             if time.monotonic() > deadline:
                 facts = self.facts(job)
                 self.run("scancel", job)

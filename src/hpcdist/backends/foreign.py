@@ -8,6 +8,7 @@ same result on all ranks.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -19,9 +20,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.mailbox import Mailbox
 from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row
-from hpcdist.core.work import Work
+from hpcdist.core.work import DoneWork, Work
 
 NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
@@ -78,6 +81,8 @@ class ForeignBackend(Backend):
         self.size = size
         self._again = again  # makes the inner backend of a subgroup
         self._store = store
+        self._mailbox = Mailbox(rank)
+        self.unfinished = deque()
 
     @classmethod
     def create(cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap) -> ForeignBackend:
@@ -171,8 +176,10 @@ class ForeignBackend(Backend):
         counts: Counts | None,
     ) -> None:
         itemsize = next((tensor.itemsize for tensor in (send, recv) if tensor is not None), 1)
+        if send is not None and recv is not None and row.buffers == 2 and overlap(send, recv):
+            send = send.clone()
         sent = as_bytes(send) if send is not None else None
-        received = sent if recv is send else as_bytes(recv) if recv is not None else None
+        received = as_bytes(recv) if recv is not None else None
         shares = tuple([count * itemsize for count in side] for side in counts) if counts else None
         MOVES[row](self, sent, received, root, shares)
 
@@ -190,13 +197,18 @@ class ForeignBackend(Backend):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send."""
-        return ForeignWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None)
+        if dst == self.rank:
+            self._mailbox.send(tensor, tag)
+            return DoneWork([])
+        return self.hold(ForeignWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None))
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""
+        if src == self.rank or (src is None and (self.size == 1 or self._mailbox.holds(tag))):
+            return self._mailbox.receive(tensor, tag, finish)
         data = [as_bytes(tensor)]
         inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)
-        return ForeignWork(inner, tensor, [tensor], finish)
+        return self.hold(ForeignWork(inner, tensor, [tensor], finish))
 
     # -- groups --------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ It carries ``init_process_group()`` without a launcher, so that a script runs un
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -15,34 +14,9 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap, Counts
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.mailbox import Mailbox
 from hpcdist.core.table import Row
 from hpcdist.core.work import DoneWork, Work
-
-
-class Receive(Work):
-    """A receive that waits for this process to send to itself."""
-
-    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None] | None) -> None:
-        super().__init__([tensor])
-        self._when_done = finish
-
-    def arrive(self, data: torch.Tensor) -> None:
-        """Take a message."""
-        if data.numel() > self._result[0].numel() or data.dtype != self._result[0].dtype:
-            self._finish(DistBackendError(f"message of {data.numel()} {data.dtype} does not fit the receiver's tensor"))
-            return
-        self._result[0].reshape(-1)[: data.numel()].copy_(data.reshape(-1))
-        if self._when_done is not None:
-            self._when_done()
-        self._finish()
-
-    def _block(self, seconds: float | None) -> bool:
-        raise DistBackendError("recv on a group of one process waits for a message that it has not sent to itself")
-
-    def source_rank(self) -> int:
-        """Return 0, the only rank."""
-        return 0
 
 
 class LoopbackBackend(Backend):
@@ -53,8 +27,7 @@ class LoopbackBackend(Backend):
     size = 1
 
     def __init__(self) -> None:
-        self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
-        self._awaited: dict[int, deque[Receive]] = defaultdict(deque)
+        self._mailbox = Mailbox(0)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> LoopbackBackend:
@@ -85,10 +58,7 @@ class LoopbackBackend(Backend):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send to oneself; the message is copied."""
-        if self._awaited[tag]:
-            self._awaited[tag].popleft().arrive(tensor)
-        else:
-            self._sent[tag].append(tensor.clone())
+        self._mailbox.send(tensor, tag)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive what was sent to oneself before."""
@@ -102,12 +72,7 @@ class LoopbackBackend(Backend):
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Receive what was or will be sent to oneself."""
-        work = Receive(tensor, finish)
-        if self._sent[tag]:
-            work.arrive(self._sent[tag].popleft())
-        else:
-            self._awaited[tag].append(work)
-        return work
+        return self._mailbox.receive(tensor, tag, finish)
 
     def split(
         self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta

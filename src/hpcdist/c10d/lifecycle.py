@@ -75,6 +75,8 @@ def init_process_group(
     launch = environment.detect()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)
     device_backends = carried(config)
+    for name in device_backends.values():
+        registry.check(name)  # before the processes look for each other
     limit = timeout if timeout is not None else default_pg_timeout
     bootstrap = prepare(device_backends, launch, init_method, store, rank, world_size, comm, limit)
     bootstrap = bootstrap._replace(device_id=device, options=pg_options)

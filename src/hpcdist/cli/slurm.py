@@ -117,7 +117,9 @@ def fill(template: str, values: dict[str, str], script: list[str]) -> str:
 def directive_line(name: str, value: str) -> str:
     """Write one line for sbatch, which ends a value at white space and at ``#``, and knows quotes of its own."""
     if not value or re.search(r"[\s#'\"\\]", value):
-        raise ValueError(f"--{name} {value!r} cannot stand in a job script; expected no spaces, quotes, '#' or backslash")
+        raise ValueError(
+            f"--{name} {value!r} cannot stand in a job script; expected no spaces, quotes, '#' or backslash"
+        )
     return f"#SBATCH --{name}={value}"
 
 
@@ -166,5 +168,7 @@ def sbatch(script: str, file: str | None) -> int:
     try:
         return subprocess.run(command, input=None if file else script, text=True, check=False).returncode
     except FileNotFoundError:
-        print("error: no sbatch on the PATH; --output FILE writes the job script to take to the cluster", file=sys.stderr)
+        print(
+            "error: no sbatch on the PATH; --output FILE writes the job script to take to the cluster", file=sys.stderr
+        )
         return 1

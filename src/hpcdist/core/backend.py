@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -53,6 +54,7 @@ class Backend(TensorObjects):
     size: int
     queue: Queue | None = None  # made by the first asynchronous call
     ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
+    unfinished: deque[Work]  # messages under way
 
     @classmethod
     @abstractmethod
@@ -119,6 +121,14 @@ class Backend(TensorObjects):
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
 
+    def hold(self, work: Work) -> Work:
+        """Keep a message's Work, and with it its buffer, until it has ended, though the caller may drop it."""
+        unfinished = self.unfinished
+        while unfinished and unfinished[0].is_completed():
+            unfinished.popleft()
+        unfinished.append(work)
+        return work
+
     @abstractmethod
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
         """Make the communicators of disjoint subgroups in one step; every rank of this one calls it.
@@ -132,7 +142,9 @@ class Backend(TensorObjects):
 
     def pending(self) -> list[Work]:
         """Return the asynchronous calls that have not ended."""
-        return [] if self.queue is None else list(self.queue.pending())
+        queued = [] if self.queue is None else self.queue.pending()
+        messages = list(getattr(self, "unfinished", ()))
+        return [*queued, *(work for work in messages if not work._done)]
 
     def interrupt(self, reason: str) -> bool:
         """Make the call that blocks on this communicator raise; return False where the library cannot."""

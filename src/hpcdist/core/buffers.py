@@ -88,3 +88,9 @@ def same_dtype(*tensors: torch.Tensor) -> None:
             "Invalid usage of tensors with different dtypes "
             f"Found {' and '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
         )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two contiguous tensors share memory, which libraries forbid between input and output."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes

@@ -90,7 +90,10 @@ def premultiplier(op: Any) -> Any:
 
 def average(total: torch.Tensor, size: int) -> torch.Tensor:
     """Return ``total / size`` in place; integers are cut toward zero, as NCCL does."""
-    if total.dtype.is_floating_point or total.dtype.is_complex:
+    if total.dtype.is_complex:
+        torch.view_as_real(total).div_(size)  # each part rounded once, unlike a complex division
+        return total
+    if total.dtype.is_floating_point:
         return total.div_(size)
     return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
 

@@ -48,6 +48,12 @@ def load(name: str) -> type[Backend]:
         raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
 
 
+def check(name: str) -> None:
+    """Raise where a backend is unknown or its library is missing (see ``load``)."""
+    if name not in PLUGINS:
+        load(name)
+
+
 def connect(name: str, bootstrap: Bootstrap) -> Backend:
     """Make a communicator of a named backend for a whole group; every rank of it calls this."""
     if name in PLUGINS:

@@ -80,8 +80,5 @@ def host_of_each_rank(names: str, tasks_per_node: str, distribution: str = "bloc
     if order == "block":
         return [host for host, count in zip(hosts, tasks, strict=True) for _ in range(count)]
     return [
-        host
-        for turn in range(max(tasks, default=0))
-        for host, count in zip(hosts, tasks, strict=True)
-        if turn < count
+        host for turn in range(max(tasks, default=0)) for host, count in zip(hosts, tasks, strict=True) if turn < count
     ]

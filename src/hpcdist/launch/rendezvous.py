@@ -20,7 +20,7 @@ from torch.distributed import default_pg_timeout
 
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError
-from hpcdist.launch import environment, hostlist
+from hpcdist.launch import environment, slurm_step
 
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]
@@ -149,9 +149,7 @@ def by_environment(
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 
 
-def by_tcp(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the server that rank 0 opens at the URL's host and port."""
     parsed = urlparse(url)
     rank, world_size = required("tcp", *query(parsed, rank, world_size))
@@ -160,9 +158,7 @@ def by_tcp(
     yield stores.TCPStore(parsed.hostname, parsed.port, world_size, rank == 0, timeout), rank, world_size
 
 
-def by_file(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use a file that all processes see."""
     parsed = urlparse(url)
     rank, world_size = required("file", *query(parsed, rank, world_size))
@@ -173,9 +169,7 @@ def by_file(
     yield store, rank, world_size
 
 
-def by_mpi(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use MPI to tell the address and a random secret: nothing needs to be configured."""
     from hpcdist.backends.mpi import runtime
 
@@ -192,7 +186,7 @@ def by_slurm(
     The port follows from the job and step, with some to try where it is taken; a job's clients know their
     server by its secret, so that another job's on the same node is passed over.
     """
-    step = hostlist.step(os.environ)
+    step = slurm_step.step(os.environ)
     rank, world_size = required("slurm", step.rank, step.size)
     host = LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
     secret = f"slurm-{step.identity}".encode()

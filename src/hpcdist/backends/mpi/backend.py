@@ -24,6 +24,7 @@ from hpcdist.backends.mpi.datatypes import COUNT_MAX, Block, memory
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
 from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import ROWS, Row, Shape
 from hpcdist.core.work import Work
@@ -44,7 +45,7 @@ class MPIBackend(Backend):
         self.size = comm.Get_size()
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
-        self._unfinished: deque[RequestWork] = deque()
+        self.unfinished = deque()
         self._pickling: Any = None
         self._receiving: MPI.Request | None = None  # the receive that blocks now
         self.interruption: str | None = None  # why a blocked call was made to raise
@@ -74,7 +75,8 @@ class MPIBackend(Backend):
             elif row.buffers == 2:
                 self._move(row, send, recv, root, counts)
             elif row.buffers == 1:
-                assert send is not None and root is not None
+                assert send is not None
+                assert root is not None
                 with Block(send.nbytes) as block:
                     self.comm.Bcast([memory(send), block.count, block.datatype], root)
             else:
@@ -232,7 +234,7 @@ class MPIBackend(Backend):
                 request = self.comm.Isend([memory(tensor), block.count, block.datatype], dst, tag)
         except MPI.Exception as error:
             raise self._failure("isend", error) from error
-        return self._hold(RequestWork(request, tensor, [], None))
+        return self.hold(RequestWork(request, tensor, [], None))
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
@@ -242,15 +244,7 @@ class MPIBackend(Backend):
                 request = self.comm.Irecv([memory(tensor), block.count, block.datatype], source, tag)
         except MPI.Exception as error:
             raise self._failure("irecv", error) from error
-        return self._hold(RequestWork(request, tensor, [tensor], finish))
-
-    def _hold(self, work: RequestWork) -> Work:
-        """Keep a Work, and with it its buffer, until it has ended, though the caller may drop it."""
-        unfinished = self._unfinished
-        while unfinished and unfinished[0].is_completed():
-            unfinished.popleft()
-        unfinished.append(work)
-        return work
+        return self.hold(RequestWork(request, tensor, [tensor], finish))
 
     # -- objects: pickle protocol 5 with out-of-band buffers -----------------------------------------
 
@@ -301,10 +295,6 @@ class MPIBackend(Backend):
             raise self._failure(call, error) from error
 
     # -- when something goes wrong -------------------------------------------------------------------
-
-    def pending(self) -> list[Work]:
-        """Return the asynchronous calls that have not ended, messages included."""
-        return [*super().pending(), *(work for work in list(self._unfinished) if not work._done)]
 
     def interrupt(self, reason: str) -> bool:
         """Cancel a blocked receive, or revoke the communicator (ULFM); False where this MPI can do neither."""
@@ -362,12 +352,6 @@ class MPIBackend(Backend):
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._calls.clear()
             self.comm.Free()
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two contiguous tensors share memory, which MPI forbids for send and receive buffers."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def starts(counts: Sequence[int]) -> list[int]:

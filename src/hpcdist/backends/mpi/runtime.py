@@ -154,10 +154,10 @@ def checked(comm: Any) -> Any:
         ValueError: MPI.COMM_NULL.
     """
     MPI = load()
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
             f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py.MPI.Intracomm such as MPI.COMM_WORLD"
         )
-    if comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")
     return comm

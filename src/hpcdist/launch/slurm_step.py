@@ -1,0 +1,50 @@
+"""Which task of which Slurm step is this, and where do its rank 0 and the others run?
+
+The step's variables come before the job's: a job of eight nodes may run a step on two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hpcdist.launch.hostlist import expand
+
+
+class Step(NamedTuple):
+    """One srun: this task, how many there are, their hosts, and what no other step is called."""
+
+    rank: int
+    size: int
+    hosts: list[str]
+    identity: str
+
+
+# the question, and the variables that answer it, the nearest first
+VARIABLES = {
+    "rank": ("SLURM_PROCID",),
+    "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    "hosts": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    "job": ("SLURM_JOB_ID", "SLURM_JOBID"),
+    "step": ("SLURM_STEP_ID", "SLURM_STEPID"),
+}
+
+
+def step(environment: Mapping[str, str]) -> Step:
+    """Return the step that this process is a task of.
+
+    Raises:
+        ValueError: a variable is missing: the process was not started by srun.
+    """
+    found: dict[str, str] = {}
+    for question, names in VARIABLES.items():
+        value = next((environment[name] for name in names if environment.get(name)), None)
+        if value is None:
+            raise ValueError(
+                f"Error initializing torch.distributed using slurm:// rendezvous: none of {', '.join(names)} is set; "
+                "start every rank with srun"
+            )
+        found[question] = value
+    attempt = environment.get("SLURM_RESTART_COUNT", "0")
+    identity = f"{found['job']}.{found['step']}.{attempt}"
+    return Step(int(found["rank"]), int(found["size"]), expand(found["hosts"]), identity)
