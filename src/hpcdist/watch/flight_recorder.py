@@ -30,6 +30,7 @@ NAMES = {
     "broadcast_object_list": "broadcast",
     "scatter_object_list": "scatter",
     "new_group": "split",
+    "shrink_group": "split",
     "monitored_barrier": "barrier",
     "isend": "send",
     "irecv": "recv",

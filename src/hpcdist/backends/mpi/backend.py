@@ -47,6 +47,7 @@ class MPIBackend(Backend):
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         self.unfinished = deque()
         self._pickling: Any = None
+        self.context: MPI.Intracomm | None = None
         self._receiving: MPI.Request | None = None  # the receive that blocks now
         self.interruption: str | None = None  # why a blocked call was made to raise
 
@@ -253,6 +254,8 @@ class MPIBackend(Backend):
         """The same communicator with mpi4py's calls for objects, large ones included."""
         if self._pickling is None:
             self._pickling = pkl5.Intracomm(self.comm)
+            # the duplicate that pkl5 sends on, made now (collectively) so that it can be revoked with ours
+            self.context = pkl5._commctx_intra(self._pickling)[0]  # type: ignore[attr-defined]
         return self._pickling
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -69,6 +69,7 @@ def failed(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks of a communicator that MPI knows to have died."""
     if not is_tolerant() or comm == MPI.COMM_NULL:
         return []
+    MPI.COMM_SELF.Iprobe(0, 0)  # news of a death is taken in by MPI's progress, which Get_failed does not make
     dead, everyone = comm.Get_failed(), comm.Get_group()
     try:
         return sorted(MPI.Group.Translate_ranks(dead, None, everyone))
@@ -89,7 +90,7 @@ def failure(backend: MPIBackend, call: str, error: MPI.Exception) -> DistBackend
             f"{where} failed in MPI: {error.Get_error_string()} (class {error.Get_error_class()})"
         )
     comm = backend.comm
-    comm.Revoke()
+    revoke(backend)
     if backend.interruption is not None:
         return DistBackendError(backend.interruption)
     dead = failed(comm)
@@ -116,9 +117,16 @@ def interrupt(backend: MPIBackend, reason: str) -> bool:
         return True
     if is_tolerant() and backend.comm != MPI.COMM_NULL:
         backend.interruption = reason
-        backend.comm.Revoke()
+        revoke(backend)
         return True
     return False
+
+
+def revoke(backend: MPIBackend) -> None:
+    """Make every call on a group's communicators raise, on all ranks (MPI_Comm_revoke)."""
+    for comm in (backend.comm, backend.context):
+        if comm is not None and comm != MPI.COMM_NULL:
+            comm.Revoke()
 
 
 def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:

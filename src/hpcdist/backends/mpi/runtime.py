@@ -8,10 +8,9 @@ would wait for it until the walltime (MPI 11.4: the standard leaves an ended pro
 from __future__ import annotations
 
 import atexit
-import os
+import ctypes
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -20,7 +19,7 @@ from typing import Any
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
 
-ABORT_SECONDS = 2.0  # after which a stuck MPI_Abort is given up
+ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
 
 INSTALL_HINT = (
     "hpcdist needs an MPI library: load your cluster's MPI module, or install one as a wheel with "
@@ -108,10 +107,10 @@ def abort_on_exception(kind: type[BaseException], error: BaseException, trace: T
 def abort(status: int) -> None:
     """End the job (MPI 11.4, MPI_Abort), and this process where MPI is too stuck for that."""
     MPI = load()
-    # Abort may wait for a lock that a stuck thread holds; the launcher ends the job of a killed rank
-    last_resort = threading.Timer(ABORT_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
-    last_resort.daemon = True
-    last_resort.start()
+    # Abort may wait for a lock that a stuck thread holds, and mpi4py keeps Python's own meanwhile: the kernel's alarm
+    # needs neither. The launcher ends the job of a killed rank.
+    ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL, from whichever thread this is
+    signal.setitimer(signal.ITIMER_REAL, ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(status)
 
 
