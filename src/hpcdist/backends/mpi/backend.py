@@ -312,8 +312,8 @@ class MPIBackend(Backend):
         return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
 
     def farewell(self) -> Callable[[], bool] | None:
-        """Begin to leave the job."""
-        return runtime.farewell()
+        """Begin to leave the job; nobody can be waited for where a rank has died."""
+        return None if fault_tolerance.failed(runtime.world()) else runtime.farewell()
 
     def abort(self, status: int) -> None:
         """End the job."""
