@@ -22,7 +22,6 @@ from torch.distributed import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
-    DebugLevel,
     DistBackendError,
     DistError,
     DistNetworkError,
@@ -51,6 +50,7 @@ from hpcdist.c10d.collectives import (
     reduce_scatter_tensor,
 )
 from hpcdist.c10d.debug import (
+    DebugLevel,
     breakpoint,
     get_debug_level,
     monitored_barrier,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -64,10 +65,8 @@ class Job:
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         """Return what the ranks have told so far."""
-        found = []
-        for text in self.output.read_text(errors="replace").splitlines():
-            if match := re.search(r'\{"rank".*\}', text):
-                found.append(json.loads(match.group()))
+        text = self.output.read_text(errors="replace")
+        found = [json.loads(each) for each in re.findall(r'^.*?(\{"rank".*\})\s*$', text, re.MULTILINE)]
         return [each for each in found if name is None or each["event"] == name]
 
     def stderr(self) -> str:
@@ -105,10 +104,8 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(timeout=30)
 
     def __enter__(self) -> Job:

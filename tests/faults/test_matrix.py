@@ -1,6 +1,7 @@
 """Does every fault in every call end in bounded time, under every MPI, with a word on who and where?
 
-CI runs the cells of CHOSEN; HPCDIST_FAULTS=all runs the whole matrix. HPCDIST_FAULTS_FIGURES names a file for the times.
+CI runs the cells of CHOSEN; HPCDIST_FAULTS=all runs the whole matrix. HPCDIST_FAULTS_FIGURES names a
+file for the times.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ CELLS = [
     (fault, call)
     for fault in FAULTS
     for call in CALLS
-    if (fault, call) not in MEANINGLESS
-    and (os.environ.get("HPCDIST_FAULTS") == "all" or (fault, call) in CHOSEN)
+    if (fault, call) not in MEANINGLESS and (os.environ.get("HPCDIST_FAULTS") == "all" or (fault, call) in CHOSEN)
 ]
 
 RANKS, VICTIM, TIMEOUT = 3, 1, 2.0
@@ -74,8 +74,13 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
             assert status != 0
             check_words(job, fault)
         ended = max([each["time"] for each in job.events("raised")] + ([job.ended] if job.ended else []))
-        note(launcher=launcher, fault=fault, call=call, seconds=round(ended - start, 3),
-             outcome="raised" if job.events("raised") else "ended")
+        note(
+            launcher=launcher,
+            fault=fault,
+            call=call,
+            seconds=round(ended - start, 3),
+            outcome="raised" if job.events("raised") else "ended",
+        )
         pids = job.pids()
     deadline = time.monotonic() + 10
     while any(is_alive(pid) for pid in pids.values()) and time.monotonic() < deadline:

@@ -12,14 +12,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
-from torch.distributed import DebugLevel
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import DebugLevel
 
 from hpcdist.core import world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue
 from hpcdist.core.journal import SCRUTINY
+from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
@@ -42,7 +43,7 @@ __all__ = [
 
 def get_debug_level() -> DebugLevel:
     """Return the debug level, which torch.distributed and hpcdist share."""
-    return torch.distributed.get_debug_level()
+    return c10d.get_debug_level()
 
 
 def set_debug_level(level: DebugLevel) -> None:
@@ -51,13 +52,13 @@ def set_debug_level(level: DebugLevel) -> None:
     Args:
         level: with ``DebugLevel.DETAIL`` each collective is compared with the other ranks' before it runs.
     """
-    torch.distributed.set_debug_level(level)
+    c10d.set_debug_level(level)
     scrutinise(level)
 
 
 def set_debug_level_from_env() -> None:
     """Set the debug level from TORCH_DISTRIBUTED_DEBUG (OFF, INFO or DETAIL)."""
-    torch.distributed.set_debug_level_from_env()
+    c10d.set_debug_level_from_env()
     scrutinise(get_debug_level())
 
 
@@ -75,8 +76,8 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank of a group is here, or say which are not.
 
-    Rank 0 of the group hears from each rank and answers it; every rank of the group calls this. Unlike c10d's it works
-    on every backend that carries CPU tensors.
+    Rank 0 of the group hears from each rank and answers it; every rank of the group calls this. Unlike c10d's
+    it works on every backend that carries CPU tensors.
 
     Args:
         group: the group; None for the default one.
@@ -134,9 +135,7 @@ def is_in_time(work: Work, deadline: float) -> bool:
     return work.exception() is None
 
 
-def hear_all(
-    pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool
-) -> None:
+def hear_all(pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
     """Hear from every other rank, then let them go; the part of rank 0."""
     backend, missing = pg.any_backend(), []
     heard = {rank: torch.zeros_like(number) for rank in range(1, pg.size())}
@@ -251,8 +250,9 @@ class TerminalPdb(pdb.Pdb):
 def stop_requested(group: ProcessGroup | None = None) -> bool:
     """Tell, on all ranks alike, whether SIGTERM or SIGUSR1 has reached any of them.
 
-    Every rank of the group calls this at the same step, for instance once an iteration: to write a checkpoint and
-    leave before the time limit of the job (Slurm's ``--signal``). A program that calls it is no longer ended by SIGTERM.
+    Every rank of the group calls this at the same step, for instance once an iteration: to write a checkpoint
+    and leave before the time limit of the job (Slurm's ``--signal``). A program that calls it is no longer
+    ended by SIGTERM.
 
     Args:
         group: the group that is to agree; None for the default one.
@@ -264,5 +264,5 @@ def stop_requested(group: ProcessGroup | None = None) -> bool:
         signals.is_asked = True
         mine = int(bool(signals.received))
     flag: Any = torch.tensor([mine], dtype=torch.int32)
-    issue(ALL_REDUCE, pg, flag, flag, torch.distributed.ReduceOp.RedOpType.MAX)
+    issue(ALL_REDUCE, pg, flag, flag, MAX)
     return bool(flag)

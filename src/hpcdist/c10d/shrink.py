@@ -24,8 +24,8 @@ def shrink_group(
 ) -> ProcessGroup:
     """Make a smaller group without some ranks, and end the old one; only the remaining ranks call this.
 
-    Live ranks can be left out under every MPI, dead ones where MPI survives them (ULFM). Shrinking the default group ends
-    all other groups, because the ranks are numbered anew; the new one becomes the default group.
+    Live ranks can be left out under every MPI, dead ones where MPI survives them (ULFM). Shrinking the default
+    group ends all other groups, because the ranks are numbered anew; the new one becomes the default group.
 
     Args:
         ranks_to_exclude: ranks of the group; the same list on all that call.
@@ -59,11 +59,11 @@ def shrink_group(
     ranks = range(len(remaining)) if is_default else remaining
     new = ProcessGroup(tuple(ranks), me, by_device, old.config, name, description, old.timeout)
     new.bound_device_id = old.bound_device_id
-    for each in list(WORLD.groups.values()):
-        if each is old or is_default:
+    for gone in list(WORLD.groups.values()):
+        if gone is old or is_default:
             # without freeing: MPI_Comm_free is collective, and not all ranks of these groups are here
-            each.backends, each.cpu = {}, None
-            WORLD.groups.pop(each.group_name, None)
+            gone.backends, gone.cpu = {}, None
+            WORLD.groups.pop(gone.group_name, None)
     if is_default:
         WORLD.default = new
         for watchdog in RUNNING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable

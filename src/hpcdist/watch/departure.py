@@ -1,9 +1,9 @@
 """What if a rank leaves the program while others wait for it?
 
-MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a collective
-would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking barrier), and until
-all have joined asks the others where they are: one that is in a call which cannot end without this rank is the sign to end
-the job.
+MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
+collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
+barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
+without this rank is the sign to end the job.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class Departure:
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
 
-    def on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
         if RUNNING:
             RUNNING[0].dump()

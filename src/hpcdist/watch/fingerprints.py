@@ -1,7 +1,7 @@
 """Do all ranks call the same collective? Asked before each one at the debug level DETAIL.
 
-One more collective of objects goes ahead of each: a fingerprint of the call from every rank. Where they do not fit, every
-rank raises and names the ranks that differ and how.
+One more collective of objects goes ahead of each: a fingerprint of the call from every rank. Where they do not
+fit, every rank raises and names the ranks that differ and how.
 """
 
 from __future__ import annotations
@@ -151,9 +151,7 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
     return {"Counts": values} if len(values) > 1 else {}
 
 
-def message(
-    pg: ProcessGroup, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]
-) -> str:
+def message(pg: ProcessGroup, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
     """Return the error's text: c10d's sentence, then for each aspect which ranks have what."""
     mine = prints[pg.rank()]
     other = next((r for r, each in enumerate(prints) if each[:1] != mine[:1]), None)

@@ -1,7 +1,8 @@
 """How are the last calls of this rank written so that torch's own tool reads them?
 
-``torchfrtrace`` takes one pickle a rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring itself is
-``core.journal``'s; here it is only read. Times are as fine as the watchdog's tick: the calls read no clock.
+``torchfrtrace`` takes one pickle a rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring
+itself is ``core.journal``'s; here it is only read. Times are as fine as the watchdog's tick: the calls read no
+clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How does a log line say which rank and group it comes from?
 
-By the standard library: the logger is ``hpcdist``, and ``HPCDIST_LOG=debug`` (or info, warning, error) gives it a handler of its
-own on stderr. A record may name its group with ``extra={"group": ...}``.
+By the standard library: the logger is ``hpcdist``, and ``HPCDIST_LOG=debug`` (or info, warning, error) gives it
+a handler of its own on stderr. A record may name its group with ``extra={"group": ...}``.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ def listed(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
-    ]
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
@@ -121,9 +119,7 @@ def compose(
     return lines
 
 
-def compose_message(
-    mine: dict[str, Any], me: int, answers: Answers, judge: Callable[[int], str]
-) -> list[str]:
+def compose_message(mine: dict[str, Any], me: int, answers: Answers, judge: Callable[[int], str]) -> list[str]:
     """Return the lines that say where the other side of a message is, or everyone who might be."""
     lines: dict[str, list[int]] = {}
     for rank in [mine["peer"]] if mine["peer"] is not None else sorted(answers):

@@ -126,7 +126,8 @@ class SideChannel:
     ) -> dict[int, dict[str, Any]]:
         """Ask ranks and return the answers that come in time, by rank.
 
-        ``reply`` answers the others meanwhile: for the thread that does so otherwise. Without ranks to ask that is all.
+        ``reply`` answers the others meanwhile: for the thread that does so otherwise. Without ranks to ask that
+        is all.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
         is_pause = not waiting
@@ -154,9 +155,7 @@ class SideChannel:
                     self._collect(asking, waiting, answers)
         return answers
 
-    def _collect(
-        self, asking: socket.socket, waiting: dict[int, Place], answers: dict[int, dict[str, Any]]
-    ) -> None:
+    def _collect(self, asking: socket.socket, waiting: dict[int, Place], answers: dict[int, dict[str, Any]]) -> None:
         while True:
             try:
                 data, _ = asking.recvfrom(65536)

@@ -1,10 +1,11 @@
 """How is a signal noticed while the main thread is inside MPI?
 
-Python runs a handler only once the blocked call returns. The C part of its handling is immediate, though, and writes the
-signal's number to a descriptor (``signal.set_wakeup_fd``) that the watchdog thread waits on.
+Python runs a handler only once the blocked call returns. The C part of its handling is immediate, though, and
+writes the signal's number to a descriptor (``signal.set_wakeup_fd``) that the watchdog thread waits on.
 
-SIGUSR1 and SIGTERM make a dump and are remembered for ``stop_requested``. A program that never asks ``stop_requested`` ends
-by SIGTERM as it always did, after the dump. A handler that the program has installed stays in its place.
+SIGUSR1 and SIGTERM make a dump and are remembered for ``stop_requested``. A program that never asks
+``stop_requested`` ends by SIGTERM as it always did, after the dump. A handler that the program has installed
+stays in its place.
 """
 
 from __future__ import annotations

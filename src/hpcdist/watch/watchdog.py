@@ -1,8 +1,8 @@
 """Who notices that a call never ends, and what happens then?
 
-One thread a process. At each tick it looks at what blocks (``whereabouts``); what it has seen for longer than the group's
-timeout is overdue. It asks the other ranks where they are (``side_channel``), writes the report (``report``) and the trace
-(``flight_recorder``), and then ends the wait in the gentlest way there is:
+One thread a process. At each tick it looks at what blocks (``whereabouts``); what it has seen for longer than
+the group's timeout is overdue. It asks the other ranks where they are (``side_channel``), writes the report
+(``report``) and the trace (``flight_recorder``), and then ends the wait in the gentlest way there is:
 
 1. the library raises by itself (gloo): nothing more;
 2. a queued call or a receive: the wait raises DistBackendError;
@@ -148,9 +148,7 @@ class Watchdog:
             "leaving": self.leaving,
         }
 
-    def ask(
-        self, ranks: list[int], group: str, seconds: float, dump: bool = False
-    ) -> dict[int, dict[str, Any]]:
+    def ask(self, ranks: list[int], group: str, seconds: float, dump: bool = False) -> dict[int, dict[str, Any]]:
         """Ask other ranks where they are."""
         question = {"from": self.rank, "group": group, "dump": dump}
         is_watchdog = threading.current_thread() is self._thread

@@ -18,7 +18,7 @@ from hpcdist.core.work import QueuedWork, Work
 from hpcdist.core.world import WORLD
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FOREIGN = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "mpi4py", "contextlib.py"))
+FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}mpi4py{os.sep}", f"{os.sep}contextlib.py", f"{os.sep}threading.py")
 OURS = "hpcdist-"  # the names of this package's own threads begin so
 
 

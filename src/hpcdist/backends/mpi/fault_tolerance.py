@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -86,9 +87,7 @@ def failure(backend: MPIBackend, call: str, error: MPI.Exception) -> DistBackend
     """
     where = f"{call} on rank {backend.rank} of {backend.size}"
     if not is_loss(error):
-        return DistBackendError(
-            f"{where} failed in MPI: {error.Get_error_string()} (class {error.Get_error_class()})"
-        )
+        return DistBackendError(f"{where} failed in MPI: {error.Get_error_string()} (class {error.Get_error_class()})")
     comm = backend.comm
     revoke(backend)
     if backend.interruption is not None:
@@ -110,10 +109,8 @@ def interrupt(backend: MPIBackend, reason: str) -> bool:
     request = backend._receiving
     if request is not None:
         backend.interruption = reason
-        try:
+        with suppress(MPI.Exception):  # it may just have ended
             request.Cancel()
-        except MPI.Exception:
-            pass  # it has just ended
         return True
     if is_tolerant() and backend.comm != MPI.COMM_NULL:
         backend.interruption = reason
@@ -158,7 +155,7 @@ def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool
                 if not is_loss(error):
                     raise
         if are_dead(comm, excluded):
-            made = comm.Shrink()
+            made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
             if made.Get_size() == len(remaining):
                 return made
             raise DistBackendError(
