@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -46,7 +47,8 @@ def init_process_group(
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"``, a name given to
             ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
         init_method: where to find the others without MPI: ``env://``, ``tcp://host:port``,
-            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI.
+            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. By default what
+            HPCDIST_INIT_METHOD says, if anything.
         timeout: the limit of each call; 30 minutes by default.
         world_size, rank: how many processes and which one, where no launcher and no MPI says so.
         store: the store to find the others through, in place of ``init_method``.
@@ -71,6 +73,8 @@ def init_process_group(
         raise AssertionError(
             f"world_size must be positive and rank non-negative if using store; got {world_size} and {rank}"
         )
+    if init_method is None and store is None and comm is None:
+        init_method = os.environ.get(environment.INIT_METHOD)
     device = check_device(device_id)
     launch = environment.detect()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)

@@ -1,14 +1,13 @@
 """MPI, through mpi4py: the backend of CPU tensors where the cluster has one.
 
-Every module below imports ``mpi4py.MPI``, which would initialise MPI with the import: that is switched off here, once.
+mpi4py initialises MPI when ``mpi4py.MPI`` is imported unless told otherwise. Importing this package tells it,
+so that ``runtime`` decides when MPI starts and ends; a program that imported ``mpi4py.MPI`` before keeps its own.
 """
 
-import contextlib
 import sys
 
-if "mpi4py.MPI" not in sys.modules:
-    with contextlib.suppress(ImportError):  # ``runtime.load`` says what is missing
-        import mpi4py
+import mpi4py
 
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
+if "mpi4py.MPI" not in sys.modules:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
