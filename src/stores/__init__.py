@@ -9,8 +9,9 @@ The names, arguments and errors are torch.distributed's, and every store here is
 ``torch.distributed.init_process_group(store=...)``. The package needs neither MPI nor hpcdist.
 
 Import direction: ``tcp_store`` -> ``tcp_session`` -> ``tcp_link`` -> ``tcp_wire``; all stores ->
-``base`` -> ``keep_alive``, ``errors``. ``tcp_server`` -> ``tcp_requests`` -> ``tcp_wire`` are the
-standard library alone: they run in a process of their own, started by ``server_process``.
+``base`` -> ``keep_alive``, ``errors``. ``tcp_helper`` -> ``tcp_server`` -> ``tcp_requests`` ->
+``tcp_space`` -> ``tcp_wire`` are the standard library alone: they run in a process of their own, started
+by ``server_process``.
 """
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError, QueueEmptyError

@@ -38,7 +38,7 @@ def as_key_list(keys: Iterable[Text]) -> list[bytes]:
     """Return a list of keys as bytes; a lone str or bytes is no list."""
     if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Sequence):
         raise wrong_kind("keys", keys, "a list of str or bytes")
-    return [as_bytes(key) for key in keys]
+    return [key.encode() if isinstance(key, str) else as_bytes(key) for key in keys]
 
 
 def as_amount(amount: int) -> int:

@@ -45,16 +45,15 @@ class FileLog:
         self.notes: dict[bytes, bytes] = {}
         self._inode = -1
         self._offset = 0  # up to which the file has been read
-        self._size = -1  # of the file when it was read
         self._mine = threading.RLock()
 
-    def has_news(self) -> bool:
-        """Return whether the file has changed since it was read, without a lock, so a hint only."""
+    def state(self) -> tuple[int, int]:
+        """Return what changes with every record, without a lock."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
-            return True
-        return (status.st_ino, status.st_size) != (self._inode, self._size)
+            return -1, -1
+        return status.st_ino, status.st_size
 
     @contextlib.contextmanager
     def reading(self, deadline: float | None) -> Iterator[dict[bytes, bytes]]:
@@ -89,7 +88,6 @@ class FileLog:
         for key, value in pairs:
             self._apply(key, value)
         self._offset += len(records)
-        self._size = self._offset
 
     def add(self, fd: int, key: bytes, amount: int) -> int:
         """Append a counter's new total; call within ``writing``."""
@@ -144,7 +142,6 @@ class FileLog:
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._forget()
             self._inode = status.st_ino
-        self._size = status.st_size
         if self._offset == 0 and not self._looks_right(os.pread(fd, len(FIRST_BYTES), 0)):
             raise DistStoreError(f"{self.path} is no FileStore file (it does not begin with {FIRST_KEY!r})")
         parts = []

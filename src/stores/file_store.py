@@ -144,6 +144,7 @@ class FileStore(Store):
         lock_deadline = None if deadline is None else max(deadline, start + 0.05)
         pause = FIRST_PAUSE_S
         while True:
+            seen = self._log.state()  # before reading: what is written meanwhile is news
             with self._log.reading(lock_deadline) as data:
                 missing = [key for key in keys if key not in data]
                 if not missing:
@@ -154,5 +155,5 @@ class FileStore(Store):
                     raise wait_timeout(missing, seconds, now - start, self.where)
                 time.sleep(pause if deadline is None else min(pause, deadline - now))
                 pause = min(pause * 1.5, LAST_PAUSE_S)
-                if self._log.has_news():
+                if self._log.state() != seen:
                     break

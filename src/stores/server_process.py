@@ -1,6 +1,6 @@
 """How does a server start beside its owner, and end with it?
 
-A helper process runs tcp_server.py with the standard library alone (no site, no torch; about 15 ms), so
+A helper process runs tcp_helper.py with the standard library alone (no site, no torch; about 15 ms), so
 that rank 0's interpreter lock has no say in it. The listening sockets are made here, where errors can be
 raised, and handed down; clients can connect at once, since the kernel queues them. The helper ends on a
 byte or the end of its control socket, and when its owner's pid goes away (pidfd), which also covers
@@ -29,7 +29,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "1310
 # never runs.
 _START = (
     "import sys, types; package = types.ModuleType('stores'); package.__path__ = [sys.argv[1]]; "
-    "sys.modules['stores'] = package; from stores.tcp_server import main; main(sys.argv[2:])"
+    "sys.modules['stores'] = package; from stores.tcp_helper import main; main(sys.argv[2:])"
 )
 
 
@@ -107,6 +107,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=handed,
+                cwd="/",
                 env={**os.environ, **ALLOCATOR},
             )
             ours.sendall(U32.pack(len(secret or b"")) + (secret or b""))
@@ -115,6 +116,10 @@ class ServerProcess:
             for listener in listeners:
                 listener.close()
         self.close = weakref.finalize(self, _end, self.process, ours, os.getpid())
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return self.process.poll() is None
 
 
 def _end(process: subprocess.Popen, control: socket.socket, owner: int) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 
 from stores.errors import DistNetworkError, connect_timeout
 from stores.tcp_wire import (
@@ -83,21 +84,21 @@ class Link:
     def read_values(self, count: int, data: bytes = b"") -> list[bytes]:
         """Return so many strings; the given bytes are their beginning."""
         values: list[bytes] = []
+        add = values.append
         pos = 0
         end = len(data)
         while len(values) < count:
-            if end - pos < 8:
-                need = 8
-            else:
-                need = 8 + _u64(data, pos)[0]
-                if end - pos >= need:
-                    values.append(data[pos + 8 : pos + need])
-                    pos += need
+            start = stop = pos + 8
+            if start <= end:
+                stop += _u64(data, pos)[0]
+                if stop <= end:
+                    add(data[start:stop])
+                    pos = stop
                     continue
-            if need > CHUNK:
-                data = self.read(need, data[pos:])
+            data = data[pos:]
+            if stop - pos > CHUNK:
+                data = self.read(stop - pos, data)
             else:
-                data = data[pos:]
                 more = self.recv(CHUNK)
                 if not more:
                     raise ConnectionResetError("the server closed the connection")
@@ -117,7 +118,7 @@ def connect(
     seconds: float,
     limit: float | None,
     *,
-    is_patient: bool = True,
+    is_worth_it: Callable[[], bool] = lambda: True,
 ) -> Link:
     """Connect and greet, trying again until the time is over.
 
@@ -127,7 +128,7 @@ def connect(
         secret: The job's secret, or None.
         seconds: How long to try; negative: for ever.
         limit: How long each later read or write may take.
-        is_patient: Whether a server that is not there (yet) is tried again.
+        is_worth_it: Asked after each failure: whether to try again.
 
     Returns:
         The connection.
@@ -146,7 +147,7 @@ def connect(
         except OSError as error:
             now = time.monotonic()
             pause = min(pause * 2, LAST_PAUSE_S) * random.uniform(0.6, 1.0)
-            if not is_patient or (deadline is not None and now + pause >= deadline):
+            if not is_worth_it() or (deadline is not None and now + pause >= deadline):
                 raise connect_timeout(f"{host}:{port}", seconds, tries, error) from error
         time.sleep(pause)
 

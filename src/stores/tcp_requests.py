@@ -143,40 +143,50 @@ def _count(space: Space, key: bytes, amount: int) -> int:
 
 
 def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
-    """Return the list of keys at pos and its end: -1 while it is not complete (it goes on from there)."""
-    keys = peer.keys
-    if keys is None:
-        if end - pos < 8:
-            peer.need = pos + 8
-            return [], -1
-        (left,) = _u64(data, pos)
-        if left > MAX_KEYS:
-            raise Refused(f"a list of {left} keys, above the limit of {MAX_KEYS}")
-        if peer.checked is not None:  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
-            raw, known = peer.checked
-            if data.startswith(raw, pos):
-                return known, pos + len(raw)
-            peer.checked = None
-        keys = []
-        at = pos + 8
-    else:
-        left, at = peer.keys_left, pos + peer.keys_end
-        peer.keys = None
+    """Return the list of keys at pos and its end: -1 while it is not complete."""
+    if end - pos < 8:
+        peer.need = pos + 8
+        return [], -1
+    (count,) = _u64(data, pos)
+    if count > MAX_KEYS:
+        raise Refused(f"a list of {count} keys, above the limit of {MAX_KEYS}")
+    if peer.checked is not None:  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
+        raw, known = peer.checked
+        peer.checked = None
+        if data.startswith(raw, pos):
+            return known, pos + len(raw)
+    # A list that comes in pieces is only measured, from where it was left; its keys are cut out at the end.
+    keys: list[bytes] = []
+    is_whole = peer.list_left is None
+    left, at = peer.list_left or (count, 8)
+    at += pos
+    last = min(end, pos + MAX_LIST)
     while left:
-        if end - at < 8:
-            stop = at + 8
-        else:
+        start = at + 8
+        if start <= end:
             (size,) = _u64(data, at)
-            if size > MAX_KEY or at + size - pos > MAX_LIST:
+            stop = start + size
+            if stop <= last and size <= MAX_KEY:
+                if is_whole:
+                    keys.append(data[start:stop])
+                at = stop
+                left -= 1
+                continue
+            if size > MAX_KEY or stop - pos > MAX_LIST:
                 raise Refused(f"a key of {size} bytes, or a list above {MAX_LIST} bytes")
-            stop = at + 8 + size
-        if stop > end:
-            peer.keys, peer.keys_left, peer.keys_end, peer.need = keys, left, at - pos, stop
-            return keys, -1
-        keys.append(data[at + 8 : stop])
-        at = stop
-        left -= 1
-    if 32 < len(keys) <= 4096 and at - pos <= 65536:
+            peer.need = stop
+        else:
+            peer.need = start
+        peer.list_left = (left, at - pos)
+        return [], -1
+    peer.list_left = None
+    if not is_whole:
+        start = pos + 8
+        for _ in range(count):
+            stop = start + 8 + _u64(data, start)[0]
+            keys.append(data[start + 8 : stop])
+            start = stop
+    if count > 1 and at < end and data[at] == Request.MULTI_GET:
         peer.checked = (data[pos:at], keys)
     return keys, at
 
@@ -213,7 +223,6 @@ def _multi_get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
         for key in keys:
             value = get(key, b"")
             out += (_pack_u64(len(value)), value)
-        peer.checked = None
         peer.heavy = True
     return stop
 

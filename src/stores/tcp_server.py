@@ -7,18 +7,15 @@ peer at a time, and one that stalls then is closed. Nothing is allocated for a l
 announced.
 
 Standard library alone. Usually this is a process of its own, started by server_process.py without torch;
-it ends when its owner says so, closes the control socket, or dies.
+tcp_helper.py says how it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
-import resource
 import select
-import signal
 import socket
 import time
 from collections import deque
@@ -32,18 +29,20 @@ from stores.tcp_wire import (
     HELLO,
     NONCE_SIZE,
     PROOF_SIZE,
-    U32,
     is_proof,
     proof,
 )
 
 READ_SIZE = 64 * 1024
-UNFINISHED_MAX = 8 * 1024 * 1024  # bytes in unfinished frames of all peers before large frames queue up
+UNFINISHED_MAX = 4 * 1024 * 1024  # bytes in unfinished frames of all peers before large frames queue up
+UNFINISHED_LIMIT = 8 * 1024 * 1024  # ... before those that stall are closed
 JOIN_MAX = 256 * 1024  # replies up to this size are joined into one send
 PIECES = 512  # replies in one sendmsg
 SMALL = 4 * 1024  # an unfinished frame up to this size is never held back
-STALL_S = 0.5  # how often the peer whose turn it is must have sent ...
-STALL_BYTES = 64 * 1024  # ... this much while others wait for their turn
+TURN_S = 0.05  # how often the peer whose turn it is must have sent ...
+TURN_BYTES = 64 * 1024  # ... this much, or it is another's turn
+STALL_S = 0.5  # a frame may be closed when nothing came for so long, ...
+FRAME_S = 3.0  # ... or when it is not complete after so long
 TICK_S = 0.25
 GREET_S = 10.0  # how long a peer may take to prove the secret, or to begin when descriptors run out
 
@@ -54,7 +53,20 @@ WRITE = select.EPOLLOUT
 class Connection(Peer):
     """Holds one peer's socket, its unfinished frame and its unsent replies."""
 
-    __slots__ = ("born", "buf", "fd", "is_open", "nonce", "recv", "send", "server", "sock", "unsent")
+    __slots__ = (
+        "began",
+        "born",
+        "buf",
+        "fd",
+        "is_open",
+        "nonce",
+        "recv",
+        "send",
+        "server",
+        "sock",
+        "touched",
+        "unsent",
+    )
 
     def __init__(self, server: Server, sock: socket.socket) -> None:
         super().__init__()
@@ -67,7 +79,7 @@ class Connection(Peer):
         self.unsent: deque[bytes | memoryview] | None = None
         self.is_open = False  # has greeted (and proved the secret)
         self.nonce: bytes | None = None
-        self.born = time.monotonic()
+        self.born = self.began = self.touched = time.monotonic()
 
     def wake(self, reply: bytes) -> None:
         """Send a late reply."""
@@ -113,9 +125,9 @@ class Server:
             if self.ticks or self.held or self.is_full or self.secret:
                 now = time.monotonic()
                 if now >= next_tick:
-                    next_tick = now + TICK_S
+                    next_tick = now + (TURN_S if self.held else TICK_S)
                     self.tick(now)
-                events = poll(TICK_S)
+                events = poll(TURN_S if self.held else TICK_S)
             else:
                 events = poll()
             for fd, mask in events:
@@ -169,12 +181,22 @@ class Server:
             self.is_full = False
             for listener in self.listeners:
                 self.epoll.modify(listener.fileno(), READ)
-        turn = self.turn
-        if turn is not None and self.held and now - self.turn_at > STALL_S:
-            if self.turn_bytes < STALL_BYTES:
-                self.close(turn)
-            else:
-                self.turn_at, self.turn_bytes = now, 0
+        if self.held:
+            self.pass_turn(now)
+
+    def pass_turn(self, now: float) -> None:
+        """See to it that those who were held back get their turn, at the cost of those that stall."""
+        if self.turn is not None and now - self.turn_at >= TURN_S:
+            if self.turn_bytes < TURN_BYTES:
+                self.turn = None
+            self.turn_at, self.turn_bytes = now, 0
+        if self.unfinished > UNFINISHED_LIMIT:
+            unfinished = [p for p in self.connections.values() if p.buf is not None and p is not self.turn]
+            stalled = [p for p in unfinished if p.fd not in self.held and now - p.touched > STALL_S]
+            for peer in stalled or [p for p in unfinished if now - p.began > FRAME_S]:
+                self.close(peer)
+        if self.turn is None:
+            self.release_held()
 
     def read(self, peer: Connection) -> None:
         """Read once and answer what is complete."""
@@ -197,6 +219,7 @@ class Server:
             return
         if buf is not None:
             buf += data
+            peer.touched = time.monotonic()
             self.unfinished += len(data)
             if self.turn is peer:
                 self.turn_bytes += len(data)
@@ -208,7 +231,7 @@ class Server:
 
     def take_turn(self, peer: Connection) -> bool:
         """Let the peer finish its large frame now, or hold it back until it is its turn."""
-        if self.turn is None:
+        if self.turn is None and self.unfinished <= UNFINISHED_LIMIT:
             self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
             return True
         self.held[peer.fd] = peer
@@ -222,10 +245,13 @@ class Server:
             peer.buf = None
         if self.turn is peer:
             self.turn = None
-        if self.held and self.turn is None:
-            held, self.held = self.held, {}
-            for other in held.values():
-                self.epoll.modify(other.fd, READ)
+            self.release_held()
+
+    def release_held(self) -> None:
+        """Let all that were held back try again; the first with data takes the turn."""
+        held, self.held = self.held, {}
+        for peer in held.values():
+            self.epoll.modify(peer.fd, READ)
 
     def answer(self, peer: Connection, data: bytes) -> None:
         """Answer all complete requests in data and keep the rest."""
@@ -248,7 +274,7 @@ class Server:
                 pos = at
                 if peer.heavy:
                     break
-        except Refused:
+        except (Refused, MemoryError):
             if out:
                 self.transmit(peer, out)
             self.close(peer)
@@ -264,9 +290,11 @@ class Server:
                     self.epoll.modify(peer.fd, WRITE)
             peer.heavy = False
             rest = peer.buf = bytearray(memoryview(data)[pos:])
+            peer.began = peer.touched = time.monotonic()
             peer.need -= pos
             self.unfinished += len(rest)
         peer.heavy = False
+        peer.checked = None
 
     def greet(self, peer: Connection, data: bytes) -> int:
         """Check how a connection begins; return where its requests start, or -1 while more is needed."""
@@ -353,30 +381,3 @@ class Server:
         self.forget(peer)
         peer.unsent = None
         peer.sock.close()  # epoll forgets a closed descriptor by itself
-
-
-def main(arguments: list[str]) -> None:
-    """Run a server process: owner's pid, control descriptor, listening descriptors...
-
-    The control socket brings a u32 length and the secret (0: none); a byte after that, or its end, ends the
-    server.
-    """
-    owner, control_fd, *listen_fds = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
-    with contextlib.suppress(OSError, ValueError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    control = socket.socket(fileno=control_fd)
-    (size,) = U32.unpack(control.recv(4, socket.MSG_WAITALL))
-    secret = control.recv(size, socket.MSG_WAITALL) if size else None
-    server = Server([socket.socket(fileno=fd) for fd in listen_fds], secret)
-    server.watch(control_fd, server.stop)
-    try:
-        server.watch(os.pidfd_open(owner), server.stop)
-    except (AttributeError, OSError):  # before Linux 5.3: ask now and then
-        server.ticks.append(lambda: None if os.getppid() == owner else server.stop())
-    if os.getppid() != owner:
-        return
-    gc.disable()  # no cycles are made here, and a collection over many keys takes milliseconds
-    server.run()

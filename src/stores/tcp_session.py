@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from stores.base import deadline_after
-from stores.errors import lost_server, name_keys, no_answer
+from stores.errors import DistNetworkError, lost_server, name_keys, no_answer
 from stores.tcp_link import Link, connect
 from stores.tcp_wire import CANCELED, OPCODES, WOKEN, Request
 
@@ -35,7 +35,14 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """Holds a store's connections to its server."""
 
-    def __init__(self, host: str, port: int, secret: bytes | None, seconds: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes | None,
+        seconds: float,
+        is_worth_it: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.host = host
         self.port = port
         self.secret = secret
@@ -43,8 +50,9 @@ class Session:
         self.lock = threading.Lock()
         self.idle: list[Link] = []  # connections for waiting
         self.set_timeout(seconds)
-        self.link: Link | None = connect(host, port, secret, seconds, self.limit)
+        self.link: Link | None = connect(host, port, secret, seconds, self.limit, is_worth_it=is_worth_it)
         self.is_ours = self.link.is_ours
+        self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
 
     def set_timeout(self, seconds: float) -> None:
@@ -90,13 +98,15 @@ class Session:
     def connect(self, limit: float | None) -> Link:
         """Open one more connection to a server that was there before: no second try."""
         seconds = -1.0 if limit is None else limit
-        return connect(self.host, self.port, self.secret, seconds, self.limit, is_patient=False)
+        return connect(self.host, self.port, self.secret, seconds, self.limit, is_worth_it=lambda: False)
 
     def explain(self, error: BaseException, verb: str, keys: Sequence[bytes], start: float) -> None:
         """Raise torch's error class for a failed exchange; return for errors that speak for themselves."""
         waited = time.monotonic() - start
         if isinstance(error, TimeoutError):
             raise no_answer(f"{verb} {name_keys(keys)}", self.where, waited) from error
+        if isinstance(error, DistNetworkError):  # from opening the connection anew
+            raise DistNetworkError(f"{verb} {name_keys(keys)}: {error}") from error
         if isinstance(error, OSError):
             raise lost_server(f"{verb} {name_keys(keys)}", self.where, waited, error) from error
 
@@ -134,7 +144,11 @@ class Session:
         try:
             link = self.idle.pop()
         except IndexError:
-            link = self.connect(left)
+            try:
+                link = self.connect(left)
+            except DistNetworkError as error:
+                self.explain(error, verb, keys, start)
+                raise
         is_in_step = False
         try:
             link.set_limit(left)
@@ -170,6 +184,10 @@ class Session:
     def deadline(self, seconds: float) -> float | None:
         """Return when a timeout is over; None for never."""
         return deadline_after(seconds)
+
+    def __del__(self) -> None:
+        if hasattr(self, "link"):
+            self.close()
 
     def close(self) -> None:
         """Close all connections."""

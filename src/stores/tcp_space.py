@@ -42,17 +42,15 @@ class Wait:
 class Peer:
     """Holds what the requests need to know of one connection (the server adds the socket)."""
 
-    __slots__ = ("checked", "heavy", "keys", "keys_end", "keys_left", "need", "pairs", "wait")
+    __slots__ = ("checked", "heavy", "list_left", "need", "pairs", "wait")
 
     def __init__(self) -> None:
         self.wait: Wait | None = None
         self.need = 0  # absolute position in data; the server makes it a length
         self.heavy = False  # a large reply was made: send before going on
         self.pairs = 0  # pairs of a MULTI_SET still to come
-        self.keys: list[bytes] | None = None  # an unfinished list: the keys so far, ...
-        self.keys_left = 0  # ... how many are missing ...
-        self.keys_end = 0  # ... and where the next one starts, counted from the request's first argument
-        self.checked: tuple[bytes, list[bytes]] | None = None  # the last long list, raw and parsed
+        self.list_left: tuple[int, int] | None = None  # of an unfinished list: keys left, place of the next
+        self.checked: tuple[bytes, list[bytes]] | None = None  # a list that is asked for twice, raw and parsed
 
     def wake(self, reply: bytes) -> None:
         """Send a late reply."""

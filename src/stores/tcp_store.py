@@ -1,7 +1,7 @@
 """How do processes share keys over TCP?
 
-With our own server, get is one round trip (CHECK and GET in one send). With torch's it is two, since
-those answer, or close the connection, on a GET of a missing key.
+get is one round trip: CHECK and GET in one send, and a wait only where the key is not there yet. torch's
+legacy server closes the connection on a GET of a missing key; once that has happened, get takes two.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class TCPStore(Store):
         if self._server is not None:
             port = self._server.port
             host = _EVERY_INTERFACE.get(host, host)
-        self._session = Session(host, port, key, self._seconds)
+        # the owner of a server that cannot start need not try for long
+        is_worth_it = self._server.is_alive if self._server is not None else lambda: True
+        self._session = Session(host, port, key, self._seconds, is_worth_it)
+        self._session.pipelines = use_libuv
         self.where = self._session.where
         if world_size is not None and wait_for_workers:
             self._count_in(world_size, is_master)
@@ -146,10 +149,11 @@ class TCPStore(Store):
         """
         name = wire_key(key)
         packed = _pack(len(name)) + name
+        session = self._session
         both = _CHECK_ONE + packed + _GET + packed
 
         def ask_once(link: Link) -> bytes | None:
-            if link.is_ours:
+            if link.is_ours or session.pipelines:
                 link.send(both)
                 data = link.recv(CHUNK)
                 value = link.read_value(data[1:] if data else link.read(1)[1:])
@@ -167,9 +171,10 @@ class TCPStore(Store):
         names = wire_keys(keys)
         body = pack_keys(names)
         count = len(names)
+        session = self._session
 
         def ask_once(link: Link) -> list[bytes] | None:
-            if link.is_ours and len(body) <= CHUNK:
+            if (link.is_ours or session.pipelines) and len(body) <= CHUNK:
                 link.send(_CHECK + body + _MULTI_GET + body)
                 data = link.recv(CHUNK) or link.read(1)
                 values = link.read_values(count, data[1:])
@@ -186,7 +191,13 @@ class TCPStore(Store):
         session = self._session
         seconds = self._seconds
         limit = session.first_limit(seconds)
-        value = session.call(verb, keys, limit, ask_once)
+        try:
+            value = session.call(verb, keys, limit, ask_once)
+        except DistNetworkError:
+            if session.is_ours or not session.pipelines:
+                raise
+            session.pipelines = False  # torch's legacy server: ask in two steps from now on
+            value = session.call(verb, keys, limit, ask_once)
         if value is None:
             start = time.monotonic()
             deadline = session.deadline(seconds)
@@ -362,6 +373,7 @@ class TCPStore(Store):
         twin._host, twin._use_libuv, twin._server = self._host, self._use_libuv, self._server
         old = self._session
         twin._session = Session(old.host, old.port, old.secret, self._seconds)
+        twin._session.pipelines = old.pipelines
         twin.where = self.where
         return twin
 

@@ -7,6 +7,7 @@ names that every program can resolve and bind, so that two nodes have two addres
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ from supervisor import descendants
 
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS_PER_NODE = 4
+# Slurm counts files that stand for GPUs: enough to see that a job that asks for GPUs is started as it should be.
+GPU_FILES = ("/dev/null", "/dev/zero")
 # Debian's plugin opens libpmix.so, the name that only the -dev package has; without it --mpi=pmix does not exist.
 PROGRAMS = {
     "munged": "munge",
@@ -32,6 +35,7 @@ PROGRAMS = {
     "sbatch": "slurm-wlm",
 }
 PMIX_LIBRARY = "libpmix-dev"
+UNFINISHED = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 
 SLURM_CONF = """\
 ClusterName=hpcdist
@@ -59,6 +63,7 @@ JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0
 JobCompType=jobcomp/filetxt
@@ -179,6 +184,10 @@ class Cluster:
         assert result.returncode == 0, f"sbatch refused the job: {result.stderr}"
         return result.stdout.strip()
 
+    def state(self, job: str) -> str:
+        """Return the state of a job as ``squeue`` names it."""
+        return self.run("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout.strip()
+
     def facts(self, job: str) -> dict[str, str]:
         """Return what ``scontrol show job`` says about a job."""
         shown = self.run("scontrol", "show", "--oneliner", "job", job).stdout
@@ -191,24 +200,24 @@ class Cluster:
             TimeoutError: With the job's output so far, when it is still in the queue; it is cancelled then.
         """
         deadline = time.monotonic() + timeout
-        while self.run("squeue", "--noheader", "--states=all", "--Format=State", f"--jobs={job}").stdout.split()[0] in {
-            "PENDING",
-            "RUNNING",
-            "COMPLETING",
-            "CONFIGURING",
-            "REQUEUED",
-        }:
+        while self.state(job) in UNFINISHED:
             if time.monotonic() > deadline:
                 facts = self.facts(job)
                 self.run("scancel", job)
                 state, reason = facts.get("JobState"), facts.get("Reason")
                 raise TimeoutError(
-                    f"job {job} is {state} ({reason}) after {timeout} s; its output:\n{self._output(facts)}"
+                    f"job {job} is {state} ({reason}) after {timeout} s; its output:\n{self.output(job, facts)}"
                 )
             time.sleep(0.1)
         facts = self.facts(job)
         status, number = map(int, facts["ExitCode"].split(":"))
-        return Job(job, facts["JobState"], status or (number and 128 + number), facts, self._output(facts))
+        return Job(job, facts["JobState"], status or (number and 128 + number), facts, self.output(job, facts))
+
+    def output(self, job: str, facts: Mapping[str, str] | None = None) -> str:
+        """Read what a job has written so far, on both streams where they differ."""
+        known = self.facts(job) if facts is None else facts
+        paths = dict.fromkeys(Path(known[name]) for name in ("StdOut", "StdErr") if name in known)
+        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
 
     def processes(self) -> Sequence[str]:
         """List the command lines of the jobs' processes that run on the cluster now."""
@@ -221,6 +230,17 @@ class Cluster:
             if line and not line.startswith(("munged", "slurm", ": slurm")):
                 lines.append(line)
         return lines
+
+    def shared_files(self) -> set[Path]:
+        """List the files that processes of the cluster share by mapping: those in /dev/shm and in temporary folders."""
+        found = set()
+        for pid in descendants(self.supervisor.pid):
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    _, access, _, _, _, *path = line.split(maxsplit=5)
+                    if access.endswith("s") and path and path[0].startswith(("/dev/shm/", "/tmp/")):
+                        found.add(Path(path[0].removesuffix(" (deleted)")))
+        return found
 
     def _configure(self) -> None:
         """Write the key and slurm.conf, and make the folders."""
@@ -237,19 +257,13 @@ class Cluster:
         controller_port, *ports = free_ports(1 + len(NODES))
         lines = [SLURM_CONF.format(folder=self.folder, hostname=hostname, controller_port=controller_port)]
         for node, port in zip(NODES, ports, strict=True):
-            lines.append(
-                f"NodeName={node} NodeAddr={node} NodeHostname={hostname} Port={port} CPUs={CPUS_PER_NODE} State=UNKNOWN"
-            )
+            facts = f"NodeHostname={hostname} Port={port} CPUs={CPUS_PER_NODE} Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
+            lines.append(f"NodeName={node} NodeAddr={node} {facts}")
         lines.append(f"PartitionName=test Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={name}\n" for name in GPU_FILES))
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def _node_states(self) -> set[str]:
         """Return the states that the nodes are in, empty while the controller does not answer."""
         shown = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
         return set(shown) if len(shown) == len(NODES) else set()
-
-    @staticmethod
-    def _output(facts: Mapping[str, str]) -> str:
-        """Read what a job wrote, on both streams where they differ."""
-        paths = dict.fromkeys(facts[name] for name in ("StdOut", "StdErr") if name in facts)
-        return "".join(Path(p).read_text(errors="replace") for p in paths if Path(p).exists())

@@ -175,7 +175,7 @@ def is_mpi_available() -> bool:
         from hpcdist.backends.mpi import runtime
 
         runtime.load()
-    except RuntimeError:
+    except (ImportError, RuntimeError):
         return False
     return True
 

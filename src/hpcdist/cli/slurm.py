@@ -61,6 +61,7 @@ def parser_of(kind: str, template: str) -> argparse.ArgumentParser:
     """Build the parser of one template's options."""
     parser = argparse.ArgumentParser(
         prog=f"python -m hpcdist slurm {kind}",
+        usage=f"python -m hpcdist slurm {kind} [OPTION...] SCRIPT [ARGUMENT...]",
         description=template.splitlines()[1].lstrip("# "),
         allow_abbrev=False,
     )
@@ -168,7 +169,5 @@ def sbatch(script: str, file: str | None) -> int:
     try:
         return subprocess.run(command, input=None if file else script, text=True, check=False).returncode
     except FileNotFoundError:
-        print(
-            "error: no sbatch on the PATH; --output FILE writes the job script to take to the cluster", file=sys.stderr
-        )
+        print("error: no sbatch on the PATH; --output FILE writes a job script to take to the cluster", file=sys.stderr)
         return 1

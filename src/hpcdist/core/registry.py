@@ -44,7 +44,7 @@ def load(name: str) -> type[Backend]:
         raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
     try:
         return getattr(importlib.import_module(entry.module), entry.attribute)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI library
         raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
 
 

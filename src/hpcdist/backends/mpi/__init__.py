@@ -1,1 +1,13 @@
-"""MPI, through mpi4py: the backend of CPU tensors where the cluster has one."""
+"""MPI, through mpi4py: the backend of CPU tensors where the cluster has one.
+
+mpi4py initialises MPI when ``mpi4py.MPI`` is imported unless told otherwise. Importing this package tells it,
+so that ``runtime`` decides when MPI starts and ends; a program that imported ``mpi4py.MPI`` before keeps its own.
+"""
+
+import sys
+
+import mpi4py
+
+if "mpi4py.MPI" not in sys.modules:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False

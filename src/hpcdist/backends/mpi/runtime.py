@@ -23,18 +23,11 @@ INSTALL_HINT = (
 
 
 def load() -> Any:
-    """Import mpi4py.MPI without letting it initialise MPI.
+    """Import mpi4py.MPI, which does not initialise MPI here (see the package).
 
     Raises:
-        DistBackendError: there is no mpi4py, or no MPI library that it can load.
+        DistBackendError: there is no MPI library that it can load.
     """
-    if "mpi4py.MPI" not in sys.modules:
-        try:
-            import mpi4py
-        except ImportError as error:
-            raise DistBackendError(f"mpi4py is not installed. {INSTALL_HINT}") from error
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -1,0 +1,100 @@
+"""Does importing hpcdist leave MPI alone, and does starting it on the wrong MPI say so?"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.programs import mpirun, run
+
+UNTOUCHED = """
+import sys, hpcdist
+assert "mpi4py" not in sys.modules, "import hpcdist imported mpi4py"
+assert "stores.tcp_server" not in sys.modules
+"""
+
+CHILDREN = """
+import multiprocessing, os, sys
+import hpcdist as dist
+
+def loaded(queue):
+    import hpcdist
+    queue.put(("mpi4py.MPI" in sys.modules, hpcdist.is_initialized()))
+
+if __name__ == "__main__":
+    dist.init_process_group("mpi")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=loaded, args=(queue,))
+    process.start()
+    assert queue.get(timeout=60) == (False, False), "a spawned child initialised MPI"
+    process.join()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:  # a fork inherits what was imported; it must start nothing of its own
+        import importlib
+        from mpi4py import MPI
+        before = MPI.Is_initialized()
+        importlib.reload(sys.modules["hpcdist"])
+        os._exit(0 if MPI.Is_initialized() == before else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_import_initialises_no_mpi():
+    result = run([sys.executable, "-c", UNTOUCHED])
+    assert result.returncode == 0, result.stderr
+
+
+def test_children_of_an_initialised_rank(tmp_path):
+    program = tmp_path / "children.py"
+    program.write_text(CHILDREN)
+    result = mpirun(1, [program])
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_is_quick():
+    code = (
+        "import time, torch, torch.distributed, numpy; start = time.perf_counter(); import hpcdist; "
+        "print(time.perf_counter() - start)"
+    )
+    seconds = min(float(run([sys.executable, "-c", code]).stdout) for _ in range(3))
+    assert seconds < 1  # the figure itself is the bench's; this guards against importing MPI or a compiler
+
+
+def test_a_launcher_that_speaks_another_mpi_is_an_error():
+    code = "import hpcdist; hpcdist.init_process_group()"
+    for variables, launcher in (
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun (Open MPI)"),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, "hydra"),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "9"}, "srun"),
+    ):
+        # the variables alone, without the launcher behind them: MPI starts as a world of one
+        program = f"import os; os.environ.update({variables!r})\nfrom mpi4py import MPI\n{code}"
+        start = f"from mpi4py import MPI\n{program}"
+        result = run([sys.executable, "-c", start])
+        assert result.returncode != 0
+        assert launcher in result.stderr
+        assert "started 4 ranks (this is rank 2)" in result.stderr
+        assert "sees a world of 1" in result.stderr
+
+
+def test_an_uncaught_exception_ends_the_job(tmp_path):
+    import time
+
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "import hpcdist as dist, torch\n"
+        "dist.init_process_group()\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ZeroDivisionError('on purpose')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    start = time.monotonic()
+    result = mpirun(3, [program])
+    assert result.returncode != 0
+    assert "[rank 1 of 3] uncaught exception" in result.stderr
+    assert "ZeroDivisionError: on purpose" in result.stderr
+    assert time.monotonic() - start < 20  # most of it is the start of three interpreters

@@ -1,0 +1,89 @@
+"""Do the jobs of slurm/jobs give the same result however many ranks there are, and however they were started?"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.programs import BIN, ROOT, environment, mpirun, run
+
+TRAIN = ROOT / "slurm/jobs/train_digits.py"
+HEAT = ROOT / "slurm/jobs/heat2d.py"
+SHORT = ["--epochs", "3"]
+
+
+def reached(text: str) -> float:
+    match = re.search(r"held-out accuracy ([\d.]+)", text)
+    assert match, text
+    return float(match.group(1))
+
+
+@pytest.fixture(scope="module")
+def short_accuracy() -> float:
+    """What three epochs reach on one rank, without a launcher."""
+    result = run([sys.executable, TRAIN, *SHORT])
+    assert result.returncode == 0, result.stderr
+    return reached(result.stdout)
+
+
+@pytest.mark.timeout(300)
+def test_training_reaches_its_accuracy_on_any_number_of_ranks():
+    accuracies = []
+    for ranks in (1, 2, 4):
+        result = mpirun(ranks, [TRAIN], timeout=90)
+        assert result.returncode == 0, result.stderr
+        assert f"{ranks} ranks on mpi" in result.stdout
+        accuracies.append(reached(result.stdout))
+    assert accuracies[0] >= 0.96
+    assert len(set(accuracies)) == 1
+
+
+def test_training_resumes_from_its_checkpoint(tmp_path, short_accuracy):
+    checkpoint = tmp_path / "state.pt"
+    first = mpirun(2, [TRAIN, "--epochs", "1", "--checkpoint", checkpoint])
+    assert first.returncode == 0, first.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+    second = mpirun(2, [TRAIN, *SHORT, "--checkpoint", checkpoint, "--resume"])
+    assert second.returncode == 0, second.stderr
+    assert "\n    1 " not in second.stdout
+    assert reached(second.stdout) == short_accuracy
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_training_without_a_launcher(scheme, tmp_path, short_accuracy):
+    if scheme == "file":
+        url = f"file://{tmp_path}/rendezvous"
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, TRAIN, *SHORT, "--init-method", url, "--world-size", "4", "--rank"]
+    ranks = [
+        subprocess.Popen([*command, str(r)], stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT)
+        for r in range(4)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * 4
+    assert "4 ranks on gloo" in outputs[0]
+    assert reached(outputs[0]) == short_accuracy
+
+
+def test_training_under_torchrun(short_accuracy):
+    result = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "4", TRAIN, *SHORT], timeout=90)
+    assert result.returncode == 0, result.stderr
+    assert "4 ranks on gloo" in result.stdout
+    assert reached(result.stdout) == short_accuracy
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_heat_equals_the_serial_result(ranks):
+    result = mpirun(ranks, [HEAT, "--size", "50", "--steps", "200", "--check"])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "largest difference" in result.stdout

@@ -1,0 +1,98 @@
+"""One cluster for all tests in this folder, and the Pythons whose MPI the jobs run on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# pytest imports by importlib, which leaves a test's own folder off the path.
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster import Cluster, why_not
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# More Pythons than the one that runs the tests, separated by colons: the other MPI's environment.
+OTHERS = "HPCDIST_TEST_PYTHONS"
+ASK = "from mpi4py import MPI; print(MPI.Get_library_version())"
+# srun's --mpi= for each MPI, and what its version begins with
+MPIS = {"Open MPI": "pmix", "MPICH": "pmi2"}
+
+
+def pytest_collection_modifyitems(items):
+    reason = why_not()
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    with Cluster() as started:
+        paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        started.environment |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HPCDIST_PYTHON": sys.executable,
+            # The jobs run as root, which Open MPI's mpirun refuses unless told twice.
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            # Both nodes are this machine, which may have fewer cores than they claim together.
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+        }
+        yield started
+
+
+@pytest.fixture(scope="session")
+def pythons():
+    """The Python of each MPI that can be found here."""
+    found = {}
+    for python in [sys.executable, *filter(None, os.environ.get(OTHERS, "").split(":"))]:
+        asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60, check=False)
+        for name in MPIS:
+            if asked.stdout.startswith(name):
+                found.setdefault(name, python)
+    return found
+
+
+def settings(pythons, mpi):
+    """What a job's environment says to run on one of the MPIs."""
+    if mpi not in pythons:
+        pytest.skip(f"no {mpi} here: name a Python that has it by {OTHERS}=/path/to/python")
+    return {"HPCDIST_PYTHON": pythons[mpi], "HPCDIST_MPI": MPIS[mpi]}
+
+
+@pytest.fixture
+def openmpi(pythons):
+    return settings(pythons, "Open MPI")
+
+
+@pytest.fixture
+def mpich(pythons):
+    return settings(pythons, "MPICH")
+
+
+@pytest.fixture
+def any_mpi(pythons):
+    """Whichever MPI is here, for what does not depend on it."""
+    return settings(pythons, next(iter(pythons), "Open MPI"))
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """Submit a template as it is in the repository, from an empty folder."""
+
+    def submit_template(name, *arguments, options=(), **environment):
+        return cluster.submit(*options, ROOT / "slurm" / f"{name}.sbatch", *arguments, cwd=tmp_path, **environment)
+
+    return submit_template
+
+
+@pytest.fixture
+def jobs():
+    """The folder of the small scripts that the jobs run."""
+    return HERE / "jobs"

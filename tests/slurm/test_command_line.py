@@ -1,0 +1,50 @@
+"""Does ``python -m hpcdist slurm`` write and submit job scripts that Slurm runs?"""
+
+import re
+import subprocess
+import sys
+
+CALL = "import sys; from hpcdist.cli import slurm; sys.exit(slurm.run(sys.argv[1:]))"
+SIZE = ["--nodes", "2", "--ntasks-per-node", "1"]
+
+
+def call(cluster, tmp_path, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", CALL, *map(str, arguments)],
+        env=cluster.environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+def options(any_mpi):
+    return ["--mpi", any_mpi["HPCDIST_MPI"], "--python", any_mpi["HPCDIST_PYTHON"]]
+
+
+def test_submit_submits(cluster, jobs, any_mpi, tmp_path):
+    said = call(cluster, tmp_path, "cpu", *SIZE, *options(any_mpi), "--submit", jobs / "mpi_sum.py", "a b")
+    number = re.fullmatch(r"Submitted batch job (\d+)\n", said)
+    assert number, said
+    job = cluster.wait(number[1])
+    assert job.exit_status == 0, job.output
+    assert "world=2 sum=1 nodes=2 threads=1 arguments=['a b']" in job.output
+
+
+def test_a_written_job_script_takes_more_arguments(cluster, jobs, any_mpi, tmp_path):
+    file = tmp_path / "job.sbatch"
+    call(cluster, tmp_path, "cpu", *SIZE, *options(any_mpi), "--output", file, jobs / "mpi_sum.py", "--epochs", "3")
+    job = cluster.wait(cluster.submit(file, "--lr", "0.1", cwd=tmp_path))
+    assert job.exit_status == 0, job.output
+    assert "world=2 sum=1 nodes=2 threads=1 arguments=['--epochs', '3', '--lr', '0.1']" in job.output
+
+
+def test_submit_ends_with_the_status_of_sbatch(cluster, jobs, tmp_path):
+    wrong = [sys.executable, "-c", CALL, "cpu", "--partition", "nowhere", "--submit", str(jobs / "mpi_sum.py")]
+    result = subprocess.run(
+        wrong, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 1
+    assert "invalid partition" in result.stderr

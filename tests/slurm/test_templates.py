@@ -1,0 +1,140 @@
+"""Does every template run as it is? One test a template, on whatever MPI it is made for."""
+
+import re
+
+import pytest
+
+
+def lines(job, pattern):
+    """Find the lines of a job's output that begin with a pattern."""
+    return re.findall(rf"^{pattern}.*$", job.output, re.MULTILINE)
+
+
+def test_cpu_runs_mpich_by_pmi2_on_two_nodes(cluster, submit, jobs, mpich):
+    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", "--epochs", "3", **mpich))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=8 sum=28 nodes=2 threads=1 arguments=['--epochs', '3']"]
+
+
+def test_cpu_runs_open_mpi_by_pmix_on_one_node(cluster, submit, jobs, openmpi):
+    size = ["--nodes=1", "--ntasks-per-node=2"]
+    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=size, **openmpi))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=2 sum=1 nodes=1 threads=1 arguments=[]"]
+
+
+def test_cpu_runs_open_mpi_by_pmix_on_two_nodes(cluster, submit, jobs, openmpi):
+    # No more than two a node: PMIx in Slurm 22.05 does not tell Open MPI 5 which ranks are on its node.
+    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--ntasks-per-node=2"], **openmpi))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=1 arguments=[]"]
+
+
+@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
+def test_hpcdist_finds_its_world_on_two_nodes_by_itself(mpi, cluster, submit, jobs, request):
+    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
+    job = cluster.wait(submit("cpu", jobs / "facade_sum.py", options=["--ntasks-per-node=1"], **environment))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=2 sum=1 backend=mpi"]
+
+
+def test_arguments_reach_the_script_unharmed(cluster, submit, jobs, any_mpi, tmp_path):
+    script = tmp_path / "a script's $HOME.py"
+    script.write_text((jobs / "mpi_sum.py").read_text())
+    arguments = ["a b", "$HOME", "`id`", "*", "it's", 'say "x"', "", "--x=1;2", "back\\slash"]
+    job = cluster.wait(submit("cpu", script, *arguments, options=["--nodes=1", "--ntasks-per-node=1"], **any_mpi))
+    assert job.exit_status == 0, job.output
+    assert f"arguments={arguments}" in job.output
+
+
+def test_the_log_says_where_and_when_the_job_ran(cluster, submit, jobs, any_mpi, tmp_path):
+    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--nodes=2", "--ntasks-per-node=1"], **any_mpi))
+    assert job.facts["StdOut"] == str(tmp_path / f"cpu-{job.id}.out")
+    started, ended = lines(job, f"job {job.id}")
+    assert "127.0.0.[1-2], 2 ranks" in started
+    assert started.endswith(f"in {tmp_path}")
+    assert ended.endswith("with status 0")
+
+
+def test_the_status_of_the_script_is_that_of_the_job(cluster, submit, jobs, openmpi):
+    names = ["cpu", "hybrid", "store", "requeue", "array", "elastic", "torchrun"]
+    one = ["--nodes=1", "--ntasks-per-node=1"]
+    environment = openmpi | {"HPCDIST_NPROC_PER_NODE": "1"}
+    numbers = {
+        name: submit(
+            name, jobs / "exit_with.py", "7", options=[*one, "--array=0"] if name == "array" else one, **environment
+        )
+        for name in names
+    }
+    for name, number in numbers.items():
+        job = cluster.wait(number)
+        # torchrun's agent ends with 1 whatever its ranks end with.
+        assert (job.state, job.exit_status) == ("FAILED", 1 if name == "torchrun" else 7), job.output
+        assert f"with status {job.exit_status}" in job.output
+
+
+def test_hybrid_gives_each_rank_its_threads(cluster, submit, jobs, any_mpi):
+    job = cluster.wait(submit("hybrid", jobs / "mpi_sum.py", **any_mpi))
+    assert job.exit_status == 0, job.output
+    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=2 arguments=[]"]
+
+
+def test_gpu_starts_one_task_a_gpu(cluster, submit, jobs, any_mpi):
+    job = cluster.wait(submit("gpu", jobs / "mpi_sum.py", **any_mpi))
+    assert job.exit_status == 0, job.output
+    assert "2 ranks, 2 GPUs a node" in job.output
+    assert lines(job, "world") == ["world=2 sum=1 nodes=1 threads=1 arguments=[]"]
+
+
+def test_gpu_refuses_more_tasks_than_gpus(cluster, submit, jobs, any_mpi):
+    job = cluster.wait(submit("gpu", jobs / "mpi_sum.py", options=["--ntasks-per-node=3"], **any_mpi))
+    assert (job.state, job.exit_status) == ("FAILED", 2)
+    assert "error: 3 tasks a node on 2 GPUs; ask for as many: --ntasks-per-node=2" in job.output
+
+
+def test_store_runs_without_mpi_on_two_nodes_and_beside_another_job(cluster, submit, jobs):
+    sizes = (["--ntasks-per-node=2"], ["--ntasks=3"])
+    numbers = [submit("store", jobs / "store_sum.py", options=size) for size in sizes]
+    even, uneven = (cluster.wait(number, timeout=90) for number in numbers)
+    assert (even.state, uneven.state) == ("COMPLETED", "COMPLETED"), even.output + uneven.output
+    assert lines(even, "world") == ["world=4 sum=6 nodes=2"]
+    assert lines(uneven, "world") == ["world=3 sum=3 nodes=2"]
+
+
+def test_array_runs_each_line_of_its_sweep(cluster, submit, jobs, any_mpi, tmp_path):
+    sweep = tmp_path / "sweep.txt"
+    sweep.write_text("--lr 0.1\n--name \"a first try\" --note 'it is $HOME'\n--lr 0.3\n")
+    number = submit("array", jobs / "mpi_sum.py", "--epochs", "3", HPCDIST_SWEEP=str(sweep), **any_mpi)
+    tasks = [cluster.wait(f"{number}_{task}") for task in range(4)]
+    assert [task.exit_status for task in tasks] == [0, 0, 0, 2], [task.output for task in tasks]
+    assert [task.state for task in tasks] == ["COMPLETED"] * 3 + ["FAILED"]
+    settings = [["--lr", "0.1"], ["--name", "a first try", "--note", "it is $HOME"], ["--lr", "0.3"]]
+    for task, extra in zip(tasks, settings, strict=False):
+        assert f"world=2 sum=1 nodes=1 threads=1 arguments={['--epochs', '3', *extra]}" in task.output
+    assert "has no line for task 3" in tasks[3].output
+    assert len({task.facts["StdOut"] for task in tasks}) == 4
+
+
+def test_elastic_goes_on_after_a_rank_is_killed(cluster, submit, jobs, openmpi):
+    job = cluster.wait(submit("elastic", jobs / "elastic_sum.py", options=["--ntasks-per-node=2"], **openmpi))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "started") == ["started=4 left=3"]
+
+
+def test_apptainer_says_what_is_missing(cluster, submit, jobs, tmp_path):
+    absent = submit("apptainer", jobs / "mpi_sum.py", HPCDIST_CONTAINER="no-such-apptainer")
+    imageless = submit("apptainer", jobs / "mpi_sum.py", HPCDIST_CONTAINER="true", HPCDIST_IMAGE="no.sif")
+    for number, message in ((absent, "no no-such-apptainer on 127.0.0.1"), (imageless, "no image 'no.sif'")):
+        job = cluster.wait(number)
+        assert (job.state, job.exit_status) == ("FAILED", 2)
+        assert message in job.output
+
+
+def test_a_template_without_a_script_says_how_it_is_called(cluster, submit):
+    names = ["cpu", "gpu", "hybrid", "torchrun", "store", "array", "requeue", "elastic", "apptainer"]
+    one = ["--nodes=1", "--ntasks-per-node=2"]
+    numbers = {name: submit(name, options=[*one, "--array=0"] if name == "array" else one) for name in names}
+    for name, number in numbers.items():
+        job = cluster.wait(number)
+        assert (job.state, job.exit_status) == ("FAILED", 2), name
+        assert f"usage: sbatch [OPTION...] {name}.sbatch SCRIPT" in job.output

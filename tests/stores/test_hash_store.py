@@ -1,0 +1,23 @@
+"""Does HashStore keep the contract?"""
+
+import pytest
+import torch.distributed as dist
+from store_contract import StoreContract
+
+import stores
+
+
+class TestHashStore(StoreContract):
+    @pytest.fixture
+    def store(self):
+        return stores.HashStore()
+
+    def test_a_number_beyond_64_bits(self, store):
+        store.set("big", "9" * 20)
+        with pytest.raises(IndexError):
+            store.add("big", 1)
+        assert store.get("big") == b"9" * 20
+
+    def test_clone_is_the_same_store(self, store):
+        assert store.clone() is store
+        assert isinstance(store, dist.Store)

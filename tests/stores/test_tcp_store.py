@@ -1,0 +1,342 @@
+"""Does TCPStore keep the contract, and what is its own: ports, secrets, deadlines, dead servers?"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import store_workers
+import torch.distributed as dist
+from store_contract import StoreContract
+
+import stores
+
+
+class TestTCPStore(StoreContract):
+    not_a_number = dist.DistNetworkError
+
+    @pytest.fixture
+    def store(self):
+        return stores.TCPStore("127.0.0.1", 0, None, True)
+
+
+class TestTCPStoreWithSecret(StoreContract):
+    not_a_number = dist.DistNetworkError
+
+    @pytest.fixture
+    def store(self):
+        return stores.TCPStore("127.0.0.1", 0, None, True, secret="for this job only")
+
+
+class TestTCPStoreOnTorchsServer(StoreContract):
+    not_a_number = dist.DistNetworkError
+
+    @pytest.fixture
+    def store(self, torchs_server):
+        return stores.TCPStore("127.0.0.1", torchs_server(use_libuv=True), None, False)
+
+
+class TestTCPStoreOnTorchsLegacyServer(StoreContract):
+    not_a_number = dist.DistNetworkError
+    # that server knows no queues, and neither its COMPARE_SET nor a half read reply wakes others
+    test_queues = None
+    test_every_write_wakes = None
+
+    @pytest.fixture
+    def store(self, torchs_server):
+        return stores.TCPStore("127.0.0.1", torchs_server(use_libuv=False), None, False)
+
+
+class TestTorchsTCPStoreOnOurServer:
+    """torch's client keeps torch's own promises on our server."""
+
+    @pytest.fixture
+    def store(self):
+        server = stores.TCPStore("127.0.0.1", 0, None, True)
+        yield dist.TCPStore("127.0.0.1", server.port, None, False)
+        del server
+
+    @pytest.fixture
+    def other(self, store):
+        return dist.TCPStore("127.0.0.1", store.port, None, False)
+
+    for _name in (
+        "test_str_and_bytes_are_the_same",
+        "test_any_bytes_are_kept",
+        "test_set_replaces",
+        "test_add_counts_from_nothing_and_wraps",
+        "test_append",
+        "test_compare_set",
+        "test_many_keys",
+        "test_every_write_wakes",
+        "test_wait_for_several",
+        "test_queues",
+    ):
+        locals()[_name] = getattr(StoreContract, _name)
+    has_queues = True
+
+
+def test_port_host_and_clients(processes):
+    store = stores.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
+    assert store.host == "127.0.0.1"
+    assert store.port > 0
+    assert store.num_keys() == 0
+    counted = stores.TCPStore("127.0.0.1", store.port, 1, False)
+    assert store.num_keys() == 1
+    assert counted.list_keys() == []
+
+
+def test_the_master_waits_for_the_workers():
+    start = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"1/2 clients joined"):
+        stores.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1.0))
+    assert 1.0 <= time.monotonic() - start <= 1.15
+
+
+def test_a_port_in_use_is_an_error_at_once():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    start = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match=str(store.port)):
+        stores.TCPStore("127.0.0.1", store.port, None, True)
+    assert time.monotonic() - start < 0.5
+
+
+def test_multi_tenant_servers_are_one():
+    first = stores.TCPStore("127.0.0.1", 0, None, True, multi_tenant=True)
+    second = stores.TCPStore("127.0.0.1", first.port, None, True, multi_tenant=True)
+    first.set("k", "1")
+    del first
+    assert second.get("k") == b"1"
+
+
+def test_takes_over_a_bound_socket():
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = stores.TCPStore("127.0.0.1", port, 1, True, master_listen_fd=listener.detach())
+    assert store.port == port
+    assert dist.TCPStore("127.0.0.1", port, None, False).num_keys() == 1
+
+
+def test_listens_where_it_was_asked_to_and_nowhere_else():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    for address in ("127.0.0.2", "::1"):
+        with pytest.raises(OSError), socket.create_connection((address, store.port), 1):  # noqa: PT011
+            pass
+    everywhere = stores.TCPStore("0.0.0.0", 0, None, True)
+    with socket.create_connection(("127.0.0.2", everywhere.port), 1):
+        pass
+    named = stores.TCPStore("localhost", 0, None, True)
+    named.set("k", "1")
+    assert stores.TCPStore("localhost", named.port).get("k") == b"1"
+    with pytest.raises(dist.DistNetworkError, match=r"192.0.2.1"):
+        stores.TCPStore("192.0.2.1", 0, None, True)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_nobody_there_is_an_error_at_the_deadline(seconds):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}.*refused"):
+        stores.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=seconds))
+    assert seconds * 0.4 <= time.monotonic() - start <= seconds * 1.1
+
+
+def test_a_client_may_come_before_the_server():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    early = []
+    thread = threading.Thread(target=lambda: early.append(stores.TCPStore("127.0.0.1", port).get("k")))
+    thread.start()
+    time.sleep(0.2)
+    store = stores.TCPStore("127.0.0.1", port, None, True)
+    store.set("k", "1")
+    thread.join(5)
+    assert early == [b"1"]
+
+
+def test_secrets(tmp_path):
+    store = stores.TCPStore("127.0.0.1", 0, None, True, secret=b"right")
+    stores.TCPStore("127.0.0.1", store.port, secret="right").set("k", "1")
+    assert store.get("k") == b"1"
+    start = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match=r"does not accept this secret"):
+        stores.TCPStore("127.0.0.1", store.port, secret="wrong")
+    with pytest.raises(dist.DistNetworkError, match=r"asks for the job's secret"):
+        stores.TCPStore("127.0.0.1", store.port)
+    with pytest.raises(dist.DistNetworkError):
+        dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=0.3))
+    plain = stores.TCPStore("127.0.0.1", 0, None, True)
+    with pytest.raises(dist.DistNetworkError, match=r"asks for no secret"):
+        stores.TCPStore("127.0.0.1", plain.port, secret="right")
+    with pytest.raises(ValueError, match=r"secret"):
+        stores.TCPStore("127.0.0.1", 0, None, True, secret="")
+    assert time.monotonic() - start < 5
+    process = Path("/proc", str(store._server.process.pid))
+    assert b"right" not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+
+
+def test_what_the_server_would_refuse_is_an_error_here():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    with pytest.raises(dist.DistStoreError, match=r"8388609 bytes.*8388608"):
+        store.set("k", b"x" * (8 * 1024 * 1024 + 1))
+    with pytest.raises(dist.DistStoreError, match=r"8192"):
+        store.set("k" * 9000, "x")
+    store.set("k", b"x" * (8 * 1024 * 1024))
+    assert store.get("k") == b"x" * (8 * 1024 * 1024)
+
+
+def has_ended(pid):
+    """Return whether a process is gone, or waits for an init that does not reap."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _owner(processes, *arguments):
+    ours, theirs = processes.context.Pipe()
+    owner = processes.context.Process(target=store_workers.own_server, args=(theirs, *arguments))
+    owner.start()
+    assert ours.poll(20)
+    return owner, *ours.recv()
+
+
+def test_a_dead_server_is_noticed_by_every_waiting_client(processes):
+    owner, port, server = _owner(processes)
+    probe = stores.TCPStore("127.0.0.1", port)
+    with processes.context.Pool(3) as pool:
+        waiting = pool.starmap_async(store_workers.tcp_wait, [(port, "never")] * 3, chunksize=1)
+        while not probe.check(["waiting"]) or int(probe.get("waiting")) < 3:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(owner.pid, signal.SIGKILL)
+        killed = time.time()
+        results = waiting.get(10)
+    for name, message, when in results:
+        assert name == "DistNetworkError"
+        assert "never" in message
+        assert f"127.0.0.1:{port}" in message
+        assert when - killed < 1
+    with pytest.raises(dist.DistNetworkError):
+        probe.get("k")
+    owner.join(5)
+    assert has_ended(server)
+
+
+def test_the_server_ends_with_its_store():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    process = store._server.process
+    twin = store.clone()
+    twin.set("k", "1")
+    del store
+    assert twin.get("k") == b"1"
+    del twin
+    assert process.poll() == 0
+
+
+def test_the_server_outlives_a_forked_child():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    store.set("k", "1")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            store.set("k", "child")  # on a connection of its own
+            code = 0 if store.get("k") == b"child" else 2
+            del store
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.get("k") == b"child"
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_a_stopped_server_costs_the_timeout_and_no_more(seconds):
+    store = stores.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=seconds))
+    store.set("k", "1")
+    assert store.get("k") == b"1"
+    pid = store._server.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for call in (lambda: store.get("k"), lambda: store.wait(["x"])):
+            start = time.monotonic()
+            with pytest.raises(dist.DistNetworkError, match=r"k|x"):
+                call()
+            assert time.monotonic() - start <= seconds * 1.1 + 0.05
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert store.get("k") == b"1", "the connection that fell out of step was replaced"
+
+
+def test_a_server_stopped_in_the_middle_of_a_wait():
+    store = stores.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=1.0))
+    pid = store._server.process.pid
+    threading.Timer(0.2, os.kill, (pid, signal.SIGSTOP)).start()
+    start = time.monotonic()
+    try:
+        with pytest.raises(dist.DistStoreError, match=r"/x"):
+            store.wait(["x"])
+        assert 1.0 <= time.monotonic() - start <= 1.1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_an_interrupt_leaves_no_answer_behind():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    for _ in range(3):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            store.get("missing")
+        assert store.add("n", 0) == 0
+        assert store.check([])
+
+
+def test_signals_do_not_move_the_deadline():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        start = time.monotonic()
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["x"], timedelta(seconds=0.5))
+        assert 0.5 <= time.monotonic() - start < 0.56
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_server_process_has_no_torch():
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    maps = Path(f"/proc/{store._server.process.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "numpy" not in maps
+
+
+def test_a_busy_owner_does_not_slow_others(processes):
+    ours, theirs = processes.context.Pipe()
+    owner = processes.context.Process(target=store_workers.own_server_and_spin, args=(theirs,))
+    owner.start()
+    try:
+        assert ours.poll(20)
+        store = stores.TCPStore("127.0.0.1", ours.recv())
+        slow = []
+        for _ in range(5):  # a round may meet other work on this machine: one undisturbed round is the proof
+            times = []
+            for _ in range(1000):
+                start = time.perf_counter()
+                store.get("k")
+                times.append(time.perf_counter() - start)
+            slow.append(sorted(times)[990])
+        assert min(slow) < 0.002, slow
+    finally:
+        owner.kill()
+        owner.join(5)

@@ -1,0 +1,124 @@
+"""Is a filled job template what was asked for, and still a job script that a shell can trust?"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.cli import slurm
+
+NAMES = ["apptainer", "array", "cpu", "elastic", "gpu", "hybrid", "requeue", "store", "torchrun"]
+FOLDER = Path(__file__).parents[2] / "slurm"
+
+
+def filled(capsys, *arguments):
+    assert slurm.run(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def site(template):
+    """Return the lines between the two marks."""
+    lines = template.splitlines()
+    marks = [i for i, line in enumerate(lines) if line.startswith("# ----")]
+    assert len(marks) == 2
+    return lines[marks[0] + 1 : marks[1]]
+
+
+def test_every_template_can_be_filled_in():
+    assert list(slurm.templates()) == NAMES == sorted(path.stem for path in FOLDER.glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_site_edits_stands_together_at_the_top(name):
+    text = (FOLDER / f"{name}.sbatch").read_text()
+    assert text.startswith("#!/usr/bin/env bash\n# How ")
+    assert "\nset -euo pipefail\n" in text
+    block = site(text)
+    directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert directives
+    assert set(directives) < set(block)
+    assert len(slurm.settings("\n".join(block))) == len(slurm.settings(text)) == text.count(":=")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("name", NAMES)
+def test_shellcheck_finds_nothing(name, capsys, tmp_path):
+    job = tmp_path / "job.sbatch"
+    job.write_text(filled(capsys, name, "--nodes", "3", "train.py", "--epochs", "3"))
+    for script in (FOLDER / f"{name}.sbatch", job):
+        result = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_filled_template_differs_in_what_was_asked_for_alone(name, capsys):
+    before = (FOLDER / f"{name}.sbatch").read_text().splitlines()
+    after = filled(capsys, name, "--nodes", "7", "--qos=high", "train.py", "--epochs", "3").splitlines()
+    new = [line for line in after if line not in before]
+    python = [] if name == "apptainer" else [f"HPCDIST_PYTHON={sys.executable}"]
+    assert new == ["#SBATCH --nodes=7", "#SBATCH --qos=high", *python, 'set -- train.py --epochs 3 "$@"']
+
+
+def test_lines_of_the_site_are_set_by_options_of_their_name(capsys):
+    script = filled(capsys, "cpu", "--mpi", "pmi2", "--python", "/a path/python", "--modules", "mpich/4.2 x", "t.py")
+    assert "\nHPCDIST_MPI=pmi2\nHPCDIST_MPI" not in script
+    assert "HPCDIST_MODULES='mpich/4.2 x'\nHPCDIST_PYTHON='/a path/python'\nHPCDIST_MPI=pmi2\n" in script
+
+
+def test_options_after_the_script_belong_to_the_script(capsys):
+    script = filled(capsys, "cpu", "train.py", "--nodes", "9", "--output", "x", "--help")
+    assert "#SBATCH --nodes=2" in script
+    assert 'set -- train.py --nodes 9 --output x --help "$@"' in script
+
+
+def test_arguments_survive_the_shell(capsys):
+    arguments = ["a b", "$HOME", "`id`", "*", "it's", 'say "x"', "", "back\\slash", "two\nlines"]
+    script = filled(capsys, "cpu", "train.py", *arguments)
+    head = script[: script.index("[[ $#")] + 'printf "%s\\0" "$@"\n'
+    output = subprocess.run(["bash", "-c", head, "bash", "more"], capture_output=True, text=True, check=True).stdout
+    assert output.split("\0")[:-1] == ["train.py", *arguments, "more"]
+
+
+@pytest.mark.parametrize("value", ["", "1 2", "1#2", "x\n#SBATCH --exclusive", "'1'"])
+def test_a_value_that_would_break_its_line_is_refused(value, capsys):
+    assert slurm.run(["cpu", "--partition", value, "train.py"]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert f"--partition {value!r} cannot stand in a job script" in seen.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: "),
+        (["mpi", "train.py"], "no template 'mpi' (known: apptainer, array, cpu, "),
+        (["cpu"], "required: script"),
+        (["cpu", "--node", "3", "train.py"], "unrecognized arguments: --node"),
+        (["cpu", "--sweep", "x", "train.py"], "unrecognized arguments: --sweep"),
+    ],
+)
+def test_a_wrong_call_says_what_is_known(arguments, message, capsys):
+    assert slurm.run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_lists_the_templates_and_each_template_its_options(capsys):
+    listed = filled(capsys, "--help")
+    assert all(f"\n  {name} " in listed for name in NAMES)
+    options = filled(capsys, "requeue", "--help")
+    assert "--max-restarts" in options
+    assert "B:USR1@120" in options
+
+
+def test_output_goes_to_the_file_that_was_named(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    assert filled(capsys, "cpu", "--output", str(file), "train.py") == ""
+    assert file.read_text() == filled(capsys, "cpu", "train.py")
+
+
+def test_submitting_without_sbatch_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm.run(["cpu", "--submit", "train.py"]) == 1
+    assert "no sbatch on the PATH" in capsys.readouterr().err
