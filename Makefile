@@ -46,6 +46,15 @@ format: $(READY)
 	$(BIN)/ruff format src tests slurm docs
 	$(BIN)/ruff check --fix src tests slurm docs
 
+docs: $(VENV)/.docs
+	$(BIN)/python docs/support_table.py --check
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "hpcdist needs Python 3.10 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
