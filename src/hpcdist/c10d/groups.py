@@ -261,11 +261,12 @@ def make(
         wanted = named if ":" in backend else {d: n for d, n in named.items() if d in wanted} or named
     by_name = {each.name: each for each in parent.backends.values()}
     made: dict[str, Communicator | None] = {}
-    for name in dict.fromkeys(wanted.values()):
-        if name in by_name:
-            made[name] = by_name[name].split(subgroups, names, limit)
-        else:
-            made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
+    with parent.journal.during("new_group"):
+        for name in dict.fromkeys(wanted.values()):
+            if name in by_name:
+                made[name] = by_name[name].split(subgroups, names, limit)
+            else:
+                made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
     if index is None:
         return None
     backends = {device: made[name] for device, name in wanted.items()}
@@ -340,5 +341,5 @@ def local_name(ranks: Sequence[int]) -> str:
     key = tuple(ranks)
     count = WORLD.made_locally.get(key, 0)
     WORLD.made_locally[key] = count + 1
-    text = "_".join(map(str, (*key, count)))
+    text = "_".join(map(str, ("hpcdist", *key, count)))  # unlike c10d's own, which counts other groups too
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

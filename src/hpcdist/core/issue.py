@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
@@ -61,14 +62,21 @@ def issue(
         and send.is_cpu
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
+        and (journal := pg.journal).before is None
+        and not profiling.is_on()
         and is_shaped(row, pg, send, recv, counts)
     ):
         if backend.queue is not None:
             backend.queue.drain()
         if row.reduces and op.__class__ is not RedOpType:
             op = canonical(op)
-        pg.sequence += 1
-        backend.run(row, send, recv, op, root, counts)
+        journal.sequence = number = journal.sequence + 1
+        journal.current = call = (journal, number, row, send.shape, send.dtype, root)
+        journal.push(call)
+        try:
+            backend.run(row, send, recv, op, root, counts)
+        finally:
+            journal.current = None
         return None
     return issue_any(row, group, send, recv, op, root, async_op, counts)
 
@@ -171,12 +179,24 @@ def dispatch(
     finish: Callable[[], None] | None,
 ) -> Work | None:
     """Hand a checked call to its backend."""
-    pg.sequence += 1
+    journal = pg.journal
+    if journal.before is not None:
+        journal.before(pg, backend, row, send, recv, op, root, counts)
+    call = journal.collective(row, send if send is not None else recv, root)
+    event = profiling.begin(backend.name, row.name, send, recv)
     if async_op:
-        return backend.start(row, send, recv, op, root, counts, result, finish)
+        work = backend.start(row, send, recv, op, root, counts, result, finish)
+        work._call = call
+        work._ends(event)
+        return work
     if backend.queue is not None:
         backend.queue.drain()
-    backend.run(row, send, recv, op, root, counts)
+    journal.current = call
+    try:
+        backend.run(row, send, recv, op, root, counts)
+    finally:
+        journal.current = None
+        event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return None
