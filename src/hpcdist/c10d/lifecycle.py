@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
 
 from hpcdist import torch_bridge
+from hpcdist.c10d.debug import set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
@@ -19,6 +21,8 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+from hpcdist.watch import watchdog
+from hpcdist.watch.departure import DEPARTURE
 
 BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
@@ -47,7 +51,8 @@ def init_process_group(
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"``, a name given to
             ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
         init_method: where to find the others without MPI: ``env://``, ``tcp://host:port``,
-            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI.
+            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. By default what
+            HPCDIST_INIT_METHOD says, if anything.
         timeout: the limit of each call; 30 minutes by default.
         world_size, rank: how many processes and which one, where no launcher and no MPI says so.
         store: the store to find the others through, in place of ``init_method``.
@@ -74,6 +79,8 @@ def init_process_group(
         raise AssertionError(
             f"world_size must be positive and rank non-negative if using store; got {world_size} and {rank}"
         )
+    if init_method is None and store is None and comm is None:
+        init_method = os.environ.get(environment.INIT_METHOD)
     device = check_device(device_id)
     launch = environment.detect()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)
@@ -97,17 +104,35 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
     group.bound_device_id = device
     WORLD.default = group
     WORLD.add(group)
+    watch(group)
+
+
+def watch(group: ProcessGroup) -> None:
+    """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
+    set_debug_level_from_env()
+    watchdog.begin(group)
+    if DEPARTURE.backend is None:
+        # after MPI was initialised, so that exit runs this before MPI is finalised
+        atexit.register(DEPARTURE.leave)
+        DEPARTURE.hook = sys.excepthook
+        sys.excepthook = DEPARTURE.on_exception
+    DEPARTURE.backend = group.any_backend()
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
     """Return the backend string where the caller gave none."""
-    is_mpi = comm is not None or (launch is not None and launch.starts_mpi)
+    over_mpi = comm is not None or is_mpi(launch)
     if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
-        is_mpi = False
-    elif not is_mpi and launch is None and init_method is None:
+        over_mpi = False
+    elif not over_mpi and launch is None and init_method is None:
         return Backend.LOOPBACK
-    cpu = Backend.MPI if is_mpi else Backend.GLOO
+    cpu = Backend.MPI if over_mpi else Backend.GLOO
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
+
+
+def is_mpi(launch: environment.Launch | None) -> bool:
+    """Tell whether the launcher starts MPI's ranks."""
+    return launch is not None and launch.starts_mpi
 
 
 def carried(config: str) -> dict[str, str]:
@@ -139,7 +164,8 @@ def prepare(
     names = set(device_backends.values())
     if "loopback" in names:
         return Bootstrap(0, 1, timeout)
-    if "mpi" in names or comm is not None:
+    is_told = init_method is not None or store is not None  # NCCL alone finds its ranks over MPI under mpirun
+    if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi import runtime
 
         world = runtime.checked(comm) if comm is not None else runtime.world()
@@ -191,14 +217,3 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last
         each.close()
     WORLD.clear()
-
-
-def end_queues() -> None:
-    """Let queued calls end before MPI is finalised at exit."""
-    for group in WORLD.groups.values():
-        for backend in group.backends.values():
-            if backend.queue is not None:
-                backend.queue.close()
-
-
-atexit.register(end_queues)

@@ -41,12 +41,14 @@ def send(
     pg, peer = way
     not_self(pg, peer, "destination", "isend")
     backend, data = outgoing(pg, tensor)
-    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, "send", data)
+    journal = pg.journal
+    journal.current = journal.message("send", data, peer)
     try:
         backend.send(data, peer, tag)
     finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+        journal.current = None
+        event.__exit__(None, None, None)
 
 
 def recv(
@@ -80,13 +82,14 @@ def recv(
         source = world.group_rank(pg, src, group_src)
         not_self(pg, source, "source", "irecv")
     backend, data, finish = incoming(pg, tensor)
-    title = "recv" if source is not None else "recvAnySource"
-    event = profiling.begin(backend.name, title, data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    journal = pg.journal
+    journal.current = journal.message("recv", data, source)
     try:
         sender = backend.recv(data, source, tag)
     finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+        journal.current = None
+        event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return pg.ranks[sender]
@@ -220,7 +223,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     group = p2p_op_list[0].group
     if any(each.group is not group for each in p2p_op_list):
         raise ValueError("All ops need to use the same group.")
-    begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
+    with group.grouped():
+        begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
     works = [work for work in begun if work is not None]
     if len(works) != len(begun):
         raise DistBackendError(f"{len(begun) - len(works)} of {len(begun)} operations did not begin")

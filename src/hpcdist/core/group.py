@@ -6,6 +6,8 @@ that torch's own libraries take it for one of theirs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch.distributed
 
 from hpcdist.core import errors
 from hpcdist.core.c10d_methods import C10dMethods
+from hpcdist.core.journal import Journal
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -27,7 +30,7 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         backends: the backend that carries each device type; empty once the group is destroyed.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
-        sequence: how many calls this rank has made on the group.
+        journal: the calls of this rank on the group.
     """
 
     def __init__(
@@ -45,13 +48,22 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
         self.backends = backends
         self.cpu = backends.get("cpu")
+        self.carriers = {device: backend.on(device) for device, backend in backends.items()}
+        for backend in backends.values():
+            if backend is not self.cpu and backend.peer is None:
+                backend.peer = self.cpu
         self.config = config
         self.timeout = timeout
-        self.sequence = 0
+        self.journal = Journal(name)
         self.coalescing: list[Any] | None = None  # the calls held back by a coalescing manager
         self._name = name
         self._description = description
         self._device_id: torch.device | None = None
+
+    @property
+    def sequence(self) -> int:
+        """How many calls this rank has made on the group."""
+        return self.journal.sequence + self.journal.messages
 
     # torch's libraries ask a group made in Python for these by name
 
@@ -99,7 +111,7 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         """
         kind = device if isinstance(device, str) else device.type
         try:
-            return self.backends[kind]
+            return self.carriers[kind]
         except KeyError:
             if not self.backends:
                 raise errors.destroyed(self) from None
@@ -115,11 +127,19 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
             raise errors.destroyed(self)
         return next(iter(self.backends.values()))
 
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """Launch the calls begun inside together, on the backends that can."""
+        with ExitStack() as groups:
+            for backend in self.backends.values():
+                groups.enter_context(backend.grouped())
+            yield
+
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it."""
         closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices
-        self.backends, self.cpu = {}, None
-        for backend in closing:
+        self.backends, self.cpu, self.carriers = {}, None, {}
+        for backend in reversed(closing):  # the CPU's last: the others found each other over it
             backend.close()
 
     def split_group(
