@@ -85,11 +85,17 @@ def test_with_a_backend_for_each_device(tmp_path):
 
 
 def test_gloo_stays_gloo_without_run(tmp_path):
-    lines = run(tmp_path, "torchrun", WITH_IMPORT, "gloo")
-    assert lines == [f"{rank} 2 gloo 3 torch.distributed.distributed_c10d" for rank in range(2)]
+    script = """
+        import os, hpcdist, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        os.write(1, f"{dist.get_backend()} {type(dist.group.WORLD).__module__} {hpcdist.is_initialized()}\\n".encode())
+    """
+    lines = run(tmp_path, "torchrun", script)
+    assert lines == ["gloo torch.distributed.distributed_c10d False"] * 2
 
 
-@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("backend", ["mpi", "gloo"], ids=["asks for mpi", "asks for gloo"])
 def test_an_unmodified_script(tmp_path, backend):
     lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)
     assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
