@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch._C._distributed_c10d import TCPStore
 
 import hpcdist as dist
 
@@ -125,11 +126,12 @@ def torchs_group() -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     store: Any = None
     if rank == 0:
-        store = c10d.TCPStore(platform.node(), 0, size, True, limit, wait_for_workers=False)
+        store = TCPStore(platform.node(), 0, size, True, limit, wait_for_workers=False)
         objects = [(platform.node(), store.port)]
     dist.broadcast_object_list(objects, 0)
     if store is None:
-        store = c10d.TCPStore(*objects[0], size, False, limit)
+        host, port = objects[0]
+        store = TCPStore(host, port, size, False, limit)
     c10d.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit)
     return c10d.group.WORLD
 
