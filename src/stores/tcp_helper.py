@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     server.
     """
     owner, control_fd, *listen_fds = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

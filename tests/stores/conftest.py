@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # the contract and the workers are plain modules beside the tests
+sys.path.insert(0, str(Path(__file__).parent))  # the contract and the workers are plain modules beside the tests
 
 import store_workers
 

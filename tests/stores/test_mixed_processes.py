@@ -28,9 +28,7 @@ def test_counters_compare_set_queues_and_barrier(port, processes):
     everything = len(kinds) * count
     assert sorted(total for totals, _ in results for total in totals) == list(range(1, everything + 1))
     popped = [value for _, values in results for value in values]
-    assert sorted(popped) == sorted(
-        f"{rank}/{i}".encode() for rank in range(len(kinds)) for i in range(count)
-    )
+    assert sorted(popped) == sorted(f"{rank}/{i}".encode() for rank in range(len(kinds)) for i in range(count))
     assert stores.TCPStore("127.0.0.1", port).get("cas").split()[0] == b"%d" % everything
 
 
@@ -46,17 +44,13 @@ def _check_gloo(results):
 )
 def test_torchs_gloo_over_tcp(make, processes):
     server = stores.TCPStore("127.0.0.1", 0, None, True)
-    _check_gloo(
-        processes(store_workers.gloo, *[(make, (server.port,), rank, WORLD) for rank in range(WORLD)])
-    )
+    _check_gloo(processes(store_workers.gloo, *[(make, (server.port,), rank, WORLD) for rank in range(WORLD)]))
 
 
 def test_torchs_gloo_over_a_file(tmp_path, processes):
     arguments = (str(tmp_path / "store"),)
     _check_gloo(
-        processes(
-            store_workers.gloo, *[(store_workers.make_file, arguments, rank, WORLD) for rank in range(WORLD)]
-        )
+        processes(store_workers.gloo, *[(store_workers.make_file, arguments, rank, WORLD) for rank in range(WORLD)])
     )
 
 

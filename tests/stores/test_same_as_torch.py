@@ -61,9 +61,7 @@ def outcome(store, call):
     except Exception as error:
         # where torch's FileStore raises a plain RuntimeError, ours raises its subclass
         return (
-            RuntimeError
-            if isinstance(error, RuntimeError) and store.__class__.__name__ == "FileStore"
-            else type(error)
+            RuntimeError if isinstance(error, RuntimeError) and store.__class__.__name__ == "FileStore" else type(error)
         )
     return sorted(result) if name == "list_keys" else result
 

@@ -15,11 +15,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.c10d.lists import all_gather
-from hpcdist.c10d.sparse import all_reduce_sparse
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensors, same_dtype
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
 

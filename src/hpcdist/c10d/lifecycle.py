@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
 
+from hpcdist import torch_bridge
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
@@ -17,6 +19,8 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+
+BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
 
 def init_process_group(
@@ -32,6 +36,7 @@ def init_process_group(
     _ranks: list[int] | None = None,
     *,
     comm: Any = None,
+    bridge: bool | None = None,
 ) -> None:
     """Make the default group; every process of the job calls this.
 
@@ -42,7 +47,8 @@ def init_process_group(
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"``, a name given to
             ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
         init_method: where to find the others without MPI: ``env://``, ``tcp://host:port``,
-            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI.
+            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. By default what
+            HPCDIST_INIT_METHOD says, if anything.
         timeout: the limit of each call; 30 minutes by default.
         world_size, rank: how many processes and which one, where no launcher and no MPI says so.
         store: the store to find the others through, in place of ``init_method``.
@@ -52,6 +58,8 @@ def init_process_group(
         _ranks: what the default group's name is made from, where this world is a part of a larger one.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
+        bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
+            yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left alone.
 
     Raises:
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit.
@@ -67,6 +75,8 @@ def init_process_group(
         raise AssertionError(
             f"world_size must be positive and rank non-negative if using store; got {world_size} and {rank}"
         )
+    if init_method is None and store is None and comm is None:
+        init_method = os.environ.get(environment.INIT_METHOD)
     device = check_device(device_id)
     launch = environment.detect()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)
@@ -79,10 +89,16 @@ def init_process_group(
     backends = registry.connect_all(device_backends, bootstrap)
     first = next(iter(backends.values()))
     name = local_name(_ranks) if _ranks else WORLD.next_name()
-    group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
+    begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
+    WORLD.store = bootstrap.store
+    if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
+        torch_bridge.show(WORLD.groups.values())
+
+
+def begin(group: ProcessGroup, device: torch.device | None) -> None:
+    """Make a group the default one."""
     group.bound_device_id = device
     WORLD.default = group
-    WORLD.store = bootstrap.store
     WORLD.add(group)
 
 
@@ -178,7 +194,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if not isinstance(pg, ProcessGroup) or not pg.backends:
         raise errors.destroyed(pg)
     if pg is not WORLD.default:
-        WORLD.groups.pop(pg.group_name, None)
+        WORLD.remove(pg)
         pg.close()
         return
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last

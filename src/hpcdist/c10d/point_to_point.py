@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hpcdist.core import world
+from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, route
@@ -41,7 +41,12 @@ def send(
     pg, peer = way
     not_self(pg, peer, "destination", "isend")
     backend, data = outgoing(pg, tensor)
-    backend.send(data, peer, tag)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
+    try:
+        backend.send(data, peer, tag)
+    finally:
+        if event is not None:
+            event.__exit__(None, None, None)
 
 
 def recv(
@@ -75,7 +80,13 @@ def recv(
         source = world.group_rank(pg, src, group_src)
         not_self(pg, source, "source", "irecv")
     backend, data, finish = incoming(pg, tensor)
-    sender = backend.recv(data, source, tag)
+    title = "recv" if source is not None else "recvAnySource"
+    event = profiling.begin(backend.name, title, data) if profiling.is_on() else None
+    try:
+        sender = backend.recv(data, source, tag)
+    finally:
+        if event is not None:
+            event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return pg.ranks[sender]

@@ -255,9 +255,7 @@ def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
     pick: dict[str, Callable[[list[float]], float]] = {"memory a client": max, "memory under lengths": max}
     pick |= {row: min for row, (unit, _, _) in TARGETS.items() if unit == "us"}
     return {
-        row: {
-            kind: float(pick.get(row, statistics.median)(values)) for kind, values in kinds.items() if values
-        }
+        row: {kind: float(pick.get(row, statistics.median)(values)) for kind, values in kinds.items() if values}
         for row, kinds in figures.items()
         if any(kinds.values())
     }
@@ -272,9 +270,7 @@ def _verdict(row: str, found: dict[str, float]) -> str:
     if limit is None:
         return ""
     is_reached = ours / torchs <= limit if is_lower_better else ours / torchs >= limit
-    return (
-        f"{'reached' if is_reached else 'missed'} (at {'most' if is_lower_better else 'least'} {limit:g} x)"
-    )
+    return f"{'reached' if is_reached else 'missed'} (at {'most' if is_lower_better else 'least'} {limit:g} x)"
 
 
 def run(args: list[str]) -> int:

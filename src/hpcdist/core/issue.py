@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
@@ -61,6 +62,7 @@ def issue(
         and send.is_cpu
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
+        and not profiling.is_on()
         and is_shaped(row, pg, send, recv, counts)
     ):
         if backend.queue is not None:
@@ -172,13 +174,21 @@ def dispatch(
 ) -> Work | None:
     """Hand a checked call to its backend."""
     pg.sequence += 1
+    event = profiling.begin(backend.name, row.name, send, recv) if profiling.is_on() else None
     if async_op:
-        return backend.start(row, send, recv, op, root, counts, result, finish)
-    if backend.queue is not None:
-        backend.queue.drain()
-    backend.run(row, send, recv, op, root, counts)
-    if finish is not None:
-        finish()
+        work = backend.start(row, send, recv, op, root, counts, result, finish)
+        if event is not None:
+            work._ends(event)
+        return work
+    try:
+        if backend.queue is not None:
+            backend.queue.drain()
+        backend.run(row, send, recv, op, root, counts)
+        if finish is not None:
+            finish()
+    finally:
+        if event is not None:
+            event.__exit__(None, None, None)
     return None
 
 

@@ -63,10 +63,9 @@ def check(name: str) -> None:
 def connect(name: str, bootstrap: Bootstrap) -> Backend:
     """Make a communicator of a named backend for a whole group; every rank of it calls this."""
     if name in PLUGINS:
-        from hpcdist.backends.foreign import ForeignBackend
+        from hpcdist.backends.foreign import registered
 
-        creator, is_extended = PLUGINS[name]
-        return ForeignBackend.create(name, creator, is_extended, bootstrap)
+        return registered(name, *PLUGINS[name]).connect(bootstrap)
     return load(name).connect(bootstrap)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hpcdist.core import profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
 from hpcdist.core.group import ProcessGroup
@@ -61,7 +62,11 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    return backend.isend(data, way[1], tag)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
+    work = backend.isend(data, way[1], tag)
+    if event is not None:
+        work._ends(event)
+    return work
 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
@@ -71,4 +76,9 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     pg = resolve(group)
     source = None if src is None and group_src is None else group_rank(pg, src, group_src)
     backend, data, finish = incoming(pg, tensor)
-    return backend.irecv(data, source, tag, finish)
+    title = "recv" if source is not None else "recvAnySource"
+    event = profiling.begin(backend.name, title, data) if profiling.is_on() else None
+    work = backend.irecv(data, source, tag, finish)
+    if event is not None:
+        work._ends(event)
+    return work

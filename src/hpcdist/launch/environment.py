@@ -111,6 +111,9 @@ def node_local_rank(environment: Mapping[str, str] | None = None) -> int | None:
     return None
 
 
+INIT_METHOD = "HPCDIST_INIT_METHOD"  # what init_process_group does without an init_method: a job script's choice
+
+
 NODE_KEY = "HPCDIST_NODE_KEY"  # overrides what tells nodes apart: imitates several on one machine
 
 
