@@ -2,6 +2,9 @@
 
     mpirun -n 4 python train_digits.py                 # or srun, or torchrun --nproc-per-node 4
     python train_digits.py                             # alone
+    mpirun --with-ft ulfm -n 4 python train_digits.py --elastic    # goes on without a rank that dies
+
+SIGTERM or SIGUSR1 to any rank (Slurm's --signal) ends it after the epoch, with the checkpoint saved.
 
 Each global batch is divided among the ranks and the gradients are summed, so that the result does not
 depend on how many ranks there are.
@@ -14,6 +17,7 @@ import os
 import tempfile
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,6 +37,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the state after each epoch")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--elastic", action="store_true", help="go on without a rank that dies (mpirun --with-ft ulfm)")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a call may take")
     parser.add_argument("--init-method", help="without MPI: tcp://host:port, file:///path, slurm://")
     parser.add_argument("--rank", type=int, default=-1, help="with --init-method, where no launcher says it")
     parser.add_argument("--world-size", type=int, default=-1)
@@ -130,11 +136,65 @@ def train_epoch(model, optimizer, loader, global_batch: int, clock: Clock) -> fl
     return total.item() / steps
 
 
+def divide(train: TensorDataset, options) -> tuple[DistributedSampler, DataLoader, int]:
+    """Return this rank's share of the samples among the ranks there are now, and the samples of a step."""
+    size = dist.get_world_size()
+    sampler = DistributedSampler(train, size, dist.get_rank(), seed=options.seed)
+    share = options.global_batch // size
+    return sampler, DataLoader(train, share, sampler=sampler, drop_last=True), share * size
+
+
+def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset, checkpoint: Path | None) -> float:
+    """Train for one epoch, print its figures, save the state, and return the accuracy."""
+    sampler, loader, batch = data
+    size = dist.get_world_size()
+    sampler.set_epoch(epoch)
+    clock, start = Clock(), time.perf_counter()
+    loss = train_epoch(model, optimizer, loader, batch, clock)
+    elapsed = time.perf_counter() - start
+    reached = accuracy(model, test)
+    figures = [None] * size
+    dist.all_gather_object(figures, {"seconds": elapsed, "communicating": clock.seconds})
+    if dist.get_rank() == 0:
+        slowest = max(each["seconds"] for each in figures)
+        share = sum(each["communicating"] / each["seconds"] for each in figures) / size
+        speed = len(loader) * batch / slowest
+        print(f"{epoch + 1:5d} {loss:9.4f} {reached:9.4f} {speed:10,.0f} {share:16.1%}", flush=True)
+        if checkpoint:
+            state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save(checkpoint, state)
+    dist.barrier()  # nobody goes on before the checkpoint is safe
+    return reached
+
+
+def recover(error: dist.DistBackendError, epoch: int, model, optimizer) -> int:
+    """Go on without the ranks that died, from rank 0's state; return the epoch to run again.
+
+    The call that failed may have ended on some ranks, which then have made a step that others have not.
+    """
+    lost = dist.failed_ranks()
+    if not lost:
+        raise error
+    dist.shrink_group(lost)
+    state = [{"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}]
+    dist.broadcast_object_list(state, 0)
+    model.load_state_dict(state[0]["model"])
+    optimizer.load_state_dict(state[0]["optimizer"])
+    if dist.get_rank() == 0:
+        print(f"lost rank {lost}, going on with {dist.get_world_size()} from epoch {state[0]['epoch'] + 1}", flush=True)
+    return state[0]["epoch"]
+
+
 def main() -> None:
     options = arguments()
-    dist.init_process_group(init_method=options.init_method, rank=options.rank, world_size=options.world_size)
+    dist.init_process_group(
+        init_method=options.init_method,
+        timeout=timedelta(seconds=options.timeout),
+        rank=options.rank,
+        world_size=options.world_size,
+    )
     rank, size = dist.get_rank(), dist.get_world_size()
-    if options.global_batch % size:
+    if options.global_batch % size and not options.elastic:
         raise SystemExit(f"--global-batch {options.global_batch} does not divide among {size} ranks")
     torch.manual_seed(options.seed + rank)  # every rank starts elsewhere, until rank 0's parameters arrive
     train, test = load_data()
@@ -142,33 +202,29 @@ def main() -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
-    first = resume(options.checkpoint, model, optimizer) if options.resume and options.checkpoint else 0
-    sampler = DistributedSampler(train, size, rank, seed=options.seed)
-    loader = DataLoader(train, options.global_batch // size, sampler=sampler, drop_last=True)
-
+    epoch = resume(options.checkpoint, model, optimizer) if options.resume and options.checkpoint else 0
+    data = divide(train, options)
     if rank == 0:
         print(f"{size} ranks on {dist.get_backend()}, {len(train)} training and {len(test)} test samples")
         print(f"{'epoch':>5} {'loss':>9} {'accuracy':>9} {'samples/s':>10} {'in communication':>17}")
     reached = accuracy(model, test)
-    for epoch in range(first, options.epochs):
-        sampler.set_epoch(epoch)
-        clock, start = Clock(), time.perf_counter()
-        loss = train_epoch(model, optimizer, loader, options.global_batch, clock)
-        elapsed = time.perf_counter() - start
-        reached = accuracy(model, test)
-        figures = [None] * size
-        dist.all_gather_object(figures, {"seconds": elapsed, "communicating": clock.seconds})
-        if rank == 0:
-            slowest = max(each["seconds"] for each in figures)
-            share = sum(each["communicating"] / each["seconds"] for each in figures) / size
-            speed = len(loader) * options.global_batch / slowest
-            print(f"{epoch + 1:5d} {loss:9.4f} {reached:9.4f} {speed:10,.0f} {share:16.1%}", flush=True)
-            if options.checkpoint:
-                state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                save(options.checkpoint, state)
-        dist.barrier()  # nobody goes on before the checkpoint is safe
-    if rank == 0:
-        print(f"held-out accuracy {reached:.4f} after {options.epochs} epochs on {size} ranks")
+    while epoch < options.epochs:
+        try:
+            reached = run_epoch(epoch, model, optimizer, data, test, options.checkpoint)
+            epoch += 1
+            stops = dist.stop_requested()
+        except dist.DistBackendError as error:
+            if not options.elastic:
+                raise
+            epoch = recover(error, epoch, model, optimizer)
+            data = divide(train, options)
+            continue
+        if stops:
+            break
+    if dist.get_rank() == 0:
+        if epoch < options.epochs:
+            print("stopped by a signal; --resume goes on from the checkpoint")
+        print(f"held-out accuracy {reached:.4f} after {epoch} epochs on {dist.get_world_size()} ranks")
     dist.destroy_process_group()
 
 

@@ -51,6 +51,15 @@ from hpcdist.c10d.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
+from hpcdist.c10d.debug import (
+    DebugLevel,
+    breakpoint,
+    get_debug_level,
+    monitored_barrier,
+    set_debug_level,
+    set_debug_level_from_env,
+    stop_requested,
+)
 from hpcdist.c10d.deprecated import _all_gather_base, _reduce_scatter_base
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
@@ -104,6 +113,7 @@ from hpcdist.c10d.queries import (
     record_comm,
     reduce_op,
 )
+from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, shrink_group
 from hpcdist.c10d.torch_names import (
     _DEFAULT_FIRST_BUCKET_BYTES,
     BuiltinCommHookType,

@@ -94,7 +94,7 @@ def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
     if rank == 0:
         work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
         assert not backend.is_idle()
-    backend.abort("a test says so")
+    backend.interrupt("a test says so")
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match="a test says so"):
             work.wait()

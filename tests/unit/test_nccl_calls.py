@@ -409,7 +409,7 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     backend._link.comm.error = 6
     failure = backend.check_async()
     assert "error 6" in str(failure)
-    backend.abort("rank 3 is gone")
+    backend.interrupt("rank 3 is gone")
     with pytest.raises(DistBackendError, match="rank 3 is gone"):
         work.wait()
     with pytest.raises(DistBackendError, match="rank 3 is gone"):

@@ -73,6 +73,7 @@ class ForeignBackend(Backend):
     """A group of one of torch's own c10d backends."""
 
     name: ClassVar[str] = "foreign"
+    ends_waits: ClassVar[bool] = True
 
     creator: ClassVar[Any]  # makes the inner backend of a group from its Bootstrap
 

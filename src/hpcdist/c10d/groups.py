@@ -261,11 +261,12 @@ def make(
         wanted = named if ":" in backend else {d: n for d, n in named.items() if d in wanted} or named
     by_name = {each.name: each for each in parent.backends.values()}
     made: dict[str, Communicator | None] = {}
-    for name in dict.fromkeys(wanted.values()):
-        if name in by_name:
-            made[name] = by_name[name].split(subgroups, names, limit)
-        else:
-            made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
+    with parent.journal.during("new_group"):
+        for name in dict.fromkeys(wanted.values()):
+            if name in by_name:
+                made[name] = by_name[name].split(subgroups, names, limit)
+            else:
+                made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
     if index is None:
         return None
     backends = {device: made[name] for device, name in wanted.items()}

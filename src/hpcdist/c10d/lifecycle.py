@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
 
 from hpcdist import torch_bridge
+from hpcdist.c10d.debug import set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
@@ -19,6 +21,8 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+from hpcdist.watch import watchdog
+from hpcdist.watch.departure import DEPARTURE
 
 BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
@@ -100,6 +104,19 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
     group.bound_device_id = device
     WORLD.default = group
     WORLD.add(group)
+    watch(group)
+
+
+def watch(group: ProcessGroup) -> None:
+    """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
+    set_debug_level_from_env()
+    watchdog.begin(group)
+    if DEPARTURE.backend is None:
+        # after MPI was initialised, so that exit runs this before MPI is finalised
+        atexit.register(DEPARTURE.leave)
+        DEPARTURE.hook = sys.excepthook
+        sys.excepthook = DEPARTURE.on_exception
+    DEPARTURE.backend = group.any_backend()
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
@@ -200,14 +217,3 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last
         each.close()
     WORLD.clear()
-
-
-def end_queues() -> None:
-    """Let queued calls end before MPI is finalised at exit."""
-    for group in WORLD.groups.values():
-        for backend in group.backends.values():
-            if backend.queue is not None:
-                backend.queue.close()
-
-
-atexit.register(end_queues)

@@ -15,6 +15,7 @@ from hpcdist.c10d.lists import rooted
 from hpcdist.core import world
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import ProcessGroup
+from hpcdist.core.journal import MESSAGES
 
 
 def carrier(group: Any, call: str) -> tuple[ProcessGroup, Backend] | None:
@@ -25,7 +26,8 @@ def carrier(group: Any, call: str) -> tuple[ProcessGroup, Backend] | None:
     backend = pg.any_backend()
     if backend.queue is not None:
         backend.queue.drain()
-    pg.sequence += 1
+    if pg.journal.before is not None and call not in MESSAGES:
+        pg.journal.before(pg, backend, call)
     return pg, backend
 
 
@@ -54,7 +56,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         return
     pg, backend = way
     check_list(object_list, "object_list", pg.size(), "one a rank of the group")
-    object_list[: pg.size()] = backend.all_gather_object(obj)
+    with pg.journal.during("all_gather_object"):
+        object_list[: pg.size()] = backend.all_gather_object(obj)
 
 
 def gather_object(
@@ -87,7 +90,8 @@ def gather_object(
         raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
     way = carrier(pg, "gather_object")
     assert way is not None
-    gathered = way[1].gather_object(obj, root)
+    with pg.journal.during("gather_object", root):
+        gathered = way[1].gather_object(obj, root)
     if gathered is not None and object_gather_list is not None:
         object_gather_list[: pg.size()] = gathered
 
@@ -118,7 +122,8 @@ def broadcast_object_list(
     check_list(object_list, "object_list", 0, "any number")
     way = carrier(pg, "broadcast_object_list")
     assert way is not None
-    objects = way[1].broadcast_object(object_list, root)
+    with pg.journal.during("broadcast_object_list", root):
+        objects = way[1].broadcast_object(object_list, root)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"broadcast_object_list: the source's list has {len(objects)} entries, `object_list` on rank "
@@ -159,7 +164,8 @@ def scatter_object_list(
         )
     way = carrier(pg, "scatter_object_list")
     assert way is not None
-    scatter_object_output_list[0] = way[1].scatter_object(scatter_object_input_list, root)
+    with pg.journal.during("scatter_object_list", root):
+        scatter_object_output_list[0] = way[1].scatter_object(scatter_object_input_list, root)
 
 
 def send_object_list(
@@ -193,7 +199,8 @@ def send_object_list(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
     check_list(object_list, "object_list", 0, "any number")
-    backend.send_object(object_list, peer)
+    with pg.journal.during("send_object_list", peer):
+        backend.send_object(object_list, peer)
 
 
 def recv_object_list(
@@ -227,7 +234,8 @@ def recv_object_list(
     pg, backend = way
     check_list(object_list, "object_list", 0, "any number")
     source = None if src is None and group_src is None else world.group_rank(pg, src, group_src)
-    objects, sender = backend.recv_object(source)
+    with pg.journal.during("recv_object_list", source):
+        objects, sender = backend.recv_object(source)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"recv_object_list: the list sent has {len(objects)} entries, `object_list` {len(object_list)}"

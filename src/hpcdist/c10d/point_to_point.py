@@ -41,12 +41,14 @@ def send(
     pg, peer = way
     not_self(pg, peer, "destination", "isend")
     backend, data = outgoing(pg, tensor)
-    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, "send", data)
+    journal = pg.journal
+    journal.current = journal.message("send", data, peer)
     try:
         backend.send(data, peer, tag)
     finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+        journal.current = None
+        event.__exit__(None, None, None)
 
 
 def recv(
@@ -80,13 +82,14 @@ def recv(
         source = world.group_rank(pg, src, group_src)
         not_self(pg, source, "source", "irecv")
     backend, data, finish = incoming(pg, tensor)
-    title = "recv" if source is not None else "recvAnySource"
-    event = profiling.begin(backend.name, title, data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    journal = pg.journal
+    journal.current = journal.message("recv", data, source)
     try:
         sender = backend.recv(data, source, tag)
     finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+        journal.current = None
+        event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return pg.ranks[sender]

@@ -7,6 +7,7 @@ only what it alone can know. Ranks here are ranks of the group, and a root is on
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ class Backend(TensorObjects):
     queue: Queue | None = None  # made by the first asynchronous call
     peer: Backend | None = None  # the group's CPU backend, where this one carries another device
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
+    ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
     unfinished: deque[Work]  # messages under way
 
     @classmethod
@@ -148,6 +150,35 @@ class Backend(TensorObjects):
     def on(self, device_type: str) -> Backend:
         """Return what carries a device type's tensors on this communicator."""
         return self
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that have not ended."""
+        queued = [] if self.queue is None else self.queue.pending()
+        messages = list(getattr(self, "unfinished", ()))
+        return [*queued, *(work for work in messages if not work._done)]
+
+    def interrupt(self, reason: str) -> bool:
+        """Make the call that blocks on this communicator raise; return False where the library cannot."""
+        return False
+
+    def failed(self) -> list[int]:
+        """Return the ranks that the library knows to have died."""
+        return []
+
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> Backend:
+        """Make a communicator of the ranks that are not excluded; only they call."""
+        raise TypeError(f"backend {self.name!r} does not support shrinking operations")
+
+    def farewell(self) -> Callable[[], bool] | None:
+        """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
+
+        None says that a rank may leave alone.
+        """
+        return None
+
+    def abort(self, status: int) -> None:
+        """End this process, and with it the job: the launcher ends the others."""
+        os._exit(status)
 
     def close(self) -> None:
         """End the queue and free the communicator; every rank calls it, and a second call does nothing."""

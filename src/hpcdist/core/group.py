@@ -16,6 +16,7 @@ import torch.distributed
 
 from hpcdist.core import errors
 from hpcdist.core.c10d_methods import C10dMethods
+from hpcdist.core.journal import Journal
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -29,7 +30,7 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         backends: the backend that carries each device type; empty once the group is destroyed.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
-        sequence: how many calls this rank has made on the group.
+        journal: the calls of this rank on the group.
     """
 
     def __init__(
@@ -53,11 +54,16 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
                 backend.peer = self.cpu
         self.config = config
         self.timeout = timeout
-        self.sequence = 0
+        self.journal = Journal(name)
         self.coalescing: list[Any] | None = None  # the calls held back by a coalescing manager
         self._name = name
         self._description = description
         self._device_id: torch.device | None = None
+
+    @property
+    def sequence(self) -> int:
+        """How many calls this rank has made on the group."""
+        return self.journal.sequence + self.journal.messages
 
     # torch's libraries ask a group made in Python for these by name
 

@@ -62,6 +62,7 @@ def issue(
         and send.is_cpu
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
+        and (journal := pg.journal).before is None
         and not profiling.is_on()
         and is_shaped(row, pg, send, recv, counts)
     ):
@@ -69,8 +70,13 @@ def issue(
             backend.queue.drain()
         if row.reduces and op.__class__ is not RedOpType:
             op = canonical(op)
-        pg.sequence += 1
-        backend.run(row, send, recv, op, root, counts)
+        journal.sequence = number = journal.sequence + 1
+        journal.current = call = (journal, number, row, send.shape, send.dtype, root)
+        journal.push(call)
+        try:
+            backend.run(row, send, recv, op, root, counts)
+        finally:
+            journal.current = None
         return None
     return issue_any(row, group, send, recv, op, root, async_op, counts)
 
@@ -173,22 +179,26 @@ def dispatch(
     finish: Callable[[], None] | None,
 ) -> Work | None:
     """Hand a checked call to its backend."""
-    pg.sequence += 1
-    event = profiling.begin(backend.name, row.name, send, recv) if profiling.is_on() else None
+    journal = pg.journal
+    if journal.before is not None:
+        journal.before(pg, backend, row, send, recv, op, root, counts)
+    call = journal.collective(row, send if send is not None else recv, root)
+    event = profiling.begin(backend.name, row.name, send, recv)
     if async_op:
         work = backend.start(row, send, recv, op, root, counts, result, finish)
-        if event is not None:
-            work._ends(event)
+        work._call = call
+        work._ends(event)
         return work
+    if backend.queue is not None:
+        backend.queue.drain()
+    journal.current = call
     try:
-        if backend.queue is not None:
-            backend.queue.drain()
         backend.run(row, send, recv, op, root, counts)
-        if finish is not None:
-            finish()
     finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+        journal.current = None
+        event.__exit__(None, None, None)
+    if finish is not None:
+        finish()
     return None
 
 

@@ -44,8 +44,7 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
 
 
 def carrier(pg: ProcessGroup, tensor: torch.Tensor) -> Backend:
-    """Return the backend that carries a tensor, and count the call."""
-    pg.sequence += 1
+    """Return the backend that carries a tensor."""
     return pg.cpu if tensor.is_cpu and pg.cpu is not None else pg.backend(tensor.device)
 
 
@@ -62,11 +61,8 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
-    work = backend.isend(data, way[1], tag)
-    if event is not None:
-        work._ends(event)
-    return work
+    event = profiling.begin(backend.name, "send", data)
+    return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag), event)
 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
@@ -76,9 +72,14 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     pg = resolve(group)
     source = None if src is None and group_src is None else group_rank(pg, src, group_src)
     backend, data, finish = incoming(pg, tensor)
-    title = "recv" if source is not None else "recvAnySource"
-    event = profiling.begin(backend.name, title, data) if profiling.is_on() else None
-    work = backend.irecv(data, source, tag, finish)
-    if event is not None:
-        work._ends(event)
+    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish), event)
+
+
+def recorded(
+    pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work, event: profiling.Event
+) -> Work:
+    """Record a message that has begun."""
+    work._call = pg.journal.message(call, tensor, peer)
+    work._ends(event)
     return work

@@ -7,12 +7,14 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.journal import Explanation
+from hpcdist.core.profiling import NOTHING
 
 if TYPE_CHECKING:
     from hpcdist.core.profiling import Event
@@ -33,6 +35,8 @@ class Work(torch.distributed.Work):
         self._error: BaseException | None = None
         self._done = False
         self._future: torch.futures.Future | None = None
+        self._call: tuple[Any, ...] | None = None  # its record in the group's journal
+        self._limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
         self._guard = allocate_lock()  # between finishing and asking for the future or the event's end
         self._event: Event | None = None
 
@@ -51,6 +55,8 @@ class Work(torch.distributed.Work):
 
     def _ends(self, event: Event) -> None:
         """Let a profiler's event end when the call ends."""
+        if event is NOTHING:
+            return
         with self._guard:
             if not self._done:
                 self._event = event
@@ -67,6 +73,22 @@ class Work(torch.distributed.Work):
         """Return True once the call has ended, False when the time is over first."""
         raise NotImplementedError
 
+    def _await(self, seconds: float | None) -> bool:
+        """Block as ``_block`` does, and let the group's journal say so meanwhile."""
+        if self._call is None:
+            return self._block(seconds)
+        journal = self._call[0]
+        self._limit = seconds
+        journal.current, journal.waited = self._call, self
+        try:
+            return self._block(seconds)
+        finally:
+            journal.current = journal.waited = None
+
+    def _interrupt(self, reason: str) -> bool:
+        """Make a wait for this Work raise; return False where that cannot be done."""
+        return False
+
     def _poll(self) -> None:
         """Notice, where nobody else does, that the call has ended."""
 
@@ -82,10 +104,11 @@ class Work(torch.distributed.Work):
             DistBackendError: the time is over; the call itself goes on.
         """
         if not self._done:
-            seconds = timeout.total_seconds()
-            if not self._block(seconds if seconds > 0 else None):
+            seconds = timeout.total_seconds() or None
+            if not self._await(seconds):
                 raise DistBackendError(
-                    f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
+                    f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "
+                    f"way. {Explanation.of(self._call)}".rstrip()
                 )
         if self._error is not None:
             raise self._error
@@ -155,8 +178,9 @@ class QueuedWork(Work):
         self._ended.acquire()
 
     def _finish(self, error: BaseException | None = None) -> None:
-        super()._finish(error)
-        self._ended.release()
+        if not self._done:  # one that was given up may still end
+            super()._finish(error)
+            self._ended.release()
 
     def _block(self, seconds: float | None) -> bool:
         if not self._ended.acquire(timeout=-1 if seconds is None else seconds):
@@ -200,6 +224,8 @@ class Queue:
         self._wake = threading.Condition()
         self._last: QueuedWork | None = None
         self._closing = False
+        self.running: QueuedWork | None = None  # the call that the thread is in
+        self.broken: DistBackendError | None = None  # why the thread is given up
         self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
         self._thread.start()
 
@@ -207,6 +233,8 @@ class Queue:
         """Queue a call; ``result`` is what its Work will show."""
         work = QueuedWork(result)
         with self._wake:
+            if self.broken is not None:
+                raise DistBackendError(f"no call can follow on this group: {self.broken}")
             self._calls.append((call, work))
             self._last = work
             self._wake.notify()
@@ -215,6 +243,8 @@ class Queue:
     def drain(self) -> None:
         """Wait until everything queued has ended, so that a synchronous call keeps its place."""
         last = self._last
+        if self.broken is not None:
+            raise DistBackendError(f"no call can follow on this group: {self.broken}")
         if last is not None and threading.current_thread() is not self._thread:
             last._block(None)
             with self._wake:
@@ -226,8 +256,22 @@ class Queue:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and self.broken is None:
             self._thread.join()
+
+    def pending(self) -> list[QueuedWork]:
+        """Return the calls that have not ended, the running one first."""
+        running = self.running
+        return [*([running] if running is not None else []), *(work for _, work in list(self._calls))]
+
+    def fail(self, error: DistBackendError) -> None:
+        """Give the running call and all after it up, so that their waits raise; the thread may never return."""
+        with self._wake:
+            self.broken = error
+            given_up = self.pending()
+            self._calls.clear()
+        for work in given_up:
+            work._finish(error)
 
     def _serve(self) -> None:
         while True:
@@ -237,10 +281,12 @@ class Queue:
                 if not self._calls:
                     return
                 call, work = self._calls.popleft()
+                self.running = work
             try:
                 call()
             except BaseException as error:
                 work._finish(error)
             else:
                 work._finish()
+            self.running = None
             del call, work  # the buffers belong to the caller again

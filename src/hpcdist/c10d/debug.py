@@ -1,0 +1,268 @@
+"""How does one look at a job that does not do what it should? Debug level, monitored barrier, breakpoint, stop."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import DebugLevel
+
+from hpcdist.core import world
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.issue import issue
+from hpcdist.core.journal import SCRUTINY
+from hpcdist.core.reduction import MAX
+from hpcdist.core.table import ALL_REDUCE, BARRIER
+from hpcdist.core.work import Work
+from hpcdist.core.world import WORLD
+from hpcdist.watch import fingerprints, report
+from hpcdist.watch.watchdog import RUNNING
+
+BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
+LONGEST_NAP = 2e-3  # seconds between two looks at a message
+
+__all__ = [
+    "DebugLevel",
+    "breakpoint",
+    "get_debug_level",
+    "monitored_barrier",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "stop_requested",
+]
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the debug level, which torch.distributed and hpcdist share."""
+    return c10d.get_debug_level()
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Set the debug level; every rank sets the same.
+
+    Args:
+        level: with ``DebugLevel.DETAIL`` each collective is compared with the other ranks' before it runs.
+    """
+    c10d.set_debug_level(level)
+    scrutinise(level)
+
+
+def set_debug_level_from_env() -> None:
+    """Set the debug level from TORCH_DISTRIBUTED_DEBUG (OFF, INFO or DETAIL)."""
+    c10d.set_debug_level_from_env()
+    scrutinise(get_debug_level())
+
+
+def scrutinise(level: DebugLevel) -> None:
+    """Have collectives compared, or not, on all groups there are and will be."""
+    SCRUTINY.check = fingerprints.check if level == DebugLevel.DETAIL else None
+    for group in WORLD.groups.values():
+        group.journal.before = SCRUTINY.check
+
+
+def monitored_barrier(
+    group: ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Wait until every rank of a group is here, or say which are not.
+
+    Rank 0 of the group hears from each rank and answers it; every rank of the group calls this. Unlike c10d's
+    it works on every backend that carries CPU tensors.
+
+    Args:
+        group: the group; None for the default one.
+        timeout: how long to wait; None for the group's.
+        wait_all_ranks: name all ranks that did not come, not only the first.
+
+    Raises:
+        DistBackendError: a rank did not come in time; on rank 0 it says which.
+    """
+    if not world.is_member(group, "monitored_barrier"):
+        return
+    pg = world.resolve(group)
+    limit = timeout if timeout is not None else pg.timeout
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+    backend = pg.any_backend()
+    if backend.queue is not None:
+        backend.queue.drain()
+    with own_limit(pg, "monitored_barrier"):
+        number = torch.tensor([pg.journal.sequence])
+        deadline = time.monotonic() + seconds
+        if pg.rank() == 0:
+            hear_all(pg, number, deadline, seconds, wait_all_ranks)
+        else:
+            report_to_first(pg, number, deadline)
+
+
+@contextmanager
+def own_limit(pg: ProcessGroup, name: str) -> Iterator[None]:
+    """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone."""
+    with pg.journal.during(name):
+        pg.journal.waited = LIMITED
+        try:
+            yield
+        finally:
+            pg.journal.waited = None
+
+
+class Limited:
+    """Stands for a wait that ends by itself."""
+
+    _limit = 0.0
+
+
+LIMITED = Limited()
+
+
+def is_in_time(work: Work, deadline: float) -> bool:
+    """Wait for a message, looking at it again and again; False when the time is over first."""
+    nap = 20e-6
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP)
+    return work.exception() is None
+
+
+def hear_all(pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
+    """Hear from every other rank, then let them go; the part of rank 0."""
+    backend, missing = pg.any_backend(), []
+    heard = {rank: torch.zeros_like(number) for rank in range(1, pg.size())}
+    works = {rank: backend.irecv(tensor, rank, BARRIER_TAG, None) for rank, tensor in heard.items()}
+    for rank, tensor in heard.items():
+        while is_in_time(works[rank], deadline):
+            if int(tensor) >= int(number):
+                break
+            # a word that came too late for an earlier barrier
+            works[rank] = backend.irecv(tensor, rank, BARRIER_TAG, None)
+        else:
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
+    if missing:
+        for rank, work in works.items():
+            if not work.is_completed():
+                work._interrupt(f"monitored_barrier: rank {rank} did not come")
+                is_in_time(work, time.monotonic() + 1.0)
+        ranks = ", ".join(str(pg.ranks[rank]) for rank in missing)
+        raise DistBackendError(
+            f"[Rank {pg.ranks[0]}]: Rank{'s' * (len(missing) > 1)} {ranks} failed to pass monitoredBarrier in "
+            f"{seconds * 1000:.0f} ms{whereabouts_of(pg, missing)}"
+        )
+    for rank in heard:
+        backend.isend(number, rank, BARRIER_TAG)
+
+
+def report_to_first(pg: ProcessGroup, number: torch.Tensor, deadline: float) -> None:
+    """Tell rank 0 that this rank is here, and wait for its word; the part of the others."""
+    backend, answer = pg.any_backend(), torch.zeros_like(number)
+    sent = backend.isend(number, 0, BARRIER_TAG)
+    work = backend.irecv(answer, 0, BARRIER_TAG, None)
+    while is_in_time(work, deadline):
+        if int(answer) >= int(number):
+            is_in_time(sent, deadline)
+            return
+        work = backend.irecv(answer, 0, BARRIER_TAG, None)
+    if not work.is_completed():
+        work._interrupt("monitored_barrier: rank 0 did not answer")
+        is_in_time(work, time.monotonic() + 1.0)
+    first = pg.ranks[0]
+    raise DistBackendError(
+        f"Rank {pg.ranks[pg.rank()]} successfully reached monitoredBarrier, but received errors while waiting for "
+        f"send/recv from rank {first}. Please check rank {first} logs for faulty rank.{whereabouts_of(pg, [0])}"
+    )
+
+
+def whereabouts_of(pg: ProcessGroup, ranks: list[int]) -> str:
+    """Return where ranks of a group are, as they say themselves."""
+    if not RUNNING:
+        return ""
+    asked = [pg.ranks[rank] for rank in ranks]
+    answers = RUNNING[0].ask(asked, pg.group_name, 0.5)
+    said = [
+        f"{report.listed([rank])} is {report.place(answers[rank], pg.group_name)}"
+        if rank in answers
+        else f"{report.listed([rank])}: {RUNNING[0].channel.judge(rank)}"
+        for rank in asked
+    ]
+    return f" ({'; '.join(said)})"
+
+
+SKIPPED: dict[tuple[str, int], int] = {}  # how often each line with a breakpoint was passed
+
+
+def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+    """Open pdb on one rank while the others wait; every rank of the default group calls this.
+
+    Args:
+        rank: which rank's terminal.
+        skip: pass the breakpoint so many times first.
+        timeout_s: no call times out for so many seconds; None leaves the timeouts as they are.
+    """
+    caller = sys._getframe(1)
+    here = (caller.f_code.co_filename, caller.f_lineno)
+    SKIPPED[here] = SKIPPED.get(here, 0) + 1
+    if SKIPPED[here] <= skip:
+        return
+    if timeout_s is not None and RUNNING:
+        RUNNING[0].waits_until = time.monotonic() + timeout_s
+    default = world.default_group()
+    if default.ranks[default.rank()] == rank:
+        debugger = TerminalPdb()
+        debugger.message(
+            f"\n!!! ATTENTION !!!\n\nThis is rank {rank}. Type 'up' to get to the frame that called "
+            f"dist.breakpoint(rank={rank})\n"
+        )
+        debugger.reset()
+        debugger.interaction(caller, None)
+    issue(BARRIER, default, None, None)
+    if timeout_s is not None and RUNNING:
+        RUNNING[0].waits_until = 0.0
+
+
+class TerminalPdb(pdb.Pdb):
+    """pdb on the terminal itself where there is one: launchers give the ranks no standard input."""
+
+    def __init__(self) -> None:
+        if sys.stdin is None or not sys.stdin.isatty():
+            try:
+                terminal = open("/dev/tty", "r+", encoding="utf-8", buffering=1)  # noqa: SIM115  pdb keeps it
+            except OSError:
+                terminal = None
+            if terminal is not None and os.isatty(terminal.fileno()):
+                super().__init__(stdin=terminal, stdout=terminal)
+                self.use_rawinput = False
+                return
+        super().__init__()
+
+
+def stop_requested(group: ProcessGroup | None = None) -> bool:
+    """Tell, on all ranks alike, whether SIGTERM or SIGUSR1 has reached any of them.
+
+    Every rank of the group calls this at the same step, for instance once an iteration: to write a checkpoint
+    and leave before the time limit of the job (Slurm's ``--signal``). A program that calls it is no longer
+    ended by SIGTERM.
+
+    Args:
+        group: the group that is to agree; None for the default one.
+    """
+    pg = world.resolve(group)
+    mine = 0
+    if RUNNING:
+        signals = RUNNING[0].signals
+        signals.is_asked = True
+        mine = int(bool(signals.received))
+    flag: Any = torch.tensor([mine], dtype=torch.int32)
+    issue(ALL_REDUCE, pg, flag, flag, MAX)
+    return bool(flag)

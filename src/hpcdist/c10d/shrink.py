@@ -1,0 +1,128 @@
+"""How does a group go on without some of its ranks?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcdist.c10d import groups
+from hpcdist.core import world
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import WORLD
+from hpcdist.watch.logs import LOG
+from hpcdist.watch.watchdog import RUNNING
+
+SHRINK_DEFAULT = 0x00
+SHRINK_ABORT = 0x01
+FLAGS = {SHRINK_DEFAULT: "SHRINK_DEFAULT", SHRINK_ABORT: "SHRINK_ABORT"}
+
+
+def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """Make a smaller group without some ranks, and end the old one; only the remaining ranks call this.
+
+    Live ranks can be left out under every MPI, dead ones where MPI survives them (ULFM). Shrinking the default
+    group ends all other groups, because the ranks are numbered anew; the new one becomes the default group.
+
+    Args:
+        ranks_to_exclude: ranks of the group; the same list on all that call.
+        group: the group; None for the default one.
+        shrink_flags: ``SHRINK_ABORT`` makes calls under way on the group raise first, where MPI can do so.
+        pg_options: taken as c10d takes it, and ignored.
+
+    Returns:
+        The new group. A new default group numbers its ranks from 0, in the order they had.
+
+    Raises:
+        TypeError: no list of integers, or a backend that cannot shrink.
+        ValueError: an empty list, ranks out of range or given twice, all ranks, or unknown flags.
+        RuntimeError: called by a rank that is to be left out.
+        DistBackendError: the library failed; for a dead rank where this MPI does not survive one.
+    """
+    check_arguments(ranks_to_exclude, shrink_flags)
+    old = world.resolve(group)
+    excluded = check_excluded(ranks_to_exclude, old)
+    is_default = old is WORLD.default
+    remaining = [global_rank for rank, global_rank in enumerate(old.ranks) if rank not in excluded]
+    name = groups.local_name(remaining)
+    aborts = shrink_flags == SHRINK_ABORT
+    made = {}
+    with old.journal.during("shrink_group"):
+        for each in dict.fromkeys(old.backends.values()):
+            made[each] = each.shrink(sorted(excluded), name, aborts)
+    by_device = {device: made[each] for device, each in old.backends.items()}
+    me = remaining.index(old.ranks[old.rank()])
+    description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
+    ranks = range(len(remaining)) if is_default else remaining
+    new = ProcessGroup(tuple(ranks), me, by_device, old.config, name, description, old.timeout)
+    new.bound_device_id = old.bound_device_id
+    for gone in list(WORLD.groups.values()):
+        if gone is old or is_default:
+            # without freeing: MPI_Comm_free is collective, and not all ranks of these groups are here
+            gone.backends, gone.cpu = {}, None
+            WORLD.groups.pop(gone.group_name, None)
+    if is_default:
+        WORLD.default = new
+        for watchdog in RUNNING:
+            watchdog.renumber(remaining)
+    WORLD.add(new)
+    LOG.info("shrunk without ranks %s: %d ranks left", sorted(excluded), len(remaining), extra={"group": name})
+    return new
+
+
+def failed_ranks(group: ProcessGroup | None = None) -> list[int]:
+    """Return the ranks of a group that are known to have died, as ranks of the group: for ``shrink_group``.
+
+    What MPI knows on this rank (ULFM's MPI_Comm_get_failed); empty where MPI does not survive a dead rank.
+
+    Raises:
+        ValueError: before ``init_process_group``, or a destroyed group.
+    """
+    pg = world.resolve(group)
+    return sorted({rank for each in pg.backends.values() for rank in each.failed()})
+
+
+def check_arguments(ranks_to_exclude: Any, shrink_flags: Any) -> None:
+    """Raise c10d's errors for arguments that no group could take."""
+    if not isinstance(ranks_to_exclude, list):
+        raise TypeError(
+            f"ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}. Example: [1, 3, 5]"
+        )
+    if not ranks_to_exclude:
+        raise ValueError("ranks_to_exclude cannot be empty: at least one rank must be given. Example: [1]")
+    if not isinstance(shrink_flags, int) or shrink_flags not in FLAGS:
+        known = ", ".join(f"{name} ({value})" for value, name in FLAGS.items())
+        raise ValueError(f"Invalid shrink_flags value: {shrink_flags}. Must be one of: {known}")
+
+
+def check_excluded(ranks_to_exclude: list[int], group: ProcessGroup) -> set[int]:
+    """Return the ranks to leave out, or raise c10d's errors where they do not fit the group."""
+    size = group.size()
+    if size <= 1:
+        raise ValueError(f"Cannot shrink a process group with size {size}: it must have at least 2 ranks")
+    excluded: set[int] = set()
+    for index, rank in enumerate(ranks_to_exclude):
+        if not isinstance(rank, int):
+            raise TypeError(
+                "All elements in ranks_to_exclude must be integers. "
+                f"Element at index {index} is {type(rank).__name__}: {rank}"
+            )
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"Rank {rank} at index {index} is out of bounds for group size {size}. "
+                f"Valid ranks are in range [0, {size - 1}]."
+            )
+        if rank in excluded:
+            raise ValueError(f"Duplicate rank {rank} found in ranks_to_exclude at index {index}")
+        excluded.add(rank)
+    if len(excluded) >= size:
+        raise ValueError(f"Cannot exclude all {size} ranks from process group: at least one must remain")
+    if group.rank() in excluded:
+        raise RuntimeError(
+            f"Current rank {group.rank()} is in the exclusion list and should not call shrink_group(): "
+            "only the ranks that remain call it, the others end"
+        )
+    return excluded

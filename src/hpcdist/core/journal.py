@@ -1,0 +1,131 @@
+"""What has this rank called, and what is it in now?
+
+Every call leaves one tuple in a ring that all groups share, and a mark on its group while it blocks. That is all
+that the way of a call pays for the watchdog and the flight recorder (``hpcdist.watch``): no clock is read and
+no call site looked up here. The shape and dtype are kept, never the tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpcdist.core.table import Row
+
+CALLS_KEPT = 2000  # as many as torch's recorder keeps by default
+
+
+class Call(NamedTuple):
+    """One call, as read back from the plain tuple that the fast path writes."""
+
+    journal: Journal
+    number: int  # counts the group's collectives, or for a message this rank's messages on the group
+    what: Row | str
+    shape: torch.Size | None  # of the tensor read, or written where none is
+    dtype: torch.dtype | None
+    root: int | None  # a rank of the group: the root, or a message's peer
+
+    @property
+    def name(self) -> str:
+        """What c10d calls it."""
+        return self.what if isinstance(self.what, str) else self.what.name
+
+    @property
+    def is_message(self) -> bool:
+        """Whether two ranks alone take part."""
+        return self.name in MESSAGES
+
+
+MESSAGES = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"})
+
+
+class Ring:
+    """The last calls of this process on all its groups, in order."""
+
+    def __init__(self) -> None:
+        self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)
+
+    def resize(self, length: int) -> None:
+        """Keep another number of calls; for groups made from now on."""
+        self.calls = deque(self.calls, maxlen=length)
+
+
+RING = Ring()
+
+
+class Scrutiny:
+    """What checks each collective of groups made from now on (the debug level DETAIL), or None."""
+
+    check: Callable[..., None] | None = None
+
+
+SCRUTINY = Scrutiny()
+
+
+class Journal:
+    """The calls of this rank on one group.
+
+    Attributes:
+        sequence: how many collectives were called; the same on all ranks of a group in step.
+        messages: how many sends and receives were called.
+        current: the call that blocks now, or None.
+        waited: the Work that ``current`` waits for, where it is a wait.
+        push: adds a call to the ring.
+        before: checks a collective against the other ranks' before it runs (the debug level DETAIL), or None.
+        group: the group's name.
+    """
+
+    __slots__ = ("before", "current", "group", "messages", "push", "sequence", "waited")
+
+    def __init__(self, group: str) -> None:
+        self.sequence = 0
+        self.messages = 0
+        self.current: tuple[Any, ...] | None = None
+        self.waited: Any = None
+        self.push = RING.calls.append
+        self.before = SCRUTINY.check
+        self.group = group
+
+    def collective(
+        self, what: Row | str, tensor: torch.Tensor | None = None, root: int | None = None
+    ) -> tuple[Any, ...]:
+        """Count and record a collective, and return its record."""
+        self.sequence = number = self.sequence + 1
+        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        call = (self, number, what, shape, dtype, root)
+        self.push(call)
+        return call
+
+    def message(self, what: str, tensor: torch.Tensor | None, peer: int | None) -> tuple[Any, ...]:
+        """Count and record a send or receive, and return its record."""
+        self.messages = number = self.messages + 1
+        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        call = (self, number, what, shape, dtype, peer)
+        self.push(call)
+        return call
+
+    @contextmanager
+    def during(self, what: str, root: int | None = None) -> Iterator[None]:
+        """Record a call that blocks inside the ``with`` block."""
+        made = self.message(what, None, root) if what in MESSAGES else self.collective(what, None, root)
+        self.current = made
+        try:
+            yield
+        finally:
+            self.current = None
+
+
+def explain_nothing(call: Any) -> str:
+    """Stand in until ``hpcdist.watch`` is there."""
+    return ""
+
+
+class Explanation:
+    """Who knows where the other ranks are, for the message of a wait that timed out."""
+
+    of: Callable[[Any], str] = staticmethod(explain_nothing)

@@ -1,0 +1,1 @@
+"""Watchdog, flight recorder, fingerprints: what keeps a job from hanging in silence."""

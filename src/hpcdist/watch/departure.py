@@ -1,0 +1,115 @@
+"""What if a rank leaves the program while others wait for it?
+
+MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
+collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
+barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
+without this rank is the sign to end the job.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+from hpcdist.core.backend import Backend
+from hpcdist.core.world import WORLD
+from hpcdist.watch import report
+from hpcdist.watch.watchdog import ABORT_STATUS, RUNNING, Watchdog
+
+FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
+LAST_NAP = 0.02
+QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
+
+
+class Departure:
+    """What this process leaves by."""
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None  # the last default group's
+        self.failed = False  # an uncaught exception is on its way
+
+    def leave(self) -> None:
+        """End the queues, and wait until every rank leaves; abort the job where one waits for this one."""
+        watchdog = RUNNING[0] if RUNNING else None
+        if watchdog is None or self.backend is None:
+            return
+        watchdog.leaving = True
+        if is_stuck():
+            watchdog.say("leaving with a call that never ended; the job is aborted")
+            self.backend.abort(ABORT_STATUS)
+        for group in list(WORLD.groups.values()):
+            for backend in list(group.backends.values()):
+                if backend.queue is not None:
+                    backend.queue.close()
+        everyone_leaves = self.backend.farewell()
+        if everyone_leaves is None:
+            return
+        next_ask = time.monotonic() + FIRST_ASK
+        pause, nap = FIRST_ASK, 0.0005
+        suspects: set[tuple[int, str, int]] = set()
+        while not everyone_leaves():
+            if time.monotonic() >= next_ask:
+                now = waiting_for(watchdog)
+                if lasting := {key: text for key, text in now.items() if key in suspects}:
+                    lines = "\n".join(f"  {text}" for text in lasting.values())
+                    watchdog.say(f"this rank has left the program, and the job is aborted:\n{lines}")
+                    watchdog.dump()
+                    self.backend.abort(ABORT_STATUS)
+                suspects = set(now)
+                pause = min(LONGEST_PAUSE, pause if now else 2 * pause)
+                next_ask = time.monotonic() + pause
+            time.sleep(nap)
+            nap = min(LAST_NAP, 2 * nap)
+
+    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Write a trace, then do what was to be done with an uncaught exception."""
+        if RUNNING:
+            RUNNING[0].dump()
+        before = self.hook
+        try:
+            before(kind, error, trace)
+        except Exception:
+            traceback.print_exc()
+
+    hook = staticmethod(sys.__excepthook__)
+
+
+DEPARTURE = Departure()
+
+
+def is_stuck() -> bool:
+    """Tell whether a worker thread was given up and is still in its call."""
+    broken = [
+        backend.queue
+        for group in list(WORLD.groups.values())
+        for backend in list(group.backends.values())
+        if backend.queue is not None and backend.queue.broken is not None
+    ]
+    deadline = time.monotonic() + QUEUE_SECONDS
+    while any(queue.running is not None for queue in broken):
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(LAST_NAP)
+    return False
+
+
+def waiting_for(watchdog: Watchdog) -> dict[tuple[int, str, int], str]:
+    """Return the calls of other ranks that cannot end without this one."""
+    found = {}
+    for rank, answer in watchdog.ask(list(watchdog.channel.places), "", 0.5).items():
+        for call in answer["calls"]:
+            if watchdog.rank in call["ranks"] and needs(call, watchdog.rank):
+                where = f"{report.title(call)} on {call['label']}, {call['where']}"
+                found[rank, call["group"], call["number"]] = f"rank {rank} waits for it in {where}"
+    return found
+
+
+def needs(call: dict[str, Any], me: int) -> bool:
+    """Tell whether another rank's call cannot end, now that this rank makes no more calls."""
+    group = WORLD.groups.get(call["group"])
+    if call["message"]:
+        return call["peer"] == me
+    return group is None or call["number"] > group.journal.sequence

@@ -1,0 +1,168 @@
+"""Do all ranks call the same collective? Asked before each one at the debug level DETAIL.
+
+One more collective of objects goes ahead of each: a fingerprint of the call from every rank. Where they do not
+fit, every rank raises and names the ranks that differ and how.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hpcdist.core.backend import Backend, Counts
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.table import ROWS, Row, Shape
+from hpcdist.watch.report import label, listed
+
+
+class Fingerprint(NamedTuple):
+    """What a rank's call looks like to the others."""
+
+    call: str
+    number: int
+    shape: tuple[int, ...] | None  # of the tensor sent, or received where none is
+    elements: int | None  # that must be equal on all ranks
+    dtype: str | None
+    device: str | None
+    op: str | None
+    root: int | None
+    counts: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+    def __str__(self) -> str:
+        parts = [f"SequenceNumber={self.number}", f"OpType={self.call.upper()}"]
+        if self.shape is not None:
+            parts.append(f"TensorShape={list(self.shape)}, TensorDtypes={self.dtype}, TensorDevice={self.device}")
+        if self.op is not None:
+            parts.append(f"Op={self.op}")
+        if self.root is not None:
+            parts.append(f"Root={self.root}")
+        if self.counts is not None:
+            parts.append(f"Counts={self.counts}")
+        return f"CollectiveFingerPrint({', '.join(parts)})"
+
+
+# what is compared, and how the error calls it; tensors only among ranks that call the same collective
+ASPECTS = {
+    "call": "Op type",
+    "number": "Sequence number",
+    "elements": "Tensor sizes",
+    "dtype": "Tensor dtypes",
+    "device": "Tensor device types",
+    "op": "Reduce op",
+    "root": "Root rank",
+}
+
+
+def of_call(
+    pg: ProcessGroup,
+    call: Row | str,
+    send: Any,
+    recv: Any,
+    op: Any,
+    root: int | None,
+    counts: Counts | None,
+) -> Fingerprint:
+    """Return the fingerprint of a call of this rank."""
+    number = pg.journal.sequence + 1
+    if isinstance(call, str):
+        return Fingerprint(call, number, None, None, None, None, None, None, None)
+    tensor = send if send is not None else recv
+    if tensor is None:
+        return Fingerprint(call.name, number, None, None, None, None, None, root, None)
+    sent = send.numel() if send is not None else recv.numel() * pg.size()
+    elements: int | None = sent
+    if call.shape is Shape.COUNTED:
+        elements = None
+    elif call.name == "gather" or call.shape is Shape.GATHER:
+        elements = send.numel()
+    return Fingerprint(
+        call.name,
+        number,
+        tuple(tensor.shape),
+        elements,
+        str(tensor.dtype),
+        tensor.device.type,
+        None if not call.reduces else getattr(op, "name", str(op)),
+        root,
+        None if counts is None else (tuple(counts[0]), tuple(counts[1])),
+    )
+
+
+def check(
+    pg: ProcessGroup,
+    backend: Backend,
+    call: Row | str,
+    send: Any = None,
+    recv: Any = None,
+    op: Any = None,
+    root: int | None = None,
+    counts: Counts | None = None,
+) -> None:
+    """Compare a call with the other ranks' before it runs; every rank of the group calls this.
+
+    Raises:
+        RuntimeError: the calls do not fit (c10d's class for it).
+    """
+    if backend.queue is not None:
+        backend.queue.drain()
+    mine = of_call(pg, call, send, recv, op, root, counts)
+    pg.journal.current = (pg.journal, mine.number, call, mine.shape, getattr(send, "dtype", None), root)
+    try:
+        prints = [Fingerprint(*each) for each in backend.all_gather_object(tuple(mine))]
+    finally:
+        pg.journal.current = None
+    differences = compare(prints) or compare_counts(prints)
+    if differences:
+        raise RuntimeError(message(pg, prints, differences))
+
+
+def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
+    """Return by aspect which ranks have which value, where they differ."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for aspect, name in ASPECTS.items():
+        values: dict[str, list[int]] = {}
+        for rank, each in enumerate(prints):
+            values.setdefault(str(getattr(each, aspect)), []).append(rank)
+        if len(values) > 1:
+            found[name] = values
+        if aspect == "call" and found:
+            break  # what follows cannot be equal then
+    return found
+
+
+def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
+    """Return which ranks disagree about the share of each rank in a call with counts."""
+    if prints[0].counts is None or ROWS.get(prints[0].call) is None:
+        return {}
+    values: dict[str, list[int]] = {}
+    if prints[0].call == "all_to_all":
+        for sender, each in enumerate(prints):
+            assert each.counts is not None
+            for receiver, other in enumerate(prints):
+                assert other.counts is not None
+                given, expected = each.counts[0][receiver], other.counts[1][sender]
+                if given != expected:
+                    text = f"rank {sender} sends {given} elements to rank {receiver}, which expects {expected}"
+                    values.setdefault(text, []).extend((sender, receiver))
+        return {"Counts": {text: sorted(set(ranks)) for text, ranks in values.items()}} if values else {}
+    side = 1 if prints[0].call == "all_gather" else 0
+    for rank, each in enumerate(prints):
+        assert each.counts is not None
+        values.setdefault(str(list(each.counts[side])), []).append(rank)
+    return {"Counts": values} if len(values) > 1 else {}
+
+
+def message(pg: ProcessGroup, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
+    """Return the error's text: c10d's sentence, then for each aspect which ranks have what."""
+    mine = prints[pg.rank()]
+    other = next((r for r, each in enumerate(prints) if each[:1] != mine[:1]), None)
+    if other is None:
+        other = next((r for r, each in enumerate(prints) if each != mine), pg.rank())
+    lines = [
+        f"Detected mismatch between collectives on ranks of {label(pg.group_name, pg.group_desc)}. "
+        f"Rank {pg.rank()} is running collective: {mine}, but Rank {other} is running collective: {prints[other]}. "
+        "Collectives differ in the following aspects:"
+    ]
+    for name, values in differences.items():
+        ways = "; ".join(f"{listed(ranks)}: {value}" for value, ranks in values.items())
+        lines.append(f"    {name}: {ways}")
+    return "\n".join(lines)

@@ -1,0 +1,180 @@
+"""How are the last calls of this rank written so that torch's own tool reads them?
+
+``torchfrtrace`` takes one pickle a rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring
+itself is ``core.journal``'s; here it is only read. Times are as fine as the watchdog's tick: the calls read no
+clock.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections import deque
+from typing import Any
+
+from hpcdist.core.journal import RING, Call
+from hpcdist.core.table import ROWS, Shape
+from hpcdist.core.world import WORLD
+from hpcdist.watch import whereabouts
+
+VERSION = "2.10"
+MAKER = "gloo"  # the tool accepts the names of torch's own libraries alone, and "mpi" is none of them
+LENGTH_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+# calls without a row of the table, under the names that the tool knows
+NAMES = {
+    "all_gather_object": "all_gather",
+    "gather_object": "gather",
+    "broadcast_object_list": "broadcast",
+    "scatter_object_list": "scatter",
+    "new_group": "split",
+    "shrink_group": "split",
+    "monitored_barrier": "barrier",
+    "isend": "send",
+    "irecv": "recv",
+    "send_object_list": "send",
+    "recv_object_list": "recv",
+}
+
+
+class Recorder:
+    """When calls were made, and where a dump of them goes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the job, the same on all ranks
+        self.counts: dict[Any, int] = {}  # by journal, those of destroyed groups too
+        self.ticks: deque[tuple[int, int]] = deque(maxlen=4096)  # nanoseconds, and calls made until then
+        length = next((os.environ[name] for name in LENGTH_VARIABLES if os.environ.get(name)), None)
+        if length is not None and length.isdigit() and int(length) > 0:
+            RING.resize(int(length))
+
+    def made(self) -> int:
+        """Return how many calls this process has made on its groups."""
+        self.counts.update({group.journal: group.sequence for group in list(WORLD.groups.values())})
+        return sum(self.counts.values())
+
+    def tick(self) -> None:
+        """Note how many calls were made until now."""
+        made = self.made()
+        if not self.ticks or self.ticks[-1][1] != made:
+            self.ticks.append((time.time_ns(), made))
+
+    def path(self, rank: int) -> str:
+        """Return the file of a rank's dump: torch's variable and the rank, or one in the temporary folder."""
+        for variable in FILE_VARIABLES:
+            if prefix := os.environ.get(variable):
+                return f"{prefix}{rank}"
+        return os.path.join(tempfile.gettempdir(), f"hpcdist_trace_{self.name}", f"rank_{rank}")
+
+    def dump(self, rank: int) -> str:
+        """Write this rank's trace and return its path; a second dump replaces the first."""
+        self.tick()
+        path = self.path(rank)
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        unfinished = f"{path}.{os.getpid()}.part"
+        with open(unfinished, "wb") as file:
+            pickle.dump(self.trace(), file)
+        os.replace(unfinished, path)
+        return path
+
+    def trace(self) -> dict[str, Any]:
+        """Return the trace as torch's tool expects it."""
+        calls = list(RING.calls)
+        first = self.made() - len(calls)
+        groups = list(WORLD.groups.values())
+        blocking = {id(group.journal.current): group for group in groups if group.journal.current is not None}
+        waiting = {
+            id(work._call)
+            for group in groups
+            for backend in list(group.backends.values())
+            for work in backend.pending()
+        }
+        by_journal = {id(group.journal): group for group in groups}
+        times = list(self.ticks)
+        entries = []
+        for index, raw in enumerate(calls):
+            group = by_journal.get(id(raw[0]))
+            if group is None:
+                continue  # destroyed
+            state = "started" if id(raw) in blocking else "scheduled" if id(raw) in waiting else "completed"
+            record = first + index
+            while len(times) > 1 and times[0][1] <= record:
+                times.pop(0)
+            created = times[0][0] if times else time.time_ns()
+            frames = whereabouts.stack(group) if id(raw) in blocking else []
+            entries.append(entry(Call(*raw), group, record, state, created, frames))
+        return {
+            "version": VERSION,
+            "pg_config": {
+                group.group_name: {
+                    "name": group.group_name,
+                    "desc": group.group_desc,
+                    "ranks": str(list(group.ranks)),
+                }
+                for group in groups
+            },
+            "pg_status": {
+                group.group_name: {
+                    "last_enqueued_collective": group.journal.sequence,
+                    "last_started_collective": group.journal.sequence,
+                    "last_completed_collective": group.journal.sequence - (group.journal.current is not None),
+                }
+                for group in groups
+            },
+            "entries": entries,
+        }
+
+
+def entry(
+    call: Call, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return one call as an entry of the trace."""
+    name = NAMES.get(call.name, call.name)
+    given, received = sizes(call, group.rank(), group.size())
+    dtype = str(call.dtype).removeprefix("torch.").capitalize() if call.dtype is not None else ""
+    is_message = name in ("send", "recv")
+    if is_message:
+        me, peer = group.rank(), call.root if call.root is not None else -1
+        name = f"send {me}->{peer}" if name == "send" else f"recv {me}<-{peer}"
+    return {
+        "record_id": record,
+        "pg_id": int(group.group_name) if group.group_name.isdigit() else 0,
+        "process_group": (group.group_name, group.group_desc),
+        "collective_seq_id": 0 if is_message else call.number,
+        "p2p_seq_id": call.number if is_message else 0,
+        "op_id": record,
+        "profiling_name": f"{MAKER}:{name}",
+        "time_created_ns": created,
+        "duration_ms": None,
+        "input_sizes": [given],
+        "input_dtypes": [dtype],
+        "output_sizes": [received],
+        "output_dtypes": [dtype],
+        "state": state,
+        "time_discovered_started_ns": created,
+        "time_discovered_completed_ns": created if state == "completed" else None,
+        "retired": state == "completed",
+        "timeout_ms": int(group.timeout.total_seconds() * 1000),
+        "is_p2p": is_message,
+        "frames": frames,
+        "thread_id": "",
+        "thread_name": "",
+    }
+
+
+def sizes(call: Call, rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Return the sizes read and written; the record holds one of them, and the row says how they relate."""
+    shape = list(call.shape) if call.shape is not None else []
+    row = ROWS.get(call.name)
+    if row is None or call.shape is None:
+        return shape, shape
+    count = call.shape.numel()
+    if row.shape is Shape.GATHER:
+        return shape, [count * ranks]
+    if row.shape is Shape.SCATTER:
+        is_output = row.rooted and call.root != rank  # only the root of a scatter sends
+        return ([count * ranks], shape) if is_output else (shape, [count // ranks])
+    return shape, shape

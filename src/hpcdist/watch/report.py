@@ -1,0 +1,142 @@
+"""What does a rank that waited too long say? Which call, and where everybody else is instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcdist.watch.whereabouts import UnderWay
+
+Answers = dict[int, dict[str, Any]]
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text: ``rank 3``, ``ranks 0 to 6, 9``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
+def label(group: str, description: str) -> str:
+    """Return how a report calls a group: by what it is for, where the user said so."""
+    return f"group '{group}'" if description in ("", "undefined", "default_pg") else f"group '{description}'"
+
+
+def title(call: dict[str, Any]) -> str:
+    """Return a call as ``all_reduce #128``, a message with its peer."""
+    if not call["message"]:
+        return f"{call['name']} #{call['number']}"
+    if call["peer"] is None:
+        return f"{call['name']} from anyone"
+    return f"{call['name']} {'from' if 'recv' in call['name'] else 'to'} rank {call['peer']}"
+
+
+def described(each: UnderWay, seconds: float, where: str) -> dict[str, Any]:
+    """Return a call under way as ranks tell each other."""
+    group, call = each.group, each.call
+    peer = group.ranks[call.root] if call.is_message and call.root is not None else None
+    return {
+        "group": group.group_name,
+        "label": label(group.group_name, group.group_desc),
+        "name": call.name,
+        "number": call.number,
+        "message": call.is_message,
+        "peer": peer,
+        "shape": None if call.shape is None else list(call.shape),
+        "dtype": "" if call.dtype is None else str(call.dtype).removeprefix("torch."),
+        "seconds": round(seconds, 1),
+        "where": where,
+        "background": each.in_background,
+    }
+
+
+def place(answer: dict[str, Any], group: str) -> str:
+    """Return in words where a rank is."""
+    if answer["calls"]:
+        said = []
+        for call in answer["calls"]:
+            elsewhere = "" if call["group"] == group else f" of {call['label']}"
+            said.append(f"in {title(call)}{elsewhere}, {call['where']}, for {call['seconds']:.0f} s")
+        return ", and ".join(said)
+    if answer["leaving"]:
+        return f"leaving the program, {answer['main']}"
+    return f"not in a call of hpcdist, at {answer['main']}"
+
+
+def compose(
+    mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
+) -> list[str]:
+    """Return the lines that say where the ranks of a group are.
+
+    Args:
+        mine: this rank's call, as ``described``.
+        me: this rank, as a global one like all others here.
+        ranks: those of the group.
+        answers: what the others said.
+        judge: says why one gave no answer.
+    """
+    group, name = mine["group"], title(mine)
+    if mine["message"]:
+        return compose_message(mine, me, answers, judge)
+    inside, shapes = [me], {(str(mine["shape"]), mine["dtype"]): [me]}
+    absent: dict[str, list[int]] = {}
+    lines = []
+    for rank in ranks:
+        if rank == me:
+            continue
+        answer = answers.get(rank)
+        if answer is None:
+            absent.setdefault(judge(rank), []).append(rank)
+            continue
+        here = [call for call in answer["calls"] if call["group"] == group and not call["message"]]
+        same = next((call for call in here if call["number"] == mine["number"]), None)
+        if same is not None and same["name"] == mine["name"]:
+            inside.append(rank)
+            shapes.setdefault((str(same["shape"]), same["dtype"]), []).append(rank)
+        elif same is not None:
+            lines.append(
+                f"{listed([rank])} differs: call #{mine['number']} of {mine['label']} is {same['name']} there, "
+                f"{same['where']}"
+            )
+        elif answer["entered"] is not None and answer["entered"] >= mine["number"]:
+            lines.append(f"{listed([rank])} has done {name} or a call in its place; it is {place(answer, group)}")
+        else:
+            absent.setdefault(place(answer, group), []).append(rank)
+    for where, missing in absent.items():
+        are, have = ("is", "has") if len(missing) == 1 else ("are", "have")
+        they = "it" if len(missing) == 1 else "they"
+        said = f"{they} {are} {where}" if where.startswith(("in ", "not in", "leaving")) else where
+        lines.append(f"{listed(missing)} {have} not entered {name} of {mine['label']}; {said}")
+    if len(shapes) > 1:
+        ways = "; ".join(f"{listed(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items())
+        lines.append(f"the tensors differ: {ways}")
+    lines.append(f"{listed(inside)} {'is' if len(inside) == 1 else 'are'} in it")
+    return lines
+
+
+def compose_message(mine: dict[str, Any], me: int, answers: Answers, judge: Callable[[int], str]) -> list[str]:
+    """Return the lines that say where the other side of a message is, or everyone who might be."""
+    lines: dict[str, list[int]] = {}
+    for rank in [mine["peer"]] if mine["peer"] is not None else sorted(answers):
+        if rank == me:
+            lines.setdefault("is this rank itself, which waits", []).append(rank)
+            continue
+        answer = answers.get(rank)
+        where = f"is {place(answer, mine['group'])}" if answer is not None else f"has not met it; {judge(rank)}"
+        lines.setdefault(where, []).append(rank)
+    return [f"{listed(ranks)} {where}" for where, ranks in lines.items()]
+
+
+def headline(mine: dict[str, Any], timeout: float) -> str:
+    """Return the sentence that says what waited."""
+    tensor = "" if mine["shape"] is None else f" of {mine['dtype']} {mine['shape']}"
+    where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
+    return (
+        f"{title(mine)}{tensor} on {mine['label']} has not ended after {mine['seconds']:.1f} s "
+        f"(timeout {timeout:g} s), {where}"
+    )

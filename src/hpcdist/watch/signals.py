@@ -1,0 +1,72 @@
+"""How is a signal noticed while the main thread is inside MPI?
+
+Python runs a handler only once the blocked call returns. The C part of its handling is immediate, though, and
+writes the signal's number to a descriptor (``signal.set_wakeup_fd``) that the watchdog thread waits on.
+
+SIGUSR1 and SIGTERM make a dump and are remembered for ``stop_requested``. A program that never asks
+``stop_requested`` ends by SIGTERM as it always did, after the dump. A handler that the program has installed
+stays in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+
+WATCHED = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class Signals:
+    """The signals that have come to this process."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair()
+        for end in (self.reader, self.writer):
+            end.setblocking(False)
+        self.received: set[int] = set()
+        self.is_asked = False  # whether the program asks for them itself, by stop_requested
+        self._theirs = -1  # the descriptor that was set before ours
+        self._installed = False
+
+    def install(self) -> None:
+        """Begin to watch; only the main thread may (``signal.set_wakeup_fd``), elsewhere this does nothing."""
+        if self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._theirs = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        for number in WATCHED:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self._note)
+        self._installed = True
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received.add(number)
+
+    def arrived(self) -> list[int]:
+        """Return the watched signals that came since the last look; for the watchdog thread."""
+        try:
+            data = self.reader.recv(4096)
+        except OSError:
+            return []
+        if self._theirs >= 0:
+            try:
+                os.write(self._theirs, data)
+            except OSError:
+                self._theirs = -1
+        numbers = [number for number in dict.fromkeys(data) if number in WATCHED]
+        self.received.update(numbers)
+        return numbers
+
+    def ends_process(self, number: int) -> bool:
+        """Tell whether a signal is to end the process now."""
+        return number == signal.SIGTERM and not self.is_asked and signal.getsignal(number) == self._note
+
+
+def end_by(number: int) -> None:
+    """End the process by a signal as if it had never been caught, from any thread."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(number, None)  # SIG_DFL; Python's own signal.signal is for the main thread alone
+    os.kill(os.getpid(), number)

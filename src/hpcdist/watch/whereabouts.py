@@ -1,0 +1,105 @@
+"""Where is this rank now? Its calls under way, and the line of the user's code that made each.
+
+Looked up only when somebody asks, from the threads' frames: a call pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.journal import Call
+from hpcdist.core.work import QueuedWork, Work
+from hpcdist.core.world import WORLD
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}mpi4py{os.sep}", f"{os.sep}contextlib.py", f"{os.sep}threading.py")
+OURS = "hpcdist-"  # the names of this package's own threads begin so
+
+
+class UnderWay(NamedTuple):
+    """A call that has begun and not ended."""
+
+    group: ProcessGroup
+    call: Call
+    work: Work | None  # of a call that a worker thread is in, or of the wait that blocks
+    in_background: bool
+
+
+def under_way() -> Iterator[UnderWay]:
+    """Return the calls that block now on each group: this rank's own, and its worker threads'."""
+    for group in list(WORLD.groups.values()):
+        journal = group.journal
+        current, waited = journal.current, journal.waited
+        if current is not None and not isinstance(waited, QueuedWork):
+            yield UnderWay(group, Call(*current), waited, False)
+        for backend in dict.fromkeys(list(group.backends.values())):
+            running = backend.queue.running if backend.queue is not None else None
+            if running is not None and running._call is not None and not running._done:
+                yield UnderWay(group, Call(*running._call), running, True)
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Tell whether a frame is this package's."""
+    return frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's code."""
+    outermost = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_ours(frame) and not any(part in name for part in FOREIGN) and not name.startswith("<"):
+            return frame
+        outermost, frame = frame, frame.f_back
+    return outermost
+
+
+def frames_in(group: ProcessGroup | None) -> FrameType | None:
+    """Return the innermost frame of the thread that is in a call on a group; the main thread's otherwise."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    if group is not None:
+        for ident, frame in frames.items():
+            if threads.get(ident, "").startswith(OURS):
+                continue
+            each: FrameType | None = frame
+            while each is not None:
+                if is_ours(each) and any(value is group for value in each.f_locals.values()):
+                    return frame
+                each = each.f_back
+    return frames.get(threading.main_thread().ident or 0)
+
+
+def line(frame: FrameType | None) -> str:
+    """Return a frame as ``file.py:88 (function)``."""
+    if frame is None:
+        return "unknown"
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
+
+
+def call_site(each: UnderWay) -> str:
+    """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
+    return line(user_frame(frames_in(None if each.in_background else each.group)))
+
+
+def main_line() -> str:
+    """Return the line of the user's code where the main thread is."""
+    return line(user_frame(frames_in(None)))
+
+
+def stack(group: ProcessGroup | None) -> list[dict[str, Any]]:
+    """Return the frames of the thread in a call on a group as torch's traces hold them, innermost first."""
+    frame, frames = frames_in(group), []
+    while frame is not None:
+        if not is_ours(frame):
+            code = frame.f_code
+            frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
+        frame = frame.f_back
+    return frames

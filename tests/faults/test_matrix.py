@@ -1,0 +1,120 @@
+"""Does every fault in every call end in bounded time, under every MPI, with a word on who and where?
+
+CI runs the cells of CHOSEN; HPCDIST_FAULTS=all runs the whole matrix. HPCDIST_FAULTS_FIGURES names a
+file for the times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+from launch import LAUNCHERS, Job, is_alive
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+
+FAULTS = ("kill", "stop", "exception", "exit", "other", "shape")
+CALLS = ("all_reduce", "broadcast", "recv", "barrier", "all_gather_object", "async")
+MEANINGLESS = {("shape", "barrier"), ("shape", "all_gather_object")}  # there is no shape to differ in
+CHOSEN = {
+    ("kill", "all_reduce"),
+    ("stop", "all_reduce"),
+    ("stop", "recv"),
+    ("stop", "async"),
+    ("exception", "barrier"),
+    ("exit", "all_gather_object"),
+    ("other", "all_reduce"),
+    ("shape", "all_reduce"),
+}
+CELLS = [
+    (fault, call)
+    for fault in FAULTS
+    for call in CALLS
+    if (fault, call) not in MEANINGLESS and (os.environ.get("HPCDIST_FAULTS") == "all" or (fault, call) in CHOSEN)
+]
+
+RANKS, VICTIM, TIMEOUT = 3, 1, 2.0
+START_SECONDS = 90.0  # a busy machine takes long to import torch three times
+SLACK = 4.0  # seconds that a busy machine may add
+
+
+def note(**figures: object) -> None:
+    if path := os.environ.get("HPCDIST_FAULTS_FIGURES"):
+        with open(path, "a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("fault", "call"), CELLS)
+def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> None:
+    environment = {"FAULT_TIMEOUT": str(TIMEOUT)}
+    if fault in ("other", "shape"):
+        environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    is_tolerant = launcher == "openmpi-ulfm"
+    with Job(launcher, RANKS, [fault, call], **environment) as job:
+        job.wait("fault", 1, START_SECONDS)
+        start = job.events("fault")[0]["time"]
+        waiting = 1 if call == "recv" else RANKS - 1  # the ranks that wait for the victim
+        if fault in ("other", "shape"):
+            check_mismatch(job, call, waiting)
+        elif fault == "kill" and is_tolerant:
+            raised = job.wait("raised", waiting, TIMEOUT + SLACK)
+            assert len(raised) == waiting, job.stderr()
+            assert {each["kind"] for each in raised} == {"DistBackendError"}
+            assert max(each["time"] for each in raised) - start < 1 + SLACK / 2
+        elif fault == "stop" and (is_tolerant or call in ("recv", "async")):
+            raised = job.wait("raised", waiting, TIMEOUT + 5 + SLACK)
+            assert raised, job.stderr()
+            assert {each["kind"] for each in raised} == {"DistBackendError"}
+            check_report(job)
+        else:
+            status = job.finish(TIMEOUT + 10 + SLACK)
+            assert status != 0
+            check_words(job, fault)
+        ended = max([each["time"] for each in job.events("raised")] + ([job.ended] if job.ended else []))
+        note(
+            launcher=launcher,
+            fault=fault,
+            call=call,
+            seconds=round(ended - start, 3),
+            outcome="raised" if job.events("raised") else "ended",
+        )
+        pids = job.pids()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+def check_mismatch(job: Job, call: str, waiting: int) -> None:
+    """A mismatch raises on every rank; a message has no other rank to compare with and runs into the timeout."""
+    raised = job.wait("raised", waiting if call == "recv" else RANKS, TIMEOUT + 5 + SLACK)
+    assert raised, job.stderr()
+    if call != "recv":
+        assert len(raised) == RANKS
+        for each in raised:
+            assert "Detected mismatch between collectives" in each["text"]
+            assert f"rank {VICTIM}:" in each["text"]
+            assert "ranks 0, 2:" in each["text"]
+
+
+def check_report(job: Job) -> None:
+    """The report names the victim, its state, and the line that waits."""
+    text = job.stderr()
+    assert f"rank {VICTIM}" in text
+    assert "its process is stopped" in text
+    assert "job.py:" in text
+
+
+def check_words(job: Job, fault: str) -> None:
+    """What ended the job is said."""
+    text = job.stderr()
+    if fault == "exception":
+        assert "ZeroDivisionError: the victim's own" in text
+        assert f"[rank {VICTIM} of {RANKS}]" in text
+    elif fault == "exit":
+        assert f"[rank {VICTIM} of {RANKS}] hpcdist: this rank has left the program" in text
+    elif fault == "stop":
+        check_report(job)

@@ -1,0 +1,75 @@
+"""Is a signal noticed while every rank is inside MPI, and do all ranks stop at the same step?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import LAUNCHERS, Job
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+JOBS = Path(__file__).with_name("signal_job.py")
+START_SECONDS = 90.0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, number: int) -> None:
+    with Job(launcher, 3, ["stop"], JOBS) as job:
+        job.wait("ready", 3, START_SECONDS)
+        time.sleep(0.3)
+        os.kill(job.pids()[2], number)
+        stopped = job.wait("stopped", 3, 20)
+        assert len(stopped) == 3, job.stderr()
+        assert len({each["step"] for each in stopped}) == 1
+        assert job.finish(30) == 0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_trace_is_written_while_the_main_thread_is_inside_mpi(launcher: str) -> None:
+    """All but rank 0 wait in a barrier; each is asked for its trace, and torch's own tool reads them."""
+    with Job(launcher, 3, ["wait"], JOBS) as job:
+        job.wait("ready", 3, START_SECONDS)
+        time.sleep(0.5)
+        for pid in job.pids().values():
+            os.kill(pid, signal.SIGUSR1)
+        traces = [job.folder / f"trace_{rank}" for rank in range(3)]
+        deadline = time.monotonic() + 20
+        while not all(trace.exists() for trace in traces):
+            assert time.monotonic() < deadline, job.stderr()
+            time.sleep(0.05)
+        assert not job.events("passed")  # nobody left the call for it
+        text = torchfrtrace(job.folder, "trace_")
+        assert "barrier" in text
+        assert "all_reduce" in text
+        listing = torchfrtrace(job.folder, "trace_", "-j")
+        assert "signal_job.py" in listing
+        assert "send" in listing
+    assert "signal_job.py:" in job.stderr()
+
+
+def torchfrtrace(folder: Path, prefix: str, *options: str) -> str:
+    """Run torch's own tool on the traces of a folder and return what it says."""
+    keep = folder / "read"
+    keep.mkdir(exist_ok=True)
+    for trace in folder.glob(f"{prefix}*"):
+        (keep / trace.name).write_bytes(trace.read_bytes())
+    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(keep), "-p", prefix, *options]
+    run = subprocess.run(tool, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sigterm_ends_a_program_that_does_not_ask_and_leaves_a_trace(launcher: str) -> None:
+    with Job(launcher, 2, ["wait"], JOBS) as job:
+        job.wait("ready", 2, START_SECONDS)
+        time.sleep(0.3)
+        os.kill(job.pids()[1], signal.SIGTERM)
+        assert job.finish(30) != 0
+        assert (job.folder / "trace_1").exists()
