@@ -36,6 +36,8 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
+import hpcdist.c10d.adoption
+from hpcdist import dist2
 from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
 from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
 from hpcdist.c10d.collectives import (
@@ -59,9 +61,18 @@ from hpcdist.c10d.debug import (
     stop_requested,
 )
 from hpcdist.c10d.deprecated import _all_gather_base, _reduce_scatter_base
+from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
+from hpcdist.c10d.multigpu import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    dist_backend,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
+)
 from hpcdist.c10d.names import (
     Backend,
     BackendConfig,
@@ -103,8 +114,34 @@ from hpcdist.c10d.queries import (
     reduce_op,
 )
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, shrink_group
+from hpcdist.c10d.torch_names import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    BuiltinCommHookType,
+    GradBucket,
+    Logger,
+    ProcessGroupGloo,
+    Reducer,
+    _Backend,
+    _broadcast_coalesced,
+    _compute_bucket_assignment_by_size,
+    _ControlCollectives,
+    _create_process_group_wrapper,
+    _get_process_group_name,
+    _make_nccl_premul_sum,
+    _rank_not_in_group,
+    _register_builtin_comm_hook,
+    _register_comm_hook,
+    _remote_device,
+    _StoreCollectives,
+    _test_python_store,
+    _time_estimator,
+    _verify_params_across_processes,
+    _Work,
+)
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.work import Work
+from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
+from stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __version__ = "0.1.0"
 
@@ -116,36 +153,52 @@ __all__ = [
     "BackendConfig",
     "BarrierOptions",
     "BroadcastOptions",
+    "BuiltinCommHookType",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "FileStore",
     "GatherOptions",
+    "GradBucket",
     "GroupMember",
     "GroupName",
+    "HashStore",
+    "Logger",
     "P2POp",
+    "PrefixStore",
     "ProcessGroup",
+    "ProcessGroupGloo",
     "QueueEmptyError",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "Reducer",
     "ScatterOptions",
+    "Store",
+    "TCPStore",
     "Work",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_multigpu",
     "broadcast_object_list",
     "default_pg_timeout",
     "destroy_process_group",
+    "dist2",
+    "dist_backend",
     "gather",
     "gather_object",
     "get_backend",
@@ -160,6 +213,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",
@@ -179,10 +233,14 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_multigpu",
     "reduce_op",
     "reduce_scatter",
+    "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "register_rendezvous_handler",
+    "rendezvous",
     "scatter",
     "scatter_object_list",
     "send",

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-
 from tests.programs import BIN, ROOT, environment, mpirun, run
 
 TRAIN = ROOT / "slurm/jobs/train_digits.py"

@@ -58,9 +58,13 @@ def test_coalescing_manager(is_async, rank, size):
 
 
 def test_a_manager_that_fails_leaves_the_group_usable(rank, size):
-    with pytest.raises(ZeroDivisionError), dist._coalescing_manager():
-        dist.all_reduce(torch.ones(1))
-        raise ZeroDivisionError
+    def fail():
+        with dist._coalescing_manager():
+            dist.all_reduce(torch.ones(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == size

@@ -173,7 +173,7 @@ def test_same_kind_of_error(case):
     for d in BOTH:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with pytest.raises(Exception) as caught:
+            with pytest.raises(Exception) as caught:  # noqa: PT011  which one it is, is the question
                 ERRORS[case](d)
         kinds.append(caught.type)
     ours, theirs = kinds

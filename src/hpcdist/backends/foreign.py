@@ -75,34 +75,20 @@ class ForeignBackend(Backend):
     name: ClassVar[str] = "foreign"
     ends_waits: ClassVar[bool] = True
 
-    def __init__(self, inner: Any, rank: int, size: int, again: Callable[[Bootstrap], Any], store: Any) -> None:
-        self.inner = inner
-        self.rank = rank
-        self.size = size
-        self._again = again  # makes the inner backend of a subgroup
-        self._store = store
-        self._mailbox = Mailbox(rank)
+    creator: ClassVar[Any]  # makes the inner backend of a group from its Bootstrap
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self.inner = type(self).creator(bootstrap)
+        self.rank = bootstrap.rank
+        self.size = bootstrap.size
+        self._store = bootstrap.store
+        self._mailbox = Mailbox(self.rank)
         self.unfinished = deque()
 
     @classmethod
-    def create(cls, name: str, creator: Callable[..., Any], is_extended: bool, bootstrap: Bootstrap) -> ForeignBackend:
-        """Make a registered backend by its creator (c10d's ``Backend.register_backend``)."""
-
-        def make(given: Bootstrap) -> Any:
-            if is_extended:
-                options = c10d.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-                assert given.store is not None
-                options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
-                options.timeout = given.timeout
-                return creator(options, given.options)
-            return creator(given.store, given.rank, given.size, given.timeout)
-
-        return cls.make(make, bootstrap)
-
-    @classmethod
-    def make(cls, creator: Callable[[Bootstrap], Any], bootstrap: Bootstrap) -> ForeignBackend:
-        """Make the group's backend."""
-        return cls(creator(bootstrap), bootstrap.rank, bootstrap.size, creator, bootstrap.store)
+    def connect(cls, bootstrap: Bootstrap) -> ForeignBackend:
+        """Find the other ranks through the bootstrap's store."""
+        return cls(bootstrap)
 
     # -- collectives ---------------------------------------------------------------------------------
 
@@ -223,9 +209,10 @@ class ForeignBackend(Backend):
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> ForeignBackend:
         """Make a subgroup over a part of the store of its own."""
+        assert self._store is not None
         store = PrefixStore(f"group-{name}", self._store)
         bootstrap = Bootstrap(list(ranks).index(self.rank), len(ranks), timeout, store=store)
-        return type(self)(self._again(bootstrap), bootstrap.rank, bootstrap.size, self._again, store)
+        return type(self)(bootstrap)
 
     def close(self) -> None:
         """End the queue and let the inner backend go."""
@@ -235,6 +222,21 @@ class ForeignBackend(Backend):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 inner.shutdown()
+
+
+def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> type[ForeignBackend]:
+    """Return the backend class of a creator given to ``Backend.register_backend`` (c10d's contract for both kinds)."""
+
+    def make(given: Bootstrap) -> Any:
+        if not is_extended:
+            return creator(given.store, given.rank, given.size, given.timeout)
+        options = c10d.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+        assert given.store is not None
+        options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
+        options.timeout = given.timeout
+        return creator(options, given.options)
+
+    return type(f"{name}Backend", (ForeignBackend,), {"name": name, "creator": staticmethod(make)})
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,4 @@ class GlooBackend(ForeignBackend):
     """A group of torch's gloo."""
 
     name: ClassVar[str] = "gloo"
-
-    @classmethod
-    def connect(cls, bootstrap: Bootstrap) -> ForeignBackend:
-        """Find the other ranks through the store."""
-        return cls.make(process_group, bootstrap)
+    creator = staticmethod(process_group)

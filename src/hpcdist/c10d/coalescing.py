@@ -15,11 +15,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.c10d.lists import all_gather
-from hpcdist.c10d.sparse import all_reduce_sparse
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensors, same_dtype
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
 
@@ -51,7 +51,8 @@ def all_reduce_coalesced(
     given = as_tensors(list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True)
     if given:
         same_dtype(*given)
-    works = reduce_together(pg, given, op)
+    with pg.grouped():
+        works = reduce_together(pg, given, op)
     return ended(works, given, async_op)
 
 
@@ -86,9 +87,10 @@ def all_gather_coalesced(
                 f"all_gather_coalesced: a list of `output_tensor_lists` has {len(tensors)} tensors, "
                 f"`input_tensor_list` {len(inputs)}"
             )
-    works = [
-        all_gather([tensors[index] for tensors in outputs], tensor, pg, True) for index, tensor in enumerate(inputs)
-    ]
+    with pg.grouped():
+        works = [
+            all_gather([tensors[index] for tensors in outputs], tensor, pg, True) for index, tensor in enumerate(inputs)
+        ]
     return ended(works, [tensor for tensors in outputs for tensor in tensors], async_op)
 
 
@@ -134,7 +136,9 @@ def _coalescing_manager(
         yield manager
     finally:
         pg.coalescing = None
-    for work in together(pg, held):
+    with pg.grouped():
+        works = together(pg, held)
+    for work in works:
         manager.append(work)
     if not async_ops:
         manager.wait()
@@ -174,7 +178,7 @@ def reduce_together(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> l
             works.append(all_reduce_sparse(tensor, op, pg, True))
             continue
         kind = (tensor.dtype, tensor.device)
-        if tensor.nbytes >= ALONE_BYTES:
+        if tensor.nbytes >= ALONE_BYTES or pg.backend(tensor.device).has_groups:
             works.append(issue_any(ALL_REDUCE, pg, tensor, tensor, op, None, True))
             continue
         if filled.get(kind, 0) + tensor.nbytes > BUCKET_BYTES:

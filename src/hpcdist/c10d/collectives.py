@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.c10d.sparse import all_reduce_sparse
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue
+from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,

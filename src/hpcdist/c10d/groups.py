@@ -341,5 +341,5 @@ def local_name(ranks: Sequence[int]) -> str:
     key = tuple(ranks)
     count = WORLD.made_locally.get(key, 0)
     WORLD.made_locally[key] = count + 1
-    text = "_".join(map(str, (*key, count)))
+    text = "_".join(map(str, ("hpcdist", *key, count)))  # unlike c10d's own, which counts other groups too
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

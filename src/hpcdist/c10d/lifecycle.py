@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
 
+from hpcdist import torch_bridge
 from hpcdist.c10d.debug import set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
@@ -22,6 +23,8 @@ from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch import watchdog
 from hpcdist.watch.departure import DEPARTURE
+
+BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
 
 def init_process_group(
@@ -37,6 +40,7 @@ def init_process_group(
     _ranks: list[int] | None = None,
     *,
     comm: Any = None,
+    bridge: bool | None = None,
 ) -> None:
     """Make the default group; every process of the job calls this.
 
@@ -58,6 +62,8 @@ def init_process_group(
         _ranks: what the default group's name is made from, where this world is a part of a larger one.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
+        bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
+            yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left alone.
 
     Raises:
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit.
@@ -87,10 +93,16 @@ def init_process_group(
     backends = registry.connect_all(device_backends, bootstrap)
     first = next(iter(backends.values()))
     name = local_name(_ranks) if _ranks else WORLD.next_name()
-    group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
+    begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
+    WORLD.store = bootstrap.store
+    if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
+        torch_bridge.show(WORLD.groups.values())
+
+
+def begin(group: ProcessGroup, device: torch.device | None) -> None:
+    """Make a group the default one."""
     group.bound_device_id = device
     WORLD.default = group
-    WORLD.store = bootstrap.store
     WORLD.add(group)
     watch(group)
 
@@ -109,13 +121,18 @@ def watch(group: ProcessGroup) -> None:
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
     """Return the backend string where the caller gave none."""
-    is_mpi = comm is not None or (launch is not None and launch.starts_mpi)
+    over_mpi = comm is not None or is_mpi(launch)
     if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
-        is_mpi = False
-    elif not is_mpi and launch is None and init_method is None:
+        over_mpi = False
+    elif not over_mpi and launch is None and init_method is None:
         return Backend.LOOPBACK
-    cpu = Backend.MPI if is_mpi else Backend.GLOO
+    cpu = Backend.MPI if over_mpi else Backend.GLOO
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
+
+
+def is_mpi(launch: environment.Launch | None) -> bool:
+    """Tell whether the launcher starts MPI's ranks."""
+    return launch is not None and launch.starts_mpi
 
 
 def carried(config: str) -> dict[str, str]:
@@ -147,7 +164,8 @@ def prepare(
     names = set(device_backends.values())
     if "loopback" in names:
         return Bootstrap(0, 1, timeout)
-    if "mpi" in names or comm is not None:
+    is_told = init_method is not None or store is not None  # NCCL alone finds its ranks over MPI under mpirun
+    if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi import runtime
 
         world = runtime.checked(comm) if comm is not None else runtime.world()
@@ -193,7 +211,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if not isinstance(pg, ProcessGroup) or not pg.backends:
         raise errors.destroyed(pg)
     if pg is not WORLD.default:
-        WORLD.groups.pop(pg.group_name, None)
+        WORLD.remove(pg)
         pg.close()
         return
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last

@@ -6,14 +6,13 @@ in ``hpcdist.c10d.collectives``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensor, as_tensors, same_dtype
+from hpcdist.core.buffers import as_tensor, as_tensors, joined, joint, same_dtype, scattering
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue_any
 from hpcdist.core.table import (
@@ -225,27 +224,6 @@ def rooted(group: Any, rank: int | None, rank_in_group: int | None) -> tuple[Pro
     if rank is None and rank_in_group is None:
         rank = 0
     return pg, world.group_rank(pg, rank, rank_in_group)
-
-
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tensors' elements one after another."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def joint(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return memory for the elements of all tensors."""
-    return torch.empty(sum(tensor.numel() for tensor in tensors), dtype=like.dtype, device=like.device)
-
-
-def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], None]:
-    """Return what copies the elements of ``flat`` to the tensors."""
-
-    def copy() -> None:
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-    return copy
 
 
 def check_length(call: str, name: str, tensors: list[torch.Tensor], pg: ProcessGroup) -> None:

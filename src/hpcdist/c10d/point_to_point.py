@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hpcdist.core import world
+from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, route
@@ -41,12 +41,14 @@ def send(
     pg, peer = way
     not_self(pg, peer, "destination", "isend")
     backend, data = outgoing(pg, tensor)
+    event = profiling.begin(backend.name, "send", data)
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
     try:
         backend.send(data, peer, tag)
     finally:
         journal.current = None
+        event.__exit__(None, None, None)
 
 
 def recv(
@@ -80,12 +82,14 @@ def recv(
         source = world.group_rank(pg, src, group_src)
         not_self(pg, source, "source", "irecv")
     backend, data, finish = incoming(pg, tensor)
+    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
     try:
         sender = backend.recv(data, source, tag)
     finally:
         journal.current = None
+        event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return pg.ranks[sender]
@@ -219,7 +223,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     group = p2p_op_list[0].group
     if any(each.group is not group for each in p2p_op_list):
         raise ValueError("All ops need to use the same group.")
-    begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
+    with group.grouped():
+        begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
     works = [work for work in begun if work is not None]
     if len(works) != len(begun):
         raise DistBackendError(f"{len(begun) - len(works)} of {len(begun)} operations did not begin")

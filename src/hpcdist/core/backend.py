@@ -11,6 +11,7 @@ import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -53,6 +54,8 @@ class Backend(TensorObjects):
     rank: int
     size: int
     queue: Queue | None = None  # made by the first asynchronous call
+    peer: Backend | None = None  # the group's CPU backend, where this one carries another device
+    has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
     ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
     unfinished: deque[Work]  # messages under way
 
@@ -139,6 +142,14 @@ class Backend(TensorObjects):
     @abstractmethod
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
+
+    def grouped(self) -> AbstractContextManager[None]:
+        """Launch the calls begun inside together, where the library can."""
+        return nullcontext()
+
+    def on(self, device_type: str) -> Backend:
+        """Return what carries a device type's tensors on this communicator."""
+        return self
 
     def pending(self) -> list[Work]:
         """Return the asynchronous calls that have not ended."""

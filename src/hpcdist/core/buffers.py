@@ -7,6 +7,7 @@ it, and what the call wrote is copied back.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,27 @@ def same_dtype(*tensors: torch.Tensor) -> None:
             "Invalid usage of tensors with different dtypes "
             f"Found {' and '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
         )
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensors' elements one after another."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def joint(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return memory for the elements of all tensors."""
+    return torch.empty(sum(tensor.numel() for tensor in tensors), dtype=like.dtype, device=like.device)
+
+
+def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """Return what copies the elements of ``flat`` to the tensors."""
+
+    def copy() -> None:
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return copy
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,6 +6,8 @@ that torch's own libraries take it for one of theirs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +15,14 @@ import torch
 import torch.distributed
 
 from hpcdist.core import errors
+from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.journal import Journal
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
 
 
-class ProcessGroup(torch.distributed.ProcessGroup):
+class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
     """A set of ranks that communicate, made by ``init_process_group`` or one of the ``new_group`` family.
 
     Attributes:
@@ -45,6 +48,10 @@ class ProcessGroup(torch.distributed.ProcessGroup):
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
         self.backends = backends
         self.cpu = backends.get("cpu")
+        self.carriers = {device: backend.on(device) for device, backend in backends.items()}
+        for backend in backends.values():
+            if backend is not self.cpu and backend.peer is None:
+                backend.peer = self.cpu
         self.config = config
         self.timeout = timeout
         self.journal = Journal(name)
@@ -104,7 +111,7 @@ class ProcessGroup(torch.distributed.ProcessGroup):
         """
         kind = device if isinstance(device, str) else device.type
         try:
-            return self.backends[kind]
+            return self.carriers[kind]
         except KeyError:
             if not self.backends:
                 raise errors.destroyed(self) from None
@@ -120,9 +127,64 @@ class ProcessGroup(torch.distributed.ProcessGroup):
             raise errors.destroyed(self)
         return next(iter(self.backends.values()))
 
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """Launch the calls begun inside together, on the backends that can."""
+        with ExitStack() as groups:
+            for backend in self.backends.values():
+                groups.enter_context(backend.grouped())
+            yield
+
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it."""
         closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices
-        self.backends, self.cpu = {}, None
-        for backend in closing:
+        self.backends, self.cpu, self.carriers = {}, None, {}
+        for backend in reversed(closing):  # the CPU's last: the others found each other over it
             backend.close()
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """Make a group of some ranks of this one, known to no registry; the members call.
+
+        Args:
+            ranks: ranks of this group, in the order of their ranks in the new one.
+            timeout: the limit of each call; None for this group's.
+            opts: taken as c10d takes it; a communicator is made like this group's.
+            group_name: a name that is unique on its members; None makes one of this group's and the ranks.
+            group_desc: what the group is for.
+            device_types: keep only the backends of these.
+
+        Returns:
+            The group; None on a rank that is not in it.
+        """
+        if self.rank() not in ranks:
+            return None
+        limit = timeout or self.timeout
+        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
+        kept = {each.type for each in device_types} if device_types else set(self.backends)
+        made = {
+            each: each.create_group(ranks, name, limit)
+            for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
+        }
+        by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
+        global_ranks = tuple(self.ranks[rank] for rank in ranks)
+        description = group_desc or f"{self.group_desc}:split"
+        return ProcessGroup(global_ranks, ranks.index(self.rank()), by_device, self.config, name, description, limit)
+
+    def shutdown(self) -> None:
+        """Free the communicators; every rank of the group calls it, and torch's destroy does."""
+        from hpcdist.core.world import WORLD
+
+        WORLD.discard(self)
+        self.close()
+
+    def abort(self) -> None:
+        """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1)."""
+        self.shutdown()

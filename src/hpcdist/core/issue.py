@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
@@ -62,6 +63,7 @@ def issue(
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
         and (journal := pg.journal).before is None
+        and not profiling.is_on()
         and is_shaped(row, pg, send, recv, counts)
     ):
         if backend.queue is not None:
@@ -181,9 +183,11 @@ def dispatch(
     if journal.before is not None:
         journal.before(pg, backend, row, send, recv, op, root, counts)
     call = journal.collective(row, send if send is not None else recv, root)
+    event = profiling.begin(backend.name, row.name, send, recv)
     if async_op:
         work = backend.start(row, send, recv, op, root, counts, result, finish)
         work._call = call
+        work._ends(event)
         return work
     if backend.queue is not None:
         backend.queue.drain()
@@ -192,6 +196,7 @@ def dispatch(
         backend.run(row, send, recv, op, root, counts)
     finally:
         journal.current = None
+        event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return None

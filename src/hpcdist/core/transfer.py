@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hpcdist.core import profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
 from hpcdist.core.group import ProcessGroup
@@ -60,7 +61,8 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag))
+    event = profiling.begin(backend.name, "send", data)
+    return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag), event)
 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
@@ -70,10 +72,14 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     pg = resolve(group)
     source = None if src is None and group_src is None else group_rank(pg, src, group_src)
     backend, data, finish = incoming(pg, tensor)
-    return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish))
+    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish), event)
 
 
-def recorded(pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work) -> Work:
+def recorded(
+    pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work, event: profiling.Event
+) -> Work:
     """Record a message that has begun."""
     work._call = pg.journal.message(call, tensor, peer)
+    work._ends(event)
     return work

@@ -7,13 +7,17 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Explanation
+from hpcdist.core.profiling import NOTHING
+
+if TYPE_CHECKING:
+    from hpcdist.core.profiling import Event
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 
@@ -33,7 +37,8 @@ class Work(torch.distributed.Work):
         self._future: torch.futures.Future | None = None
         self._call: tuple[Any, ...] | None = None  # its record in the group's journal
         self._limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
-        self._guard = allocate_lock()  # between finishing and asking for the future
+        self._guard = allocate_lock()  # between finishing and asking for the future or the event's end
+        self._event: Event | None = None
 
     # -- for the one who carries the call out --------------------------------------------------------
 
@@ -42,8 +47,21 @@ class Work(torch.distributed.Work):
             self._error = error
             self._done = True
             future = self._future
+            event, self._event = self._event, None
+        if event is not None:
+            event.__exit__(None, None, None)
         if future is not None:
             self._fulfil(future)
+
+    def _ends(self, event: Event) -> None:
+        """Let a profiler's event end when the call ends."""
+        if event is NOTHING:
+            return
+        with self._guard:
+            if not self._done:
+                self._event = event
+                return
+        event.__exit__(None, None, None)
 
     def _fulfil(self, future: torch.futures.Future) -> None:
         if self._error is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed
 
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
+class Mirror(Protocol):
+    """Someone else who must know the groups of this process (``hpcdist.torch_bridge``)."""
+
+    def next_index(self, made: int) -> int:
+        """Return the number of the next group, where ``made`` were made here."""
+
+    def add(self, group: ProcessGroup) -> None:
+        """Take note of a group."""
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Forget a group."""
+
+    def clear(self) -> None:
+        """Forget all groups."""
+
+
 class World:
     """The default group, every other group, and how many were ever made."""
 
@@ -25,20 +41,39 @@ class World:
         self.made = 0  # by all ranks together
         self.made_locally: dict[tuple[int, ...], int] = {}  # by their members alone, per set of ranks
         self.store: Store | None = None
+        self.mirror: Mirror | None = None
 
     def add(self, group: ProcessGroup) -> None:
         """Register a group under its name."""
         self.groups[group.group_name] = group
+        if self.mirror is not None:
+            self.mirror.add(group)
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Forget a group."""
+        self.groups.pop(group.group_name, None)
+        if self.mirror is not None:
+            self.mirror.remove(group)
+
+    def discard(self, group: ProcessGroup) -> None:
+        """Forget a group that its own ``shutdown`` ends, of which the mirror knows already."""
+        if group is self.default:
+            self.__init__()  # type: ignore[misc]
+        elif self.groups.get(group.group_name) is group:
+            del self.groups[group.group_name]
 
     def next_name(self) -> str:
         """Return a name for the next group that all ranks make together; it is the same on all of them."""
-        name = str(self.made)
-        self.made += 1
-        return name
+        index = self.made if self.mirror is None else self.mirror.next_index(self.made)
+        self.made = index + 1
+        return str(index)
 
     def clear(self) -> None:
         """Forget everything, so that the next init starts anew."""
+        mirror = self.mirror
         self.__init__()  # type: ignore[misc]
+        if mirror is not None:
+            mirror.clear()
 
 
 WORLD = World()

@@ -26,7 +26,7 @@ from hpcdist.backends.mpi.requests import RequestWork
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ROWS, Row, Shape
+from hpcdist.core.table import ALL_GATHER, ROWS, Row, Shape
 from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
@@ -188,7 +188,7 @@ class MPIBackend(Backend):
 
     def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
         assert recv is not None
-        if send.nbytes > COUNT_MAX or recv.nbytes > COUNT_MAX:
+        if self._is_large(row, send, recv):
             large.exchange(self.comm, row, send, recv, counts)
             return
         itemsize = send.itemsize
@@ -199,6 +199,26 @@ class MPIBackend(Backend):
         else:
             sendbuf = [memory(send), sent, starts(sent), MPI.BYTE]
         self._calls[row](sendbuf, recvbuf)
+
+    def _is_large(self, row: Row, send: torch.Tensor, recv: torch.Tensor) -> bool:
+        """Tell whether a counted exchange needs more than an int on any rank: all must make the same call.
+
+        What is gathered is equally much on all ranks. What is exchanged need not be, so the ranks ask each other:
+        a byte's all_reduce, a few microseconds beside the exchange itself.
+        """
+        if row is ALL_GATHER:
+            return recv.nbytes > COUNT_MAX
+        flag = bytearray([max(send.nbytes, recv.nbytes) > COUNT_MAX])
+        self.comm.Allreduce(IN_PLACE, [flag, MPI.UINT8_T], MPI.MAX)
+        return bool(flag[0])
+
+    def on(self, device_type: str) -> Backend:
+        """Return what carries a device type's tensors: CUDA's directly or through host memory (``staging``)."""
+        if device_type == "cpu":
+            return self
+        from hpcdist.backends.mpi.staging import StagedBackend
+
+        return StagedBackend(self)
 
     # -- point to point ------------------------------------------------------------------------------
 

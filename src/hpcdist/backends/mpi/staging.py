@@ -1,0 +1,278 @@
+"""How does MPI carry a CUDA tensor, where a group has no NCCL?
+
+A CUDA-aware MPI takes device memory as it is, once the kernels that write it have ended. Whether it is one is
+asked at run time, and then tried, because a library may be built for CUDA and run without its transport. Every
+other MPI would read a device address as a host's and crash, so there the tensor goes through pinned host memory,
+with one warning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.table import Row
+from hpcdist.core.work import Queue, Work
+
+WARNING = (
+    "CUDA tensors of this group travel through host memory: the MPI library is not CUDA-aware ({library}). "
+    "NCCL is faster: pip install 'hpcdist[nccl-cu12]' or 'hpcdist[nccl-cu13]' and use backend='cpu:mpi,cuda:nccl'"
+)
+PROBE_BYTES = (64, 1 << 20)  # below and above every library's limit of eager messages
+
+
+def query_cuda(library: ctypes.CDLL) -> bool:
+    """Ask Open MPI, MVAPICH or a recent MPICH."""
+    return bool(library.MPIX_Query_cuda_support())
+
+
+def query_gpu(library: ctypes.CDLL) -> bool:
+    """Ask MPICH or Intel MPI about CUDA (MPIX_GPU_SUPPORT_CUDA is 0)."""
+    supported = ctypes.c_int(0)
+    library.MPIX_GPU_query_support(0, ctypes.byref(supported))
+    return bool(supported.value)
+
+
+# the extension that each library answers with; asked where the library has the symbol
+QUERIES: dict[str, Callable[[ctypes.CDLL], bool]] = {
+    "MPIX_Query_cuda_support": query_cuda,
+    "MPIX_GPU_query_support": query_gpu,
+}
+
+
+def loaded_libraries() -> list[str]:
+    """Return the paths of the MPI libraries in this process."""
+    with open("/proc/self/maps") as maps:
+        found = re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)", maps.read())
+    return list(dict.fromkeys(found))
+
+
+def says_cuda() -> bool:
+    """Tell whether the MPI library says that it takes CUDA memory.
+
+    Asked are the libraries' own extensions and MPI 4.1's ``mpi_memory_alloc_kinds`` (MPI 11.4.3).
+    """
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if "cuda" in kinds.split(","):
+        return True
+    for path in loaded_libraries():
+        library = ctypes.CDLL(path)
+        if any(hasattr(library, name) and ask(library) for name, ask in QUERIES.items()):
+            return True
+    return False
+
+
+def passes_probe() -> bool:
+    """Tell whether a CUDA tensor sent to oneself arrives."""
+    for nbytes in PROBE_BYTES:
+        sent = torch.arange(nbytes, device="cuda").to(torch.uint8)
+        received = torch.zeros_like(sent)
+        torch.cuda.current_stream().synchronize()
+        try:
+            MPI.COMM_SELF.Sendrecv([at(sent), MPI.BYTE], 0, 0, [at(received), MPI.BYTE], 0, 0)
+        except MPI.Exception:
+            return False
+        if not bool((sent == received).all()):
+            return False
+    return True
+
+
+def at(tensor: torch.Tensor) -> MPI.buffer:
+    """Return a tensor's memory as mpi4py takes it."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+AWARE: list[bool] = []  # what was found, once a process
+
+
+def is_cuda_aware() -> bool:
+    """Tell whether this MPI takes device memory; where it does not, warn once."""
+    if not AWARE:
+        AWARE.append(says_cuda() and passes_probe())
+        if not AWARE[0]:
+            library = " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
+            warnings.warn(WARNING.format(library=library), stacklevel=2)
+    return AWARE[0]
+
+
+class StagedBackend(Backend):
+    """The CUDA side of a group of MPI.
+
+    Args:
+        inner: the group's MPI backend.
+        cuda: ``torch.cuda``, whose streams are used.
+    """
+
+    name: ClassVar[str] = "mpi"
+
+    def __init__(self, inner: Backend, cuda: Any = torch.cuda) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.unfinished = inner.unfinished
+        self._cuda = cuda
+        self._side: Any = None  # the worker thread's stream
+
+    @property
+    def queue(self) -> Queue | None:  # type: ignore[override]
+        """The worker of the communicator, which carries its calls on either device in one order."""
+        return self.inner.queue
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> StagedBackend:
+        """Raise: a group of MPI is made by its MPI backend."""
+        raise TypeError("StagedBackend is made by MPIBackend.on('cuda')")
+
+    # -- copies ----------------------------------------------------------------------------------------
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return pinned memory like a tensor."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values on the host; what the current stream holds has then ended."""
+        host = self._on_host(tensor)
+        host.copy_(tensor, non_blocking=True)
+        self._cuda.current_stream(tensor.device).synchronize()
+        return host
+
+    def _to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy values to the device; any stream may read them then."""
+        tensor.copy_(host, non_blocking=True)
+        self._cuda.current_stream(tensor.device).synchronize()
+
+    def _goes_directly(self, row: Row, send: torch.Tensor | None, recv: torch.Tensor | None) -> bool:
+        """Tell whether MPI itself may take the device memory.
+
+        Reductions may not: what surrounds them (``reductions``) is arithmetic on the stream between MPI's calls.
+        Nor may buffers that share memory, of which ``MPIBackend`` makes a copy that it does not wait for.
+        """
+        if row.reduces or not is_cuda_aware():
+            return False
+        if send is None or recv is None or send is recv:
+            return True
+        first, second = send.data_ptr(), recv.data_ptr()
+        return first + send.nbytes <= second or second + recv.nbytes <= first
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def check_reduction(self, row: Row, dtype: torch.dtype, op: Any) -> None:
+        """Check as MPI's side does."""
+        self.inner.check_reduction(row, dtype, op)
+
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Run one collective on device memory or on copies of it; the result is there when it returns."""
+        given = send if send is not None else recv
+        if given is None:
+            self.inner.run(row, send, recv, op, root, counts)
+            return
+        if self._goes_directly(row, send, recv):
+            self._cuda.current_stream(given.device).synchronize()
+            self.inner.run(row, send, recv, op, root, counts)
+            return
+        sent = self._to_host(send) if send is not None else None
+        received = sent if recv is send else self._on_host(recv) if recv is not None else None
+        self.inner.run(row, sent, received, op, root, counts)
+        if recv is not None and received is not None:
+            self._to_device(received, recv)
+
+    def start(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> Work:
+        """Queue one collective on the communicator's worker; its Work waits on the host."""
+        given = send if send is not None else recv
+        if given is None:
+            return self.inner.start(row, send, recv, op, root, counts, result, finish)
+        if self.inner.queue is None:
+            self.inner.queue = Queue(self.name)
+        if self._side is None:
+            self._side = self._cuda.Stream(given.device)
+        before = self._cuda.Event()
+        before.record(self._cuda.current_stream(given.device))
+
+        def call() -> None:
+            with self._cuda.stream(self._side):
+                self._side.wait_event(before)
+                self.run(row, send, recv, op, root, counts)
+                if finish is not None:
+                    finish()
+                self._side.synchronize()
+
+        return self.inner.queue.put(call, result)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send the tensor's memory, or a copy of it."""
+        self.inner.send(self._outgoing(tensor), dst, tag)
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive into the tensor's memory, or into a copy of it."""
+        target = self._incoming(tensor)
+        source = self.inner.recv(target, src, tag)
+        if target is not tensor:
+            self._to_device(target, tensor)
+        return source
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Begin to send."""
+        return self.inner.isend(self._outgoing(tensor), dst, tag)
+
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Begin to receive; the Work copies to the device when the message has arrived."""
+        target = self._incoming(tensor)
+
+        def arrived() -> None:
+            if target is not tensor:
+                self._to_device(target, tensor)
+            if finish is not None:
+                finish()
+
+        return self.inner.irecv(target, src, tag, arrived)
+
+    def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_cuda_aware():
+            return self._to_host(tensor)
+        self._cuda.current_stream(tensor.device).synchronize()
+        return tensor
+
+    def _incoming(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what MPI writes to: of the tensor's own values, since a shorter message leaves some of them."""
+        return self._outgoing(tensor)
+
+    # -- groups: the MPI backend's ---------------------------------------------------------------------
+
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
+        """Split the MPI backend."""
+        return self.inner.split(subgroups, names, timeout)
+
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
+        """Make a group of the MPI backend."""
+        return self.inner.create_group(ranks, name, timeout)
+
+    def close(self) -> None:
+        """Do nothing: the MPI backend frees the communicator."""

@@ -1,0 +1,1 @@
+"""NCCL, by nccl4py: how a group carries CUDA tensors."""

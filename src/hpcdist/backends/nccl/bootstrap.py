@@ -1,0 +1,172 @@
+"""How do the ranks of a group find each other's NCCL?
+
+By a unique id: made on one rank, told to all. It goes over the group's MPI communicator where there is MPI, and over
+the store, one key, where there is none. NCCL's own start-up is a star around the rank that made the id, so above
+128 ranks several of them make one each (``ncclCommInitRankScalable``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hpcdist.backends.nccl.library import SCALABLE_SINCE, Library
+from hpcdist.core.errors import DistBackendError
+from hpcdist.launch import devices, environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from hpcdist.core.backend import Backend
+
+RANKS_PER_ROOT = 128
+ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
+PAIR_TAG = 32742  # under MPI_TAG_UB of every MPI (32767, MPI 9.1.2), and not one that people choose
+
+
+class Channel(Protocol):
+    """A way to tell the other ranks of a group a few bytes."""
+
+    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
+        """Tell all ranks what each root made; every rank calls it, and a root gives its own."""
+
+    def pair(self, made: bytes | None, peer: int) -> bytes:
+        """Tell one rank what this one made, or, where ``made`` is None, hear what that one made."""
+
+
+class PeerChannel:
+    """The group's CPU backend, such as MPI."""
+
+    def __init__(self, peer: Backend) -> None:
+        self.peer = peer
+
+    def _ready(self) -> Backend:
+        if self.peer.queue is not None:
+            self.peer.queue.drain()  # so that all ranks are at the same place of the communicator
+        return self.peer
+
+    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
+        """Broadcast from the one root, or gather what several made."""
+        peer = self._ready()
+        if len(roots) == 1:
+            return [peer.broadcast_object(ids.get(roots[0]), roots[0])]
+        gathered = peer.all_gather_object(ids.get(peer.rank))
+        return [gathered[root] for root in roots]
+
+    def pair(self, made: bytes | None, peer: int) -> bytes:
+        """Send to or receive from the one peer."""
+        if made is not None:
+            self.peer.send(torch.frombuffer(bytearray(made), dtype=torch.uint8), peer, PAIR_TAG)
+            return made
+        heard = torch.empty(ID_BYTES, dtype=torch.uint8)
+        self.peer.recv(heard, peer, PAIR_TAG)
+        return heard.numpy().tobytes()
+
+
+class RelayChannel:
+    """The CPU backend of the parent, for a subgroup that has none of its own: its members alone take part."""
+
+    def __init__(self, peer: Backend, ranks: Sequence[int]) -> None:
+        self.peer = peer
+        self.ranks = ranks  # the members' ranks in the parent
+        self.rank = ranks.index(peer.rank)
+
+    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
+        """Send from each root to every other member."""
+        told = []
+        for root in roots:
+            if root == self.rank:
+                for member in range(len(self.ranks)):
+                    if member != root:
+                        self.pair(ids[root], member)
+                told.append(ids[root])
+            else:
+                told.append(self.pair(None, root))
+        return told
+
+    def pair(self, made: bytes | None, peer: int) -> bytes:
+        """Send to or receive from the one peer."""
+        return PeerChannel(self.peer).pair(made, self.ranks[peer])
+
+
+class StoreChannel:
+    """A key-value store, for launches without MPI; it must be this group's own part of it."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store = store
+        self.rank = rank
+
+    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
+        """Set one key a root, and read them all."""
+        if self.rank in ids:
+            self.store.set(f"id/{self.rank}", ids[self.rank].hex())
+        return [bytes.fromhex(text(self.store.get(f"id/{root}"))) for root in roots]
+
+    def pair(self, made: bytes | None, peer: int) -> bytes:
+        """Set or read the pair's key."""
+        low, high = sorted((self.rank, peer))
+        key = f"pair/{low}-{high}"
+        if made is not None:
+            self.store.set(key, made.hex())
+            return made
+        return bytes.fromhex(text(self.store.get(key)))
+
+
+def text(value: bytes | str) -> str:
+    """Return a store's value as text."""
+    return value if isinstance(value, str) else value.decode()
+
+
+def roots_of(size: int, version: Sequence[int]) -> list[int]:
+    """Return the ranks that make a unique id: the first of each part of at most 128 ranks.
+
+    NCCL deals ranks to ids in parts that differ by one at most, the longer ones first.
+    """
+    count = -(-size // RANKS_PER_ROOT) if tuple(version) >= SCALABLE_SINCE else 1
+    length, longer = divmod(size, count)
+    return [part * length + min(part, longer) for part in range(count)]
+
+
+def unique_ids(library: Library, channel: Channel, rank: int, size: int) -> list[Any]:
+    """Return the group's unique ids, the same on all ranks; every rank calls it."""
+    roots = roots_of(size, library.version)
+    mine = {rank: bytes(library.core.get_unique_id())} if rank in roots else {}
+    return [library.core.UniqueId.from_bytes(each) for each in channel.share(mine, roots)]
+
+
+def pair_id(library: Library, channel: Channel, rank: int, peer: int) -> Any:
+    """Return the unique id of two ranks; the lower one makes it, and both call."""
+    made = bytes(library.core.get_unique_id()) if rank < peer else None
+    return library.core.UniqueId.from_bytes(channel.pair(made, peer))
+
+
+def check_devices(peer: Backend, device: torch.device) -> None:
+    """Raise, on every rank, where two ranks of a group use one GPU; every rank calls it.
+
+    Raises:
+        DistBackendError: they do, and ``NCCL_MULTI_RANK_GPU_ENABLE`` does not ask for it.
+    """
+    if peer.queue is not None:
+        peer.queue.drain()
+    mine = (environment.node_key(), devices.identity(device), str(device))
+    check_shared(peer.all_gather_object(mine))
+
+
+def check_shared(used: Sequence[tuple[str, str, str]], given: Mapping[str, str] | None = None) -> None:
+    """Raise where two ranks use one GPU: node, identity and name of each rank's."""
+    if devices.may_share(os.environ if given is None else given):
+        return
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (node, identity, _) in enumerate(used):
+        users.setdefault((node, identity), []).append(rank)
+    for (node, identity), ranks in users.items():
+        if len(ranks) > 1:
+            raise DistBackendError(
+                f"ranks {ranks} of the group use one GPU: {used[ranks[0]][2]} ({identity}) on {node}. NCCL wants one "
+                "GPU a rank: call torch.cuda.set_device(hpcdist.get_node_local_rank()) before CUDA tensors are made, "
+                "pass device_id=, or let Slurm bind them (--gpus-per-task=1); to share GPUs on purpose set "
+                f"{devices.SHARE}=1"
+            )

@@ -1,0 +1,97 @@
+"""What can NCCL combine, and as what does it see a torch dtype?
+
+The names are those of nccl4py's enums, and a test holds the tables against them. A dtype that NCCL lacks still
+moves, as bytes; it does not reduce, and the error says which way does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpcdist.core import reduction
+from hpcdist.core.reduction import AVG, BAND, BOR, MAX, MIN, PREMUL_SUM, PRODUCT, SUM
+from hpcdist.core.table import Row
+
+DATATYPES: dict[torch.dtype, str] = {
+    torch.int8: "INT8",
+    torch.uint8: "UINT8",
+    torch.bool: "UINT8",
+    torch.int32: "INT32",
+    torch.uint32: "UINT32",
+    torch.int64: "INT64",
+    torch.uint64: "UINT64",
+    torch.float16: "FLOAT16",
+    torch.float32: "FLOAT32",
+    torch.float64: "FLOAT64",
+    torch.bfloat16: "BFLOAT16",
+    torch.float8_e4m3fn: "FLOAT8E4M3",
+    torch.float8_e5m2: "FLOAT8E5M2",
+}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # reduced on compute capability 9.0 and later
+
+OPS: dict[Any, str] = {SUM: "SUM", AVG: "AVG", PRODUCT: "PROD", MIN: "MIN", MAX: "MAX"}
+BOOL_OPS: dict[Any, str] = {SUM: "MAX", PRODUCT: "MIN", MIN: "MIN", MAX: "MAX", BAND: "MIN", BOR: "MAX"}
+COMPLEX_OPS: dict[Any, str] = {SUM: "SUM", AVG: "AVG"}  # on pairs of numbers; a product is not one of pairs
+
+PAIRED = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+# a signless integer of each size, as which NumPy can hold the bits of a factor
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def ops_of(dtype: torch.dtype) -> dict[Any, str]:
+    """Return the ops that NCCL has for a dtype, by torch's op; empty where it does not reduce it."""
+    if dtype is torch.bool:
+        return BOOL_OPS
+    if dtype in PAIRED:
+        return COMPLEX_OPS
+    return OPS if dtype in DATATYPES else {}
+
+
+def check(row: Row, dtype: torch.dtype, op: Any, reduces_float8: bool) -> None:
+    """Raise where an op has no meaning for a dtype, or NCCL lacks it.
+
+    Raises:
+        ValueError, RuntimeError: as ``core.reduction.check``.
+        RuntimeError: NCCL lacks the dtype or the op; the message names the way over MPI.
+    """
+    reduction.check(row, dtype, op)
+    ops = ops_of(dtype)
+    can_scale = dtype is not torch.bool and bool(ops)
+    if (op == PREMUL_SUM and can_scale) or (op != PREMUL_SUM and op in ops):
+        if dtype not in FLOAT8 or reduces_float8:
+            return
+        lacks = f"{dtype} on this GPU or in this release (compute capability 9.0 and NCCL 2.24 reduce it)"
+    elif not ops:
+        lacks = f"{dtype}"
+    else:
+        lacks = f"ReduceOp.{reduction.name_of(op)} of {dtype}"
+    raise RuntimeError(
+        f"Cannot use ReduceOp.{reduction.name_of(op)} with {dtype} on NCCL: {row.name} there lacks {lacks}. "
+        f"MPI has it: {row.name} of tensor.cpu() on a group with a CPU backend ('cpu:mpi,cuda:nccl'), then copy back"
+    )
+
+
+def is_plain_reduction(dtype: torch.dtype, op: Any) -> bool:
+    """Tell whether the tensor's own memory and one of NCCL's own ops do."""
+    return dtype in DATATYPES and op != PREMUL_SUM
+
+
+def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as NCCL reduces it: complex numbers as pairs."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as NCCL moves it: bytes where it lacks the dtype."""
+    return tensor if tensor.dtype in DATATYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def bits(factor: float, dtype: torch.dtype) -> Any:
+    """Return a factor as a NumPy array of one element with the bits that it has in ``dtype``.
+
+    NumPy itself knows neither bfloat16 nor float8.
+    """
+    return torch.tensor([factor], dtype=dtype).view(BITS[dtype.itemsize]).numpy()

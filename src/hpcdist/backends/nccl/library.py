@@ -1,0 +1,92 @@
+"""Can NCCL be used in this process, and if not, what is missing?
+
+nccl4py (``nccl.core``) is imported here alone, when a group first asks for NCCL, so that ``import hpcdist``
+works without it and without CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from hpcdist.core.errors import DistBackendError
+
+EXTRAS = {"12": "hpcdist[nccl-cu12]", "13": "hpcdist[nccl-cu13]"}  # by the major version of CUDA
+
+# the methods of Communicator that NCCL itself got later than the others; below, sends and receives stand in
+SINCE = {"gather": (2, 28), "scatter": (2, 28), "alltoall": (2, 28)}
+SCALABLE_SINCE = (2, 23)  # several roots (ncclCommInitRankScalable)
+FLOAT8_SINCE = (2, 24)
+SHRINK_SINCE = (2, 27)
+
+
+class Library(NamedTuple):
+    """``nccl.core``, the errors that its calls raise, and the release of the libnccl behind it."""
+
+    core: Any
+    failures: tuple[type[Exception], ...]
+    version: tuple[int, ...]
+
+
+def install_command() -> str:
+    """Return the pip command for the CUDA that this torch was built for."""
+    extra = EXTRAS.get((torch.version.cuda or "").split(".")[0])
+    if extra is not None:
+        return f"pip install '{extra}'"
+    return " or ".join(f"pip install '{each}' (CUDA {major})" for major, each in EXTRAS.items())
+
+
+def load() -> Library:
+    """Import nccl4py and find its libnccl.
+
+    Raises:
+        DistBackendError: nccl4py is not installed, or finds no libnccl.
+    """
+    try:
+        core = importlib.import_module("nccl.core")
+        bindings = importlib.import_module("nccl.bindings.nccl")
+    except ImportError as error:
+        raise DistBackendError(
+            f"backend 'nccl' needs nccl4py, which cannot be imported ({error}). Try: {install_command()}"
+        ) from error
+    found = core.get_version().libnccl
+    if found is None:
+        raise DistBackendError(
+            f"backend 'nccl': nccl4py is there, but it found no libnccl.so.2 to load. Try: {install_command()}"
+        )
+    return Library(core, (core.NcclInvalid, bindings.NCCLError), found.version.release)
+
+
+def check_gpu() -> None:
+    """Raise where CUDA tensors cannot exist in this process.
+
+    Raises:
+        DistBackendError: torch without CUDA, no driver, or no GPU that this process may see.
+    """
+    if torch.cuda.is_available():
+        return
+    if torch.version.cuda is None:
+        raise DistBackendError(
+            f"backend 'nccl' carries CUDA tensors, and this torch ({torch.__version__}) is built without CUDA: "
+            "install a CUDA build of torch (https://pytorch.org/get-started/locally), or use backend='mpi' for "
+            "CPU tensors"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not has_driver():
+        raise DistBackendError(
+            "backend 'nccl' carries CUDA tensors, and this machine has no NVIDIA driver (/proc/driver/nvidia is "
+            "absent): run on a node with GPUs (Slurm: --gpus-per-task=1), or use backend='mpi' for CPU tensors"
+        )
+    raise DistBackendError(
+        "backend 'nccl' carries CUDA tensors, and this process sees no GPU"
+        + (f": CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else "")
+        + "; ask the launcher for one (Slurm: --gpus-per-task=1), or use backend='mpi' for CPU tensors"
+    )
+
+
+def has_driver() -> bool:
+    """Tell whether NVIDIA's kernel driver is loaded."""
+    return os.path.isdir("/proc/driver/nvidia")

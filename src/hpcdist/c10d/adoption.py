@@ -1,0 +1,85 @@
+"""How does ``torch.distributed.init_process_group("hpcdist")`` end in a group of ours?
+
+torch calls ``create`` once for the default group and, on its members, once for every group that ``new_group`` or
+``DeviceMesh`` makes. The default group is the facade's too: both front doors lead to one world.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcdist import torch_bridge
+from hpcdist.c10d.lifecycle import begin, carried, choose
+from hpcdist.c10d.names import Backend
+from hpcdist.core import registry
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import WORLD
+
+
+def create(options: Any, pg_options: Any) -> ProcessGroup:
+    """Make the group that torch asks for (the extended interface of c10d's ``register_backend``).
+
+    Args:
+        options: c10d's ``_DistributedBackendOptions``; an empty list of ranks stands for the default group.
+        pg_options: the caller's options of the backend.
+
+    Returns:
+        The group, which torch enters in its tables itself.
+
+    Raises:
+        ValueError: torch's rank or size is not that of the world that MPI, or hpcdist before, made.
+        DistBackendError: as for ``hpcdist.init_process_group``.
+    """
+    ranks = tuple(options.global_ranks_in_group)
+    if ranks and WORLD.default is not None:
+        return create_subgroup(WORLD.default, ranks, options)
+    group = WORLD.default
+    if group is None:
+        group = create_world(options, pg_options)
+    if (group.rank(), group.size()) != (options.group_rank, options.group_size):
+        raise ValueError(
+            f"torch.distributed says rank {options.group_rank} of {options.group_size}, hpcdist's world is rank "
+            f"{group.rank()} of {group.size()}: the launcher and the arguments of init_process_group disagree"
+        )
+    torch_bridge.join(group)
+    return group
+
+
+def create_world(options: Any, pg_options: Any) -> ProcessGroup:
+    """Make the default group: over MPI where the launcher started it, else over torch's store."""
+    launch = torch_bridge.launched()
+    rank, size, comm = options.group_rank, options.group_size, None
+    is_mpi = launch is not None and launch.starts_mpi
+    config = choose(launch, None, None if is_mpi or size == 1 else options.store, None)
+    if size == 1 and not is_mpi:
+        config = Backend.LOOPBACK
+    if is_mpi:
+        from hpcdist.backends.mpi import runtime
+
+        comm = runtime.world()
+        rank, size = comm.Get_rank(), comm.Get_size()
+    store = None if is_mpi else options.store
+    bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, options=pg_options)
+    backends = registry.connect_all(carried(config), bootstrap)
+    group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
+    begin(group, None)
+    WORLD.store = store
+    return group
+
+
+def create_subgroup(default: ProcessGroup, ranks: tuple[int, ...], options: Any) -> ProcessGroup:
+    """Make a group of some ranks, which alone call (MPI_Comm_create_group)."""
+    members = [default.group_ranks[rank] for rank in ranks]
+    name, limit = options.group_id, options.timeout
+    made = {each: each.create_group(members, name, limit) for each in dict.fromkeys(default.backends.values())}
+    by_device = {kind: made[each] for kind, each in default.backends.items()}
+    rank = ranks.index(default.ranks[default.rank()])
+    group = ProcessGroup(ranks, rank, by_device, default.config, name, "undefined", limit)
+    group.bound_device_id = default.bound_device_id
+    WORLD.groups[name] = group
+    WORLD.made = max(WORLD.made, int(name) + 1 if name.isdigit() else 0)
+    return group
+
+
+torch_bridge.register(create)

@@ -1,0 +1,61 @@
+"""How are ranks laid out in several dimensions?
+
+``DeviceMesh`` is torch's class, so that DTensor, FSDP2, tensor parallel and DCP take a mesh of the facade for one of
+theirs. On our groups every dimension of it is one MPI_Comm_split (``hpcdist.torch_bridge``), whoever asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+
+from hpcdist import torch_bridge
+from hpcdist.c10d.groups import new_subgroups_by_enumeration
+from hpcdist.c10d.lifecycle import init_process_group
+from hpcdist.core.world import WORLD
+
+__all__ = ["DeviceMesh", "init_device_mesh"]
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: Any = None,
+) -> DeviceMesh:
+    """Lay the ranks of the default group out in several dimensions; every rank calls this.
+
+    Makes the default group first where there is none.
+
+    Args:
+        device_type: of the tensors that will be sent, ``"cpu"`` or ``"cuda"``; without an index.
+        mesh_shape: how many ranks each dimension has; rank 0 first, the last dimension running fastest.
+        mesh_dim_names: a name for each dimension, by which slices are taken: ``mesh["tp"]``.
+        backend_override: as in c10d: another backend or options for some dimensions.
+
+    Returns:
+        The mesh (``torch.distributed.device_mesh.DeviceMesh``).
+
+    Raises:
+        RuntimeError: names that do not fit, a mesh larger than the world, or a default group that torch does not know.
+    """
+    if WORLD.default is None and not torch_bridge.is_taken():
+        init_process_group()
+    if WORLD.default is not None and not torch_bridge.is_shown(WORLD.default):
+        raise RuntimeError(
+            "init_device_mesh: this default group is not torch.distributed's, whose DeviceMesh looks for ranks there; "
+            "call init_process_group with bridge=True, without HPCDIST_BRIDGE=0 and before any other "
+            "torch.distributed.init_process_group"
+        )
+    return torch_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
+
+
+def make_dimension(ranks_per_subgroup: list[list[int]], description: str) -> Any:
+    """Make the groups of one dimension in one step and return this rank's, or None."""
+    return new_subgroups_by_enumeration(ranks_per_subgroup, group_desc=description)[0]
+
+
+torch_bridge.split_meshes_by(make_dimension)

@@ -1,0 +1,139 @@
+"""How are groups made as objects, without a default group or any registry? (torch's experimental ``_dist2``)
+
+``new_group`` makes a world of its own, over MPI or a store. Its collectives are the methods of the group, and the
+functions of ``hpcdist`` take it as ``group=`` too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import ReduceOp
+
+from hpcdist import torch_bridge
+from hpcdist.core import registry
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.group import ProcessGroup
+from hpcdist.launch import environment, rendezvous
+
+__all__ = [
+    "ProcessGroup",
+    "ProcessGroupFactory",
+    "ReduceOp",
+    "current_process_group",
+    "new_group",
+    "process_group",
+    "register_backend",
+]
+
+
+class ProcessGroupFactory(Protocol):
+    """What makes a group: a function of a store, this process's place, and options of its own."""
+
+    def __call__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        device: torch.device,
+        **kwargs: object,
+    ) -> Any:
+        """Make the group; every process calls it."""
+
+
+FACTORIES: dict[str, ProcessGroupFactory] = {}
+
+# the options that each of our backends takes
+OPTIONS: dict[str, tuple[str, ...]] = {"mpi": ("comm",), "gloo": (), "nccl": ("options",), "loopback": ()}
+DEVICES: dict[str, tuple[str, ...]] = {"gloo": ("cpu",), "nccl": ("cuda",)}  # the others carry the device asked for
+COUNT = itertools.count()  # of groups made here; the same on all processes, which make them in the same order
+
+
+def register_backend(name: str, func: ProcessGroupFactory) -> None:
+    """Make a factory known under a name.
+
+    Raises:
+        ValueError: the name is known already.
+    """
+    if name in FACTORIES or name in OPTIONS:
+        raise ValueError(f"Backend {name} already registered")
+    FACTORIES[name] = func
+
+
+def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kwargs: object) -> Any:
+    """Make a group of all processes of the job that is in no registry; every process calls this.
+
+    Args:
+        backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"`` or a name given to ``register_backend``.
+        timeout: the limit of each call.
+        device: where the tensors will be.
+        **kwargs: options of the backend; of "mpi": ``comm``, an mpi4py communicator to make the group of.
+
+    Returns:
+        The group.
+
+    Raises:
+        ValueError: an unknown backend, or a device that it does not carry.
+        KeyError: an unknown option.
+        DistBackendError: the backend's library is not there.
+    """
+    where = torch.device(device)
+    if backend in FACTORIES:
+        store, rank, size = meet(timeout)
+        return FACTORIES[backend](store, rank, size, timeout, where, **kwargs)
+    if backend not in OPTIONS:
+        raise ValueError(f"Backend {backend} not registered (known: {', '.join(sorted({*OPTIONS, *FACTORIES}))})")
+    for option in kwargs:
+        if option not in OPTIONS[backend]:
+            raise KeyError(f"Unknown option {option} of backend {backend} (known: {OPTIONS[backend]})")
+    carried = DEVICES.get(backend, (where.type,))
+    if where.type not in carried:
+        raise ValueError(f"backend {backend!r} carries {carried}; got device {where}")
+    bootstrap = prepare(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
+    made = registry.connect(backend, bootstrap)
+    name = f"dist2:{next(COUNT)}"
+    group = ProcessGroup(tuple(range(made.size)), made.rank, {where.type: made}, backend, name, "dist2", timeout)
+    group.bound_device_id = bootstrap.device_id
+    return group
+
+
+def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootstrap:
+    """Find the other processes in the way that a backend needs."""
+    if backend == "loopback":
+        return Bootstrap(0, 1, timeout)
+    if backend == "mpi":
+        from hpcdist.backends.mpi import runtime
+
+        comm = options.get("comm") or runtime.world()
+        return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)
+    store, rank, size = meet(timeout)
+    return Bootstrap(rank, size, timeout, store=store, options=options.get("options"))
+
+
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return a store that no other group uses, this process's rank, and how many there are."""
+    store, rank, size = rendezvous.find(environment.detect(), None, None, -1, -1, timeout)
+    return rendezvous.part(store, f"dist2:{next(COUNT)}"), rank, size
+
+
+def current_process_group() -> Any:
+    """Return the group that ``process_group`` set in this thread, or None."""
+    return torch_bridge.current_group()
+
+
+@contextmanager
+def process_group(pg: Any) -> Generator[None, None, None]:
+    """Make a group the current one of this thread, and of torch's code in it, inside a ``with``."""
+    before = torch_bridge.current_group()
+    torch_bridge.set_current_group(pg)
+    try:
+        yield
+    finally:
+        torch_bridge.set_current_group(before)

@@ -1,0 +1,68 @@
+"""Which of ``torch.distributed``'s own names work on our groups as they are?
+
+The pieces of DDP's reducer, the collectives over a store, and what else ``torch.distributed``'s ``__init__`` offers
+beside c10d's functions. They take a group, and a group of ours is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    BuiltinCommHookType,
+    GradBucket,
+    Logger,
+    Reducer,
+    _broadcast_coalesced,
+    _compute_bucket_assignment_by_size,
+    _ControlCollectives,
+    _make_nccl_premul_sum,
+    _register_builtin_comm_hook,
+    _register_comm_hook,
+    _StoreCollectives,
+    _test_python_store,
+    _verify_params_across_processes,
+)
+from torch._C._distributed_c10d import Backend as _Backend
+from torch._C._distributed_c10d import Work as _Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _create_process_group_wrapper, _time_estimator
+from torch.distributed.remote_device import _remote_device
+
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import NON_GROUP_MEMBER, resolve
+
+__all__ = [
+    "_DEFAULT_FIRST_BUCKET_BYTES",
+    "BuiltinCommHookType",
+    "GradBucket",
+    "Logger",
+    "ProcessGroupGloo",
+    "Reducer",
+    "_Backend",
+    "_ControlCollectives",
+    "_StoreCollectives",
+    "_Work",
+    "_broadcast_coalesced",
+    "_compute_bucket_assignment_by_size",
+    "_create_process_group_wrapper",
+    "_get_process_group_name",
+    "_make_nccl_premul_sum",
+    "_rank_not_in_group",
+    "_register_builtin_comm_hook",
+    "_register_comm_hook",
+    "_remote_device",
+    "_test_python_store",
+    "_time_estimator",
+    "_verify_params_across_processes",
+]
+
+
+def _rank_not_in_group(group: Any) -> bool:
+    """Tell whether a group stands for one that this rank is not in (c10d's private name)."""
+    return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
+
+
+def _get_process_group_name(pg: ProcessGroup) -> str:
+    """Return a group's name (c10d's private name); ValueError where it is not live."""
+    return resolve(pg).group_name

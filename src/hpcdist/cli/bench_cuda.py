@@ -1,0 +1,235 @@
+"""How far is hpcdist from ``torch.distributed`` on NCCL? ``mpirun -n N python -m hpcdist bench --device cuda``.
+
+Both sides call NCCL on the same tensors of the same GPUs in one run, in turns, so that a busy machine favours nobody.
+Two times are taken of each: of the host alone, until the call returns (what 5 µs are allowed on), and with the device,
+until the result is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date, timedelta
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch._C._distributed_c10d import TCPStore
+
+import hpcdist as dist
+
+OVERHEAD_LIMIT = 5.0  # microseconds a call over torch's own
+SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+ROUNDS = 7
+CALLS = {4: 400, 1 << 20: 100, 1 << 62: 20}  # calls a round, for sizes up to the key
+
+Side = Any  # the two sides have the functions of torch.distributed
+
+
+def all_reduce(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
+    """Call all_reduce."""
+    return side.all_reduce(tensor, group=group, async_op=is_async)
+
+
+def broadcast(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
+    """Call broadcast."""
+    return side.broadcast(tensor, 0, group=group, async_op=is_async)
+
+
+def all_gather(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
+    """Call all_gather_into_tensor, of which ``tensor`` is the output."""
+    share = tensor.numel() // size
+    rank = dist.get_rank()
+    return side.all_gather_into_tensor(
+        tensor[: share * size], tensor[rank * share : (rank + 1) * share], group=group, async_op=is_async
+    )
+
+
+def reduce_scatter(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
+    """Call reduce_scatter_tensor, of which ``tensor`` is the input."""
+    share = tensor.numel() // size
+    rank = dist.get_rank()
+    return side.reduce_scatter_tensor(
+        tensor[rank * share : (rank + 1) * share], tensor[: share * size], group=group, async_op=is_async
+    )
+
+
+COLLECTIVES: dict[str, Callable[..., Any]] = {
+    "all_reduce": all_reduce,
+    "broadcast": broadcast,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the command line's parser."""
+    made = argparse.ArgumentParser(prog="python -m hpcdist bench --device cuda", description=__doc__)
+    made.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
+    made.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
+    made.add_argument("--rounds", type=int, default=ROUNDS)
+    made.add_argument("--json", metavar="FILE", help="write the figures here too")
+    return made
+
+
+def run(args: list[str]) -> int:
+    """Time both sides on all ranks of this job.
+
+    Args:
+        args: the command line after ``bench --device cuda``.
+
+    Returns:
+        The exit status: 0; 1 where a synchronous or asynchronous call of 4 bytes took the host more than 5 µs longer
+        than torch's; 2 where there is no GPU or no NCCL.
+    """
+    options = parser().parse_args(args)
+    lacks = missing()
+    if lacks is not None:
+        sys.stderr.write(f"hpcdist bench --device cuda: {lacks}\n")
+        return 2
+    dist.init_process_group("cpu:mpi,cuda:nccl")
+    try:
+        theirs = torchs_group()
+        figures = measure(options, theirs)
+        c10d.destroy_process_group()
+    finally:
+        dist.destroy_process_group()
+    if figures:
+        report(figures)
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"about": about(), "figures": figures}, file, indent=1)
+    return int(any(each["bytes"] == 4 and each["host_over"] > OVERHEAD_LIMIT for each in figures))
+
+
+def missing() -> str | None:
+    """Return what this machine lacks for the comparison, or None."""
+    from hpcdist.backends.nccl.library import check_gpu, load
+
+    try:
+        load()
+        check_gpu()
+    except dist.DistBackendError as error:
+        return str(error)
+    return None if c10d.is_nccl_available() else "this torch has no NCCL backend to compare with"
+
+
+def torchs_group() -> Any:
+    """Make torch's own NCCL group on the same ranks."""
+    objects: list[Any] = [None]
+    limit = timedelta(minutes=5)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store: Any = None
+    if rank == 0:
+        store = TCPStore(platform.node(), 0, size, True, limit, wait_for_workers=False)
+        objects = [(platform.node(), store.port)]
+    dist.broadcast_object_list(objects, 0)
+    if store is None:
+        host, port = objects[0]
+        store = TCPStore(host, port, size, False, limit)
+    c10d.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit)
+    return c10d.group.WORLD
+
+
+def measure(options: argparse.Namespace, theirs: Any) -> list[dict[str, Any]]:
+    """Return one figure for each collective, size and way of calling; on rank 0, elsewhere none."""
+    sides = {"hpcdist": (dist, None), "torch": (c10d, theirs)}
+    figures = []
+    for name in options.collectives:
+        for nbytes in options.sizes:
+            for is_async in (False, True):
+                taken = {side: ([], []) for side in sides}  # type: ignore[var-annotated]
+                for _ in range(options.rounds):
+                    for side, (library, group) in sides.items():
+                        host, whole = one_round(COLLECTIVES[name], library, group, nbytes, is_async)
+                        taken[side][0].append(host)
+                        taken[side][1].append(whole)
+                if dist.get_rank() == 0:
+                    figures.append(figure(name, nbytes, is_async, taken))
+    return figures
+
+
+def one_round(call: Callable[..., Any], side: Side, group: Any, nbytes: int, is_async: bool) -> tuple[float, float]:
+    """Return the microseconds of one call, on the host alone and with the device, of the slowest rank."""
+    size = dist.get_world_size()
+    tensor = torch.zeros(max(nbytes // 4, size), device="cuda")
+    count = next(calls for limit, calls in CALLS.items() if nbytes <= limit)
+    for _ in range(3):
+        called(call, side, group, tensor, size, is_async)
+    torch.cuda.synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        called(call, side, group, tensor, size, is_async)
+    issued = time.perf_counter()
+    torch.cuda.synchronize()
+    ended = time.perf_counter()
+    spent = torch.tensor([issued - began, ended - began], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    host, whole = (spent / count * 1e6).tolist()
+    return host, whole
+
+
+def called(call: Callable[..., Any], side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> None:
+    """Make one call and, where it hands back a Work, wait for it on the stream."""
+    work = call(side, group, tensor, size, is_async)
+    if is_async:
+        work.wait()
+
+
+def figure(name: str, nbytes: int, is_async: bool, taken: dict[str, Any]) -> dict[str, Any]:
+    """Return the medians of one comparison."""
+    host = {side: statistics.median(times[0]) for side, times in taken.items()}
+    whole = {side: statistics.median(times[1]) for side, times in taken.items()}
+    return {
+        "collective": name,
+        "bytes": nbytes,
+        "async": is_async,
+        "host_us": host,
+        "whole_us": whole,
+        "host_over": host["hpcdist"] - host["torch"],
+        "gigabytes_per_s": {side: nbytes / time_us / 1e3 for side, time_us in whole.items()},
+    }
+
+
+def about() -> dict[str, str]:
+    """Return what the figures were taken on, for ``docs/explanation/gpu-results.md``."""
+    from hpcdist.backends.nccl.library import load
+
+    return {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "ranks": str(dist.get_world_size()) if dist.is_initialized() else "",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, load().version)),
+        "hpcdist": dist.__version__,
+    }
+
+
+def report(figures: list[dict[str, Any]]) -> None:
+    """Print the figures as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=", ".join(f"{key} {value}" for key, value in about().items() if value))
+    for heading in ("collective", "bytes", "call", "host µs: ours", "torch's", "over", "whole µs: ours", "torch's"):
+        table.add_column(heading, justify="left" if heading in ("collective", "call") else "right")
+    for each in figures:
+        host, whole = each["host_us"], each["whole_us"]
+        table.add_row(
+            each["collective"],
+            str(each["bytes"]),
+            "async" if each["async"] else "sync",
+            f"{host['hpcdist']:.1f}",
+            f"{host['torch']:.1f}",
+            f"{each['host_over']:+.1f}",
+            f"{whole['hpcdist']:.1f}",
+            f"{whole['torch']:.1f}",
+        )
+    Console().print(table)

@@ -1,0 +1,63 @@
+"""How does an unmodified torch script run on MPI? ``mpirun -n 4 python -m hpcdist run train.py --epochs 3``.
+
+The script's ``torch.distributed.init_process_group("gloo")`` or ``("mpi")`` makes hpcdist's world. What torchrun would
+have set (RANK, WORLD_SIZE, LOCAL_RANK) comes from the launcher, so scripts that read these work too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from hpcdist import torch_bridge
+from hpcdist.launch import environment
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(prog="python -m hpcdist run", description=(__doc__ or "").splitlines()[0])
+    made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
+    made.add_argument("script", help="the script, which stays as it is")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return made
+
+
+def announce(launch: environment.Launch | None) -> None:
+    """Set what torchrun would have set, where nobody has."""
+    if launch is None:
+        return
+    local_rank = environment.node_local_rank()
+    found = {"RANK": launch.rank, "WORLD_SIZE": launch.size, "LOCAL_RANK": local_rank}
+    for variable, value in found.items():
+        if value is not None:
+            os.environ.setdefault(variable, str(value))
+
+
+def run(args: list[str]) -> int:
+    """Run a script with its groups made by hpcdist.
+
+    Args:
+        args: the command line after ``run``.
+
+    Returns:
+        0; what the script raises, SystemExit included, goes through.
+    """
+    given = parser().parse_args(args)
+    launch = environment.detect()
+    announce(launch)
+    torch_bridge.divert(launch)
+    sys.argv = [given.script, *given.arguments]
+    if given.module:
+        sys.path[0:0] = [os.getcwd()]
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        return 0
+    script = Path(given.script)
+    if not script.is_file():
+        print(f"python -m hpcdist run: no script {given.script!r} in {os.getcwd()}", file=sys.stderr)
+        return 2
+    sys.path[0:0] = [str(script.resolve().parent)]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0

@@ -1,0 +1,112 @@
+"""Which GPU is mine? The one at this rank's place among the ranks of the node that see the same GPUs.
+
+Where the launcher binds GPUs to tasks (Slurm's ``--gpus-per-task``, ``--gpu-bind``), every rank sees its own and takes
+the first. Where all ranks of a node see all GPUs, the rank on the node counts. It is never ``rank % count``: that
+is another GPU as soon as ranks are not dealt to nodes in blocks, and two ranks on one where nodes differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hpcdist.core.errors import DistBackendError
+from hpcdist.launch import environment
+
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own: several ranks may use one GPU
+
+View = tuple[str, ...]  # the identities of the GPUs that a process sees, in order
+
+
+def may_share(given: Mapping[str, str] | None = None) -> bool:
+    """Tell whether several ranks on one GPU were asked for."""
+    return (os.environ if given is None else given).get(SHARE, "0").strip() not in ("", "0")
+
+
+def identity(device: torch.device) -> str:
+    """Return what tells a GPU apart from every other: its UUID."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible() -> View:
+    """Return the GPUs that this process sees; one alone goes without its UUID, which would start CUDA."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return ("the only one",) * count
+    return tuple(identity(torch.device("cuda", index)) for index in range(count))
+
+
+def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
+    """Return the index of a rank's GPU among those that it sees.
+
+    Args:
+        views: what each rank of the node sees, by its rank on the node.
+        local_rank: this rank on the node.
+        shares: several ranks may use one GPU; they get it in blocks.
+
+    Raises:
+        DistBackendError: this rank sees none, or more ranks see the same GPUs than there are.
+    """
+    mine = views[local_rank]
+    if not mine:
+        raise DistBackendError("this process sees no GPU")
+    if len(mine) == 1:
+        return 0  # no choice; that nobody else uses it is found out when the ranks connect
+    alike = [rank for rank, view in enumerate(views) if view == mine]
+    position = alike.index(local_rank)
+    if len(alike) <= len(mine):
+        return position
+    if shares:
+        return position * len(mine) // len(alike)
+    raise DistBackendError(
+        f"{len(alike)} ranks of this node see the same {len(mine)} GPUs, and NCCL wants one a rank: start "
+        f"{len(mine)} ranks a node, or set {SHARE}=1 to let ranks share them"
+    )
+
+
+def views_by_mpi(comm: Any) -> tuple[list[View], int]:
+    """Return what each rank of this node sees and this rank's place on it; every rank of ``comm`` calls.
+
+    The node is what shares memory (MPI_Comm_split_type with MPI_COMM_TYPE_SHARED, MPI 7.4.2).
+    """
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+    try:
+        return node.allgather(visible()), node.Get_rank()
+    finally:
+        node.Free()
+
+
+def views_by_launcher(environ: Mapping[str, str] | None = None) -> tuple[list[View], int]:
+    """Return the same where there is no MPI: the launcher's rank on the node.
+
+    Raises:
+        DistBackendError: no launcher says which rank of the node this is, and there is a choice of GPUs.
+    """
+    mine, local_rank = visible(), environment.node_local_rank(environ)
+    if len(mine) == 1:
+        return [mine], 0
+    if local_rank is None:
+        raise DistBackendError(
+            f"this process sees {len(mine)} GPUs, and no launcher says which rank of the node it is (looked at "
+            f"{', '.join(environment.LOCAL_RANKS)}): pass device_id=, or call torch.cuda.set_device"
+        )
+    given = os.environ if environ is None else environ
+    if given.get("SLURM_GPUS_PER_TASK"):  # Slurm's binding: the GPUs seen are this task's own
+        return [mine], 0
+    local_size = environment.integer(given, "LOCAL_WORLD_SIZE")  # torchrun's
+    return [mine] * max(local_rank + 1, local_size or 0), local_rank
+
+
+def mine(comm: Any = None) -> torch.device:
+    """Return this process's GPU; with ``comm``, every rank of it calls.
+
+    Raises:
+        DistBackendError: as ``place`` and ``views_by_launcher``.
+    """
+    views, local_rank = views_by_mpi(comm) if comm is not None else views_by_launcher()
+    return torch.device("cuda", place(views, local_rank, may_share()))

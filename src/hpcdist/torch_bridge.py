@@ -1,0 +1,303 @@
+"""How does torch.distributed come to know our groups, and we its calls to make some?
+
+torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here and
+nowhere else. What is touched, and the versions where that was checked:
+
+====================================================  ===================================================  ========
+what                                                  why                                                  checked
+====================================================  ===================================================  ========
+``distributed_c10d._world`` (pg_map, pg_names,        DDP, FSDP2, DTensor, DCP find ranks, names, the      2.13.0
+pg_group_ranks, pg_backend_config, tags_to_pg,        backend's name and the store of a group there
+pg_to_tag, group_count, default_pg)
+``distributed_c10d._update_default_pg``               sets the default group and the rank that C++ logs    2.13.0
+``_C._distributed_c10d._(un)register_process_group``  functional collectives resolve a group by its name   2.13.0
+``rendezvous._rendezvous_handlers["env"]``            ``init_process_group("hpcdist")`` without            2.13.0
+                                                      MASTER_ADDR, where the launcher starts MPI
+``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become   2.13.0
+``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
+``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, however many groups  2.13.0
+``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too      2.13.0
+``._set_process_group``
+``Backend._plugins``                                  tells whether the backend is registered              2.13.0
+``_C._autograd._profiler_enabled``,                   events of a profiler, with shapes                    2.13.0
+``_C._profiler._RecordFunctionFast``,
+``_C._distributed_c10d._get_comm_profiling_name``
+====================================================  ===================================================  ========
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as bindings
+import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _RecordFunctionFast
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._mesh_layout import _MeshLayout
+
+from hpcdist.core import profiling
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.world import WORLD
+from hpcdist.launch import environment
+
+NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group takes it
+DEVICES = ["cpu", "cuda"]
+DIVERTED = frozenset({"mpi", "gloo", "undefined", NAME})  # what `hpcdist run` carries itself
+
+rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
+
+
+# -- our groups, shown to torch ----------------------------------------------------------------------------
+
+
+class TorchWorld:
+    """torch.distributed's tables of groups, as a mirror of ours (``core.world.Mirror``)."""
+
+    def next_index(self, made: int) -> int:
+        """Return a number that neither we nor torch have given to a group."""
+        index = max(made, c10d._world.group_count)
+        c10d._world.group_count = index + 1
+        return index
+
+    def add(self, group: ProcessGroup) -> None:
+        """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
+        world, name = c10d._world, group.group_name
+        tag = f"ptd:{name}"
+        world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LATE_STORE))
+        world.pg_names[group] = name  # type: ignore[assignment]
+        world.pg_group_ranks[group] = dict(group.group_ranks)
+        world.pg_backend_config[group] = ",".join(f"{device}:{NAME}" for device in group.backends)
+        world.pg_to_tag[group] = tag
+        for each in ("", tag):
+            world.tags_to_pg.setdefault(each, []).append(group)
+        bindings._register_process_group(c10d.GroupName(name), group)
+        if group is WORLD.default:
+            world.group_count = max(world.group_count, WORLD.made)
+            c10d._update_default_pg(group)
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Take a group out of the tables."""
+        world = c10d._world
+        if group not in world.pg_map:
+            return
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(group, None)
+        world.pg_to_tag.pop(group, None)
+        for members in world.tags_to_pg.values():
+            if group in members:
+                members.remove(group)
+        bindings._unregister_process_group(c10d.GroupName(group.group_name))
+
+    def clear(self) -> None:
+        """End torch's world, with the groups that it made itself."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def show(groups: Iterable[ProcessGroup]) -> None:
+    """Make our world torch's too; a torch.distributed that is initialised already is left alone."""
+    if dist.is_initialized():
+        return
+    mirror = TorchWorld()
+    for group in groups:
+        mirror.add(group)
+    WORLD.mirror = mirror
+
+
+def join(default: ProcessGroup) -> None:
+    """Follow torch's world, which itself enters ``default`` in its tables."""
+    WORLD.made = max(WORLD.made, c10d._world.group_count)
+    WORLD.mirror = TorchWorld()
+
+
+def is_taken() -> bool:
+    """Tell whether torch.distributed has a default group, ours or another."""
+    return dist.is_initialized()
+
+
+def is_shown(group: ProcessGroup) -> bool:
+    """Tell whether torch.distributed knows a group."""
+    return group in c10d._world.pg_map
+
+
+class LateStore(bindings.Store):
+    """The world's store, opened when it is first used: few programs ask for one, and a server costs time.
+
+    Under MPI the first use opens it for all ranks, so all of them have to come to it.
+    """
+
+    def opened(self) -> Any:
+        """Return the store itself."""
+        if WORLD.store is None:
+            from hpcdist.launch import rendezvous
+
+            if WORLD.default is not None:
+                return rendezvous.store_of(WORLD.default)
+            WORLD.store = next(iter(rendezvous.rendezvous("mpi://")))[0]
+        return WORLD.store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long calls wait; a store that is not open yet takes the world's limit when it opens."""
+        if WORLD.store is not None:
+            WORLD.store.set_timeout(timeout)
+
+
+STORE_CALLS = (
+    "set", "get", "add", "check", "wait", "compare_set", "delete_key", "num_keys", "append", "multi_get",
+    "multi_set", "has_extended_api", "queue_push", "queue_pop", "queue_len", "list_keys", "barrier", "clone",
+)  # fmt: skip
+
+
+def forwarded(name: str) -> Callable[..., Any]:
+    """Return a method that calls the opened store's method of the same name."""
+
+    def call(self: LateStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.opened(), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for each in STORE_CALLS:
+    setattr(LateStore, each, forwarded(each))
+
+LATE_STORE = LateStore()  # C++ keeps only its half of a store made in Python, so this one lives for ever
+
+
+# -- torch's calls to make a group -------------------------------------------------------------------------
+
+
+def register(creator: Callable[[Any, Any], Any]) -> None:
+    """Make the backend "hpcdist" known to torch.distributed, and "env://" content without MASTER_ADDR under MPI.
+
+    Args:
+        creator: makes a ProcessGroup of c10d's backend options and the caller's ``pg_options``.
+    """
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)
+    handlers = rendezvous_module._rendezvous_handlers
+    if handlers["env"] is not by_launcher:
+        STOCK["env"] = handlers["env"]
+        handlers["env"] = by_launcher
+
+
+def launched() -> environment.Launch | None:
+    """Return how this process was started, as ``divert`` was told or as the environment says."""
+    return LAUNCH[0] if LAUNCH else environment.detect()
+
+
+LAUNCH: list[environment.Launch | None] = []
+STOCK: dict[str, Callable[..., Any]] = {}  # what torch had in the places that we took
+
+
+def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Take rank and size from an MPI launcher where the environment lacks what ``env://`` needs."""
+    launch = launched()
+    if "MASTER_ADDR" in os.environ or launch is None or not launch.starts_mpi:
+        yield from STOCK["env"](url, *args, **kwargs)
+        return
+    yield fresh_store(), launch.rank, launch.size
+
+
+def fresh_store() -> LateStore:
+    """Return the store for a world that is about to begin."""
+    if WORLD.default is None:
+        WORLD.store = None
+    return LATE_STORE
+
+
+def registered() -> None:
+    """Do nothing: importing this package has registered the backend (torch 2.14's entry point calls this)."""
+
+
+def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
+    """Let DeviceMesh make all groups of a dimension in one step where the default group is ours.
+
+    Args:
+        make: makes disjoint groups of global ranks, with a description, and returns this rank's or None.
+    """
+    stock = device_mesh.DeviceMesh._init_one_process_group
+    if list(inspect.signature(stock).parameters) != ["sub_layout", "rank_map", "dim_name", "backend_override"]:
+        return  # another torch: its own loop over new_group makes the same groups, one by one
+
+    def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any) -> Any:
+        default = WORLD.default
+        is_ours = default is not None and c10d._world.default_pg is default
+        if not is_ours or tuple(backend_override) != (None, None) or sub_layout.numel() == dist.get_world_size():
+            return stock(sub_layout, rank_map, dim_name, backend_override)
+        ranks = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
+        mine = make(ranks, f"mesh_{dim_name}")
+        return mine.group_name if mine is not None else None
+
+    setattr(device_mesh.DeviceMesh, "_init_one_process_group", staticmethod(init_one))  # noqa: B010  # for mypy
+
+
+def current_group() -> Any:
+    """Return the group that torch's code in this thread takes for the current one, or None."""
+    return bindings._current_process_group()
+
+
+def set_current_group(group: Any) -> None:
+    """Set the group that torch's code in this thread takes for the current one."""
+    bindings._set_process_group(group)
+
+
+# -- an unmodified script on MPI ---------------------------------------------------------------------------
+
+
+def divert(launch: environment.Launch | None) -> None:
+    """Let ``init_process_group`` and ``new_group`` with "mpi" or "gloo" make groups of ours; once a process.
+
+    ``get_backend`` goes on to say what the script asked for.
+
+    Args:
+        launch: how this process was started, before anyone set what torchrun sets.
+    """
+    if "helper" in STOCK:
+        return
+    LAUNCH.append(launch)
+    meet_by_url = STOCK["rendezvous"] = rendezvous_module.rendezvous
+    helper = STOCK["helper"] = c10d._new_process_group_helper
+
+    def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        carried = str(backend) in DIVERTED
+        if carried and size < 0:  # c10d asks nobody for its own MPI
+            rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
+        made = helper(size, rank, ranks, c10d.Backend(NAME) if carried else backend, *args, **kwargs)
+        group, store = made
+        if carried and group in c10d._world.pg_map:
+            asked = NAME if str(backend) == "undefined" else str(backend)
+            c10d._world.pg_map[group] = (asked, store)
+        return made
+
+    def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
+        if launch is not None and not launch.starts_mpi:
+            yield from meet_by_url(url, rank, world_size, **kwargs)
+        else:
+            yield fresh_store(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
+
+    patched: Any = c10d
+    patched._new_process_group_helper, patched.rendezvous = make, meet
+    modules: list[Any] = [patched, dist]
+    for module in modules:
+        module.is_mpi_available = lambda: True
+
+
+# -- torch.profiler ----------------------------------------------------------------------------------------
+
+
+def record(name: str, inputs: Sequence[torch.Tensor]) -> profiling.Event:
+    """Begin a profiler's event; ``record_comm``'s name goes before ours."""
+    event = _RecordFunctionFast(bindings._get_comm_profiling_name() or name, list(inputs))
+    event.__enter__()
+    return event
+
+
+profiling.install(_profiler_enabled, record)

@@ -1,0 +1,44 @@
+"""Do the facade's tests pass when every tensor goes through a staging copy? A pytest plugin.
+
+    HPCDIST_TEST_BACKEND=cpu:mpi_staged,cuda:mpi PYTHONPATH=src:tests/fakes \
+        mpirun -n 2 python -m pytest -p mpi_staged --with-mpi tests/mpi
+
+The copies, their order and what MPI is given are the real ones; the device is CPU memory, because there is no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import fake_nccl as fake
+
+from hpcdist.backends.mpi import staging
+from hpcdist.backends.mpi.backend import MPIBackend
+from hpcdist.core import registry
+from hpcdist.core.backend import Backend, Bootstrap
+
+
+class Staged(staging.StagedBackend):
+    name: ClassVar[str] = "mpi_staged"
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> Staged:
+        staging.AWARE[:] = [False]
+        return cls(MPIBackend.connect(bootstrap), fake.FakeCuda())
+
+    def run(self, *args: Any) -> None:
+        fake.JOURNAL.clear()
+        super().run(*args)
+
+    def split(self, *args: Any) -> Backend | None:
+        made = super().split(*args)
+        return None if made is None else type(self)(made, self._cuda)
+
+    def create_group(self, *args: Any) -> Backend:
+        return type(self)(super().create_group(*args), self._cuda)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+registry.ENTRIES["mpi_staged"] = registry.Entry("mpi_staged", "Staged", ("cpu",), "")

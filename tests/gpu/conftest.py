@@ -1,0 +1,60 @@
+"""One default group for all tests in this folder: cpu:mpi,cuda:nccl, at as many ranks as mpirun started.
+
+mpirun -n 1 python -m pytest --with-mpi tests/gpu
+NCCL_MULTI_RANK_GPU_ENABLE=1 mpirun -n 4 python -m pytest --with-mpi tests/gpu     # several ranks on one GPU
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+
+def missing() -> str | None:
+    """Return what these tests lack here, or None."""
+    if find_spec("nccl") is None:
+        return "nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')"
+    if not torch.cuda.is_available():
+        return f"no NVIDIA GPU that torch {torch.__version__} can use"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    reason = missing()
+    for item in items:
+        if "tests/gpu" not in str(item.path):
+            continue
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.mpi)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world():
+    if missing() is not None:
+        yield None
+        return
+    dist.init_process_group("cpu:mpi,cuda:nccl")
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank(world):
+    return dist.get_rank()
+
+
+@pytest.fixture
+def size(world):
+    return dist.get_world_size()
+
+
+@pytest.fixture
+def device(world):
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,115 @@
+"""Do messages, grouped calls, subgroups and the end of groups work on NCCL?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+
+def test_messages_around_a_ring(rank, size, device):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    received, to_self = torch.empty(5, device=device), torch.empty(2, device=device)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.full((5,), float(rank), device=device), right),
+            dist.P2POp(dist.irecv, received, left),
+            dist.P2POp(dist.isend, torch.full((2,), 7.0 + rank, device=device), rank),
+            dist.P2POp(dist.irecv, to_self, rank),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert received.tolist() == [left] * 5
+    assert to_self.tolist() == [7.0 + rank] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64, torch.bool])
+def test_send_and_recv(dtype, rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    tensor = torch.ones(3, device=device).to(dtype)
+    if rank == 0:
+        dist.send(tensor, 1)
+        dist.isend(tensor, 1).wait()
+    elif rank == 1:
+        for receive in (dist.recv, lambda target, src: dist.irecv(target, src).wait()):
+            target = torch.zeros(3, device=device).to(dtype)
+            receive(target, 0)
+            assert torch.equal(target, tensor)
+
+
+def test_coalesced_calls(rank, size, device):
+    tensors = [torch.full((n,), float(rank), device=device) for n in (1, 10, 100_000)]
+    flat = torch.empty(size, device=device)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(flat, torch.tensor([float(rank)], device=device))
+    manager.wait()
+    assert all(bool((tensor == sum(range(size))).all()) for tensor in tensors)
+    assert flat.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_subgroups(is_connected, rank, size, device):
+    parent = dist.new_group()
+    if is_connected:
+        dist.all_reduce(torch.ones(1, device=device), group=parent)
+    mine = dist.split_group(parent, [list(range(0, size, 2)), list(range(1, size, 2))] if size > 1 else [[0]])
+    members = list(range(rank % 2, size, 2))
+    tensor = torch.full((3,), float(rank), device=device)
+    dist.all_reduce(tensor, group=mine)
+    assert tensor.tolist() == [sum(members)] * 3
+    dist.destroy_process_group(mine)
+    dist.destroy_process_group(parent)
+
+
+def test_shrink(rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    if rank != size - 1:
+        smaller = group.backend("cuda").shrink([size - 1], "smaller")
+        tensor = torch.ones(2, device=device)
+        from hpcdist.core.table import ALL_REDUCE
+
+        smaller.run(ALL_REDUCE, tensor, tensor, dist.ReduceOp.SUM, None, None)
+        assert tensor.tolist() == [size - 1] * 2
+        smaller.close()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda.synchronize()
+    backend = group.backend("cuda")
+    assert backend.check_async() is None
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
+        assert not backend.is_idle()
+    backend.interrupt("a test says so")
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError, match="a test says so"):
+            work.wait()
+    torch.cuda.synchronize()
+    with pytest.raises(dist.DistBackendError, match="a test says so"):
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_a_group_of_nccl_alone_and_one_of_mpi_alone(rank, size, device):
+    for backend in ("nccl", "mpi"):
+        group = dist.new_group(backend=backend)
+        tensor = torch.ones(1000, device=device)
+        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+        assert bool((tensor == size * size).all())
+        dist.destroy_process_group(group)

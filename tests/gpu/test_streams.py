@@ -1,0 +1,111 @@
+"""Are calls on the GPU in order with the kernels around them, and does the host stay free?"""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+SLEEP_CYCLES = 400_000_000  # a few tenths of a second
+
+
+def test_a_call_waits_for_the_kernels_before_it_and_they_for_it(rank, size, device):
+    for is_async in (False, True):
+        tensor = torch.zeros(1 << 20, device=device)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        tensor += 1
+        work = dist.all_reduce(tensor, async_op=is_async)
+        if is_async:
+            work.wait()
+        tensor *= 2
+        assert bool((tensor == 2 * size).all())
+
+
+def test_wait_does_not_block_the_host(rank, size, device):
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    ended = torch.cuda.Event()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    tensor = torch.ones(4, device=device)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    ended.record()
+    assert not ended.query()
+    assert not work.is_completed()
+    torch.cuda.synchronize()
+    assert work.is_completed()
+    assert tensor.tolist() == [size] * 4
+
+
+def test_wait_with_a_limit_blocks_the_host(rank, size, device):
+    torch.cuda._sleep(SLEEP_CYCLES)
+    work = dist.all_reduce(torch.ones(4, device=device), async_op=True)
+    with pytest.raises(dist.DistBackendError, match="timeout after 1ms"):
+        work.wait(timedelta(milliseconds=1))
+    assert work.wait(timedelta(seconds=30))
+    assert work.is_completed()
+
+
+def test_a_barrier_of_nccl_waits_on_the_host(world, rank, size, device):
+    from hpcdist.core.table import BARRIER
+
+    torch.cuda._sleep(SLEEP_CYCLES)
+    before = torch.cuda.Event()
+    before.record()
+    world.backend("cuda").run(BARRIER, None, None, None, None, None)
+    assert before.query()
+
+
+def test_dropped_works_and_temporaries(rank, size, device):
+    results = []
+    for index in range(200):
+        tensor = torch.full((50_000,), float(rank + index), device=device)
+        results.append((index, tensor, dist.all_reduce(tensor, async_op=True)))
+        dist.all_reduce(torch.ones(50_000, device=device), async_op=True)
+        if index % 50 == 0:
+            gc.collect()
+    for index, tensor, work in results:
+        work.wait()
+        assert bool((tensor == sum(each + index for each in range(size))).all())
+
+
+def test_waiting_on_another_stream(rank, size, device):
+    side = torch.cuda.Stream()
+    tensor = torch.ones(1 << 20, device=device)
+    work = dist.all_reduce(tensor, async_op=True)
+    with torch.cuda.stream(side):
+        work.wait()
+        doubled = tensor * 2
+    side.synchronize()
+    assert bool((doubled == 2 * size).all())
+
+
+def test_the_future_of_a_work(rank, size, device):
+    tensor = torch.ones(1 << 20, device=device)
+    doubled = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    assert bool((doubled.wait() == 2 * size).all())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_inside_a_graphs_capture(is_async, rank, size, device):
+    tensor = torch.ones(1024, device=device)
+    dist.all_reduce(torch.ones(1, device=device))  # connects, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work = dist.all_reduce(tensor, async_op=is_async)
+        if is_async:
+            work.wait()
+        tensor += 1
+    tensor.fill_(1)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    expected = 1.0
+    for _ in range(3):
+        expected = expected * size + 1
+    assert bool((tensor == expected).all())

@@ -1,0 +1,216 @@
+"""DistributedDataParallel: the gradients of all ranks' batches are those of one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import hpcdist as dist
+
+BATCH = 4
+
+
+def perceptron():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batches(size, features=8):
+    """Return every rank's batch."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(BATCH, features, generator=generator) for _ in range(size)]
+
+
+def alone(model, size, steps=1, lr=0.1):
+    """Train on the batches of all ranks in one process."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.cat(batches(size))).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def train(model, rank, size, steps=1, lr=0.1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batches(size)[rank]).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def same(one, other, **tolerance):
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 0.001])
+@pytest.mark.parametrize("view", [False, True])
+def test_training_equals_one_process(rank, size, bucket_mb, view):
+    model = perceptron()
+    expected = alone(model, size, steps=3)
+    parallel = DDP(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=view)
+    same(train(parallel, rank, size, steps=3), expected)
+
+
+def test_several_buckets_are_reduced(rank, size):
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    parallel = DDP(perceptron(), bucket_cap_mb=0.001)
+    parallel.register_comm_hook(None, hook)
+    train(parallel, rank, size, steps=2)
+    assert len(set(calls)) > 1
+
+
+def test_a_group_of_the_facade(rank, size):
+    group = dist.new_group(list(range(size)))
+    parallel = DDP(perceptron(), process_group=group)
+    same(train(parallel, rank, size), alone(perceptron(), size))
+    dist.destroy_process_group(group)
+
+
+def test_parameters_differ_before_the_first_broadcast(rank, size):
+    torch.manual_seed(rank)
+    parallel = DDP(nn.Linear(4, 4))
+    torch.manual_seed(0)
+    same(parallel.module, nn.Linear(4, 4), rtol=0, atol=0)
+
+
+def test_unused_parameters(rank, size):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+        def forward(self, value, which):
+            return self.branches[which](value)
+
+    torch.manual_seed(1)
+    model = Branches()
+    parallel = DDP(copy.deepcopy(model), find_unused_parameters=True)
+    parallel(batches(size)[rank], rank % 2).square().mean().backward()
+    for each in range(size):
+        (model(batches(size)[each], each % 2).square().mean() / size).backward()
+    for branch, mine in zip(model.branches, parallel.module.branches, strict=True):
+        expected = branch.weight.grad
+        if expected is None:
+            assert mine.weight.grad is None or not mine.weight.grad.any()
+        else:
+            torch.testing.assert_close(mine.weight.grad, expected)
+
+
+def test_static_graph(rank, size):
+    parallel = DDP(perceptron(), static_graph=True)
+    same(train(parallel, rank, size, steps=3), alone(perceptron(), size, steps=3))
+
+
+def test_no_sync_accumulates(rank, size):
+    model = perceptron()
+    parallel = DDP(copy.deepcopy(model))
+    mine = batches(size)[rank]
+    with parallel.no_sync():
+        parallel(mine).square().mean().backward()
+    model(mine).square().mean().backward()
+    for one, other in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    parallel(2 * mine).square().mean().backward()
+    model.zero_grad()
+    for each in batches(size):
+        (model(each).square().mean() / size).backward()
+        (model(2 * each).square().mean() / size).backward()
+    for one, other in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_buffers_follow_rank_0(rank, size):
+    parallel = DDP(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), broadcast_buffers=True).eval()
+    norm = parallel.module[1]
+    norm.running_mean.fill_(rank + 1.0)
+    norm.num_batches_tracked.fill_(rank + 5)
+    parallel(batches(size)[rank])  # the forward pass begins with rank 0's buffers
+    torch.testing.assert_close(norm.running_mean, torch.ones(4))
+    assert int(norm.num_batches_tracked) == 5
+
+
+def test_sparse_gradients(rank, size):
+    torch.manual_seed(2)
+    table = nn.Embedding(10, 4, sparse=True)
+    expected = copy.deepcopy(table)
+    parallel = DDP(table)
+    parallel(torch.tensor([rank, 3, 3])).sum().backward()
+    for each in range(size):
+        (expected(torch.tensor([each, 3, 3])).sum() / size).backward()
+    torch.testing.assert_close(table.weight.grad.to_dense(), expected.weight.grad.to_dense())
+
+
+HOOKS = {
+    "allreduce": (lambda: (None, default_hooks.allreduce_hook), {}),
+    "fp16": (lambda: (None, default_hooks.fp16_compress_hook), {"rtol": 2e-2, "atol": 2e-3}),
+    "powerSGD": (
+        lambda: (powerSGD_hook.PowerSGDState(None, 8, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+        {"rtol": 0.3, "atol": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_communication_hooks(rank, size, name):
+    make, tolerance = HOOKS[name]
+    parallel = DDP(perceptron(), gradient_as_bucket_view=True)
+    parallel.register_comm_hook(*make())
+    same(train(parallel, rank, size, steps=4), alone(perceptron(), size, steps=4), **tolerance)
+
+
+def test_the_built_in_hook(rank, size):
+    parallel = DDP(perceptron())
+    parallel._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    same(train(parallel, rank, size, steps=2), alone(perceptron(), size, steps=2))
+
+
+def test_a_hook_that_sees_our_future(rank, size):
+    def hook(state, bucket):
+        work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    parallel = DDP(perceptron(), bucket_cap_mb=0.001)
+    parallel.register_comm_hook(None, hook)
+    same(train(parallel, rank, size, steps=3), alone(perceptron(), size, steps=3))
+
+
+def test_join_with_uneven_inputs(rank, size):
+    parallel = DDP(perceptron())
+    mine = [batches(size)[rank]] * (2 + rank)
+    seen = 0
+    with parallel.join():
+        for batch in mine:
+            parallel(batch).square().mean().backward()
+            seen += 1
+    assert seen == len(mine)
+    same(parallel.module, perceptron())
+
+
+def test_join_of_ddp_and_a_sharded_optimizer(rank, size):
+    parallel = DDP(perceptron())
+    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([parallel, optimizer]):
+        for _ in range(1 + rank):
+            optimizer.zero_grad()
+            parallel(batches(size)[rank]).square().mean().backward()
+            optimizer.step()
+    flat = torch.cat([each.detach().reshape(-1) for each in parallel.parameters()])
+    first = flat.clone()
+    dist.broadcast(first, src=0)
+    torch.testing.assert_close(flat, first, rtol=0, atol=0)

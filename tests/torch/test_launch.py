@@ -1,0 +1,208 @@
+"""How torch's own init_process_group, other worlds and unmodified scripts meet hpcdist; each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+BIN = pathlib.Path(sys.executable).parent
+LAUNCHED = ("OMPI_", "PMI", "PMIX", "PRTE", "HYDRA", "MPI_LOCAL", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+ROOT = pathlib.Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
+)
+
+
+def environment(**given):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
+    source = str(ROOT / "src")
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH")]))
+    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    return kept | {"HPCDIST_TEST_CHILD": "1"} | given
+
+
+RUN = ["-c", "import sys; from hpcdist.cli.run import run; sys.exit(run(sys.argv[1:]))"]  # python -m hpcdist run
+
+LAUNCHERS = {
+    "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    "alone": [sys.executable],
+}
+
+
+def run(tmp_path, launcher, script, *arguments, **given):
+    """Start a script and return what it prints, sorted by line."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    command = [*LAUNCHERS[launcher], *given.pop("before", []), str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**given), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line)
+
+
+TRAIN = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group(sys.argv[1])
+    tensor = torch.ones(2) * (dist.get_rank() + 1)
+    dist.all_reduce(tensor)
+    group = dist.new_group([0])
+    everyone = dist.new_group(backend="gloo")
+    dist.barrier(group=everyone)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(tensor).sum().backward()
+    line = [dist.get_rank(), dist.get_world_size(), dist.get_backend(), int(tensor[0]), type(dist.group.WORLD).__module__]
+    os.write(1, (" ".join(map(str, line)) + "\\n").encode())
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+"""
+OURS = "hpcdist.core.group"
+WITH_IMPORT = "\nimport hpcdist.torch_bridge\n" + textwrap.dedent(TRAIN)
+
+
+def test_under_mpirun_without_an_address(tmp_path):
+    lines = run(tmp_path, "mpirun", WITH_IMPORT, "hpcdist")
+    assert lines == [f"0 2 hpcdist 3 {OURS}", f"1 2 hpcdist 3 {OURS}"]
+
+
+def test_under_torchrun(tmp_path):
+    lines = run(tmp_path, "torchrun", WITH_IMPORT, "hpcdist")
+    assert lines == [f"0 2 hpcdist 3 {OURS}", f"1 2 hpcdist 3 {OURS}"]
+
+
+def test_with_a_backend_for_each_device(tmp_path):
+    lines = run(tmp_path, "mpirun", WITH_IMPORT, "cpu:hpcdist,cuda:nccl")
+    assert lines == [f"{rank} 2 cpu:hpcdist,cuda:nccl 3 {OURS}" for rank in range(2)]
+
+
+def test_gloo_stays_gloo_without_run(tmp_path):
+    lines = run(tmp_path, "torchrun", WITH_IMPORT, "gloo")
+    assert lines == [f"{rank} 2 gloo 3 torch.distributed.distributed_c10d" for rank in range(2)]
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_an_unmodified_script(tmp_path, backend):
+    lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)
+    assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
+
+
+def test_an_unmodified_script_in_torchruns_style(tmp_path):
+    script = """
+        import os
+        import torch.distributed as dist
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=rank, world_size=size)
+        assert dist.is_mpi_available()
+        os.write(1, f"{os.environ['LOCAL_RANK']} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
+    """
+    lines = run(tmp_path, "mpirun", script, before=RUN)
+    assert lines == [f"0 {OURS} __main__", f"1 {OURS} __main__"]
+
+
+def test_an_unmodified_script_alone(tmp_path):
+    lines = run(tmp_path, "alone", TRAIN, "mpi", before=RUN)
+    assert lines == [f"0 1 mpi 1 {OURS}"]
+
+
+def test_run_without_a_script(tmp_path):
+    done = subprocess.run(
+        [sys.executable, *RUN, "absent.py"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "no script 'absent.py'" in done.stderr
+
+
+def test_an_initialised_torch_is_left_alone(tmp_path):
+    script = """
+        import os
+        import torch, torch.distributed as torch_dist, hpcdist as dist
+        store = torch_dist.HashStore()
+        torch_dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        theirs = torch_dist.group.WORLD
+        dist.init_process_group()
+        assert dist.get_world_size() == 2 and torch_dist.get_world_size() == 1
+        assert torch_dist.group.WORLD is theirs and dist.group.WORLD is not theirs
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        torch_dist.all_reduce(tensor)
+        try:
+            dist.init_device_mesh("cpu", (2,))
+        except RuntimeError as error:
+            assert "bridge=True" in str(error)
+        dist.destroy_process_group()
+        assert torch_dist.is_initialized() and torch_dist.group.WORLD is theirs
+        os.write(1, f"{int(tensor)}\\n".encode())
+    """
+    assert run(tmp_path, "mpirun", script) == ["2", "2"]
+
+
+@pytest.mark.parametrize("how", ["keyword", "variable"])
+def test_opting_out(tmp_path, how):
+    script = """
+        import os, sys
+        import torch, torch.distributed as torch_dist, hpcdist as dist
+        dist.init_process_group(**({"bridge": False} if sys.argv[1] == "keyword" else {}))
+        assert not torch_dist.is_initialized()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        torch_dist.init_process_group("hpcdist")  # and in again: the same world
+        assert torch_dist.group.WORLD is dist.group.WORLD
+        torch_dist.destroy_process_group()
+        assert not dist.is_initialized()
+        os.write(1, f"{int(tensor)}\\n".encode())
+    """
+    given = {"HPCDIST_BRIDGE": "0"} if how == "variable" else {}
+    assert run(tmp_path, "mpirun", script, how, **given) == ["2", "2"]
+
+
+def test_hundreds_of_worlds_leak_nothing(tmp_path):
+    script = """
+        import gc, os, threading
+        import torch, torch.distributed as torch_dist, hpcdist as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        def cycle(by_torch):
+            torch_dist.init_process_group("hpcdist") if by_torch else dist.init_process_group()
+            assert torch_dist.is_initialized() and dist.is_initialized()
+            group = dist.new_group([0, 1]) if by_torch else torch_dist.new_group([0, 1])
+            tensor = torch.ones(2)
+            torch_dist.all_reduce(tensor, group=group, async_op=True).wait()
+            mesh = dist.init_device_mesh("cpu", (2, 1))
+            DistributedDataParallel(torch.nn.Linear(2, 2))(tensor).sum().backward()
+            dist.destroy_process_group() if by_torch else torch_dist.destroy_process_group()
+            assert not torch_dist.is_initialized() and not dist.is_initialized()
+
+        def census():
+            gc.collect()
+            status = open("/proc/self/status").read()
+            resident = int(status.split("VmRSS:")[1].split()[0])
+            return len(gc.get_objects()), threading.active_count(), len(os.listdir("/proc/self/fd")), resident
+
+        import sys
+        hook = sys.excepthook
+        for turn in range(300):
+            if turn == 100:
+                before = census()
+            cycle(turn % 2)
+            sys.excepthook = hook  # torch's init wraps the hook anew each time
+        after = census()
+        grown = [b - a for a, b in zip(before, after)]
+        assert grown[0] < 2000 and grown[1] <= 0 and grown[2] <= 0 and grown[3] < 20_000, (before, after)
+        os.write(1, b"none\\n")
+    """
+    assert run(tmp_path, "mpirun", script) == ["none", "none"]

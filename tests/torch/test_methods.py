@@ -1,0 +1,209 @@
+"""What torch's libraries call on a group: c10d's methods on lists and options."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+import hpcdist as dist
+
+OPTIONS = {
+    "allreduce": dist.AllreduceOptions,
+    "allgather": AllgatherOptions,
+    "broadcast": dist.BroadcastOptions,
+    "reduce": dist.ReduceOptions,
+    "gather": dist.GatherOptions,
+    "scatter": dist.ScatterOptions,
+    "reduce_scatter": dist.ReduceScatterOptions,
+    "alltoall": dist.AllToAllOptions,
+    "barrier": dist.BarrierOptions,
+}
+
+
+def options(kind, is_async, **values):
+    made = OPTIONS[kind]()
+    made.asyncOp = is_async
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request):
+    return request.param
+
+
+@pytest.fixture(params=["mine", "theirs"])
+def pg(request, world):
+    """The group as Python has it, and as C++ hands it back by its name."""
+    if request.param == "mine":
+        return world
+    return torch_dist.distributed_c10d._resolve_process_group(world.group_name)
+
+
+def test_reducing(pg, rank, size, is_async):
+    tensor = torch.full((3,), rank + 1.0)
+    work = pg.allreduce([tensor], options("allreduce", is_async, reduceOp=dist.ReduceOp.SUM))
+    assert isinstance(work, torch_dist.Work)
+    assert work.wait()
+    torch.testing.assert_close(tensor, torch.full((3,), size * (size + 1) / 2))
+    tensor = torch.full((3,), rank + 1.0)
+    pg.reduce([tensor], options("reduce", is_async, rootRank=size - 1, reduceOp=dist.ReduceOp.MAX)).wait()
+    assert tensor[0] == (size if rank == size - 1 else rank + 1)
+    out = torch.empty(2)
+    lists = [[torch.full((2,), float(each)) for each in range(size)]]
+    pg.reduce_scatter([out], lists, options("reduce_scatter", is_async)).wait()
+    torch.testing.assert_close(out, torch.full((2,), float(size * rank)))
+    given = torch.arange(2.0 * size)
+    pg.reduce_scatter_single(out, given, options("reduce_scatter", is_async)).wait()
+    torch.testing.assert_close(out, size * given[2 * rank : 2 * rank + 2])
+    pg._reduce_scatter_base(out, given, options("reduce_scatter", is_async)).wait()
+    torch.testing.assert_close(out, size * given[2 * rank : 2 * rank + 2])
+
+
+def test_moving(pg, rank, size, is_async):
+    tensor = torch.full((2,), float(rank))
+    pg.broadcast([tensor], options("broadcast", is_async, rootRank=size - 1)).wait()
+    assert tensor[0] == size - 1
+    mine = torch.full((2,), float(rank))
+    outputs = [[torch.empty(2) for _ in range(size)]]
+    pg.allgather(outputs, [mine], options("allgather", is_async)).wait()
+    assert [each[0].item() for each in outputs[0]] == list(range(size))
+    whole = torch.empty(2 * size)
+    pg._allgather_base(whole, mine, options("allgather", is_async)).wait()
+    torch.testing.assert_close(whole, torch.arange(float(size)).repeat_interleave(2))
+    outputs = [[torch.empty(2) for _ in range(size)]] if rank == 0 else []
+    pg.gather(outputs, [mine], options("gather", is_async, rootRank=0)).wait()
+    if rank == 0:
+        assert [each[0].item() for each in outputs[0]] == list(range(size))
+    lists = [[torch.full((2,), 5.0 * each) for each in range(size)]] if rank == 0 else []
+    pg.scatter([mine], lists, options("scatter", is_async, rootRank=0)).wait()
+    assert mine[0] == 5 * rank
+
+
+def test_exchanging(pg, rank, size, is_async):
+    given = torch.arange(float(size)) + 10 * rank
+    out = torch.empty(size)
+    pg.alltoall_base(out, given, [], [], options("alltoall", is_async)).wait()
+    torch.testing.assert_close(out, torch.tensor([rank + 10.0 * each for each in range(size)]))
+    pg.all_to_all_single(out, given, [1] * size, [1] * size, options("alltoall", is_async)).wait()
+    torch.testing.assert_close(out, torch.tensor([rank + 10.0 * each for each in range(size)]))
+    outputs = [torch.empty(each + 1) for each in range(size)]
+    pg.alltoall(outputs, [torch.full((rank + 1,), float(rank))] * size, options("alltoall", is_async)).wait()
+    assert [each[0].item() for each in outputs] == list(range(size))
+
+
+def test_wrong_splits(pg, size):
+    with pytest.raises(RuntimeError, match="Split sizes"):
+        pg.alltoall_base(torch.empty(size), torch.empty(size), [1] * size, [2] * size).wait()
+
+
+def test_coalesced(pg, rank, size):
+    tensors = [torch.full((2,), float(rank)), torch.full((3,), rank, dtype=torch.int64)]
+    pg.allreduce_coalesced(tensors).wait()
+    assert [each[0].item() for each in tensors] == [sum(range(size))] * 2
+    outputs = [torch.empty(size), torch.empty(2 * size)]
+    pg.allgather_into_tensor_coalesced(outputs, [torch.full((1,), float(rank)), torch.full((2,), float(rank))]).wait()
+    torch.testing.assert_close(outputs[0], torch.arange(float(size)))
+    with torch_dist._coalescing_manager(async_ops=True) as manager:
+        ones = [torch.ones(2) for _ in range(3)]
+        for each in ones:
+            torch_dist.all_reduce(each)
+    manager.wait()
+    assert all(each[0] == size for each in ones)
+    with torch_dist._coalescing_manager(device=torch.device("cpu")):
+        torch_dist.broadcast(ones[0], src=0)
+        torch_dist.all_reduce(ones[1], op=dist.ReduceOp.MAX)
+
+
+def test_messages(pg, rank, size):
+    mine, theirs = torch.full((2,), float(rank)), torch.empty(2)
+    sent = pg.send([mine], (rank + 1) % size, 4)
+    received = pg.recv([theirs], (rank - 1) % size, 4)
+    received.wait()
+    sent.wait()
+    assert theirs[0] == (rank - 1) % size
+    sent = pg.send([mine], (rank + 1) % size, 5)
+    received = pg.recv_anysource([theirs], 5)
+    received.wait()
+    sent.wait()
+    assert received._source_rank() == (rank - 1) % size
+
+
+def test_the_forms_without_options(pg, rank, size):
+    tensor = torch.ones(2)
+    pg.allreduce(tensor).wait()
+    assert tensor[0] == size
+    pg.allreduce([tensor], dist.ReduceOp.MAX).wait()
+    pg.broadcast(tensor, 0).wait()
+    pg.barrier().wait()
+    outputs = [torch.empty(2) for _ in range(size)]
+    pg.allgather(outputs, tensor).wait()
+    assert outputs[-1][0] == size
+
+
+def test_a_part_of_the_group(pg, rank, size):
+    part = pg.split_group([0, size - 1] if size > 1 else [0])
+    if rank not in (0, size - 1):
+        assert part is None
+        return
+    tensor = torch.ones(1)
+    part.allreduce([tensor]).wait()
+    assert tensor.item() == min(size, 2)
+    part.shutdown()
+
+
+def test_torchs_functions_take_our_groups(rank, size):
+    group = dist.new_group(list(range(size)))
+    assert torch_dist.get_rank(group) == rank
+    assert torch_dist.get_world_size(group) == size
+    assert torch_dist.get_backend(group) == "hpcdist"
+    assert torch_dist.get_process_group_ranks(group) == list(range(size))
+    gathered = [None] * size
+    torch_dist.all_gather_object(gathered, {"rank": rank}, group=group)
+    assert gathered[-1] == {"rank": size - 1}
+    sampler = torch.utils.data.DistributedSampler(range(8 * size))
+    assert len(list(sampler)) == 8
+    dist.destroy_process_group(group)
+    with pytest.raises((ValueError, KeyError)):
+        torch_dist.get_process_group_ranks(group)
+
+
+def test_our_functions_take_torchs_groups(rank, size):
+    group = torch_dist.new_group(list(range(size)))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == size
+    local = torch_dist.new_group([rank], use_local_synchronization=True)
+    assert dist.get_world_size(local) == 1
+    torch_dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="not a live group"):
+        dist.all_reduce(tensor, group=group)
+
+
+def test_groups_are_forgotten(size):
+    before = None
+    for turn in range(60):
+        if turn == 10:
+            gc.collect()
+            before = len(gc.get_objects())
+        dist.destroy_process_group(dist.new_group(list(range(size))))
+        torch_dist.destroy_process_group(torch_dist.new_group(list(range(size))))
+    gc.collect()
+    assert len(gc.get_objects()) - before < 500
+
+
+def test_works_are_forgotten_by_cxx(rank):
+    import torch.distributed._functional_collectives as functional
+
+    for turn in range(300):
+        if turn == 50:
+            gc.collect()
+            before = len(gc.get_objects())
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100

@@ -1,0 +1,94 @@
+"""torch.profiler sees collectives: name, shape of the input, and when they end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch.profiler import ProfilerActivity, profile
+
+import hpcdist as dist
+
+
+def events(run, **arguments):
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, **arguments) as profiler:
+        run()
+    backend = dist.get_backend()
+    return {each.name: each for each in profiler.events() if each.name.startswith((f"{backend}:", "my "))}
+
+
+@pytest.fixture
+def backend(world):
+    return dist.get_backend()
+
+
+def test_every_collective_leaves_an_event(backend, rank, size):
+    def run():
+        dist.all_reduce(torch.ones(3, 4))
+        dist.broadcast(torch.ones(5), src=0)
+        dist.all_gather_single(torch.empty(2 * size), torch.ones(2))
+        dist.reduce_scatter_single(torch.empty(2), torch.ones(2 * size))
+        dist.all_to_all_single(torch.empty(size), torch.ones(size))
+        dist.barrier()
+        dist.reduce(torch.ones(6), dst=0)
+        dist.gather(torch.ones(7), [torch.empty(7) for _ in range(size)] if rank == 0 else None, dst=0)
+
+    found = events(run)
+    shapes = {
+        "all_reduce": [[3, 4]],
+        "broadcast": [[5]],
+        "all_gather": [[2]],
+        "reduce_scatter": [[2 * size]],
+        "all_to_all": [[size]],
+        "barrier": [],
+        "reduce": [[6]],
+        "gather": [[7]],
+    }
+    assert {name: found[f"{backend}:{name}"].input_shapes for name in shapes} == shapes
+
+
+def test_torchs_own_functions_too(backend):
+    found = events(lambda: torch_dist.all_reduce(torch.ones(2, 2)))
+    assert found[f"{backend}:all_reduce"].input_shapes == [[2, 2]]
+
+
+def test_an_asynchronous_event_ends_with_its_operation(backend, rank):
+    nap = 0.2
+
+    def run():
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            work.wait()
+        else:
+            time.sleep(nap)
+            dist.all_reduce(torch.ones(3))
+
+    found = events(run)
+    if rank == 0 and dist.get_world_size() > 1:
+        assert found[f"{backend}:all_reduce"].cpu_time_total > 0.9e6 * nap
+
+
+def test_messages(backend, rank, size):
+    def run():
+        sent = dist.isend(torch.ones(3), dst=(rank + 1) % size)
+        dist.irecv(torch.empty(3), src=(rank - 1) % size).wait()
+        sent.wait()
+
+    found = events(run)
+    assert found[f"{backend}:send"].input_shapes == [[3]]
+    assert found[f"{backend}:recv"].input_shapes == [[3]]
+
+
+def test_a_name_of_its_own(backend):
+    def run():
+        with dist.record_comm("my collective"):
+            dist.all_reduce(torch.ones(2))
+
+    assert set(events(run)) == {"my collective"}
+
+
+def test_no_event_without_a_profiler(backend):
+    dist.all_reduce(torch.ones(2))
+    assert events(lambda: None) == {}

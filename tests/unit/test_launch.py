@@ -1,0 +1,140 @@
+"""Is every launcher recognised, and does each way to find the others without MPI work and fail clearly?"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as td
+
+from hpcdist.launch import environment, rendezvous, slurm_step
+
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_JOB_NODELIST": "n[01-04]",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun (Open MPI)", 1, 2, True)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ("mpiexec (hydra: MPICH, Intel MPI)", 1, 2, True)),
+        (TORCHRUN, ("torchrun", 3, 4, False)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, None),  # not c10d's contract without an address
+        (STEP, ("srun", 0, 2, True)),
+        ({**STEP, "SLURM_STEP_ID": ""}, ("srun", 0, 2, True)),
+        ({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}, None),  # the batch script itself
+        ({**STEP, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}, ("mpirun (Open MPI)", 5, 6, True)),
+        ({**STEP, **TORCHRUN}, ("torchrun", 3, 4, False)),
+        ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_launchers(variables, expected):
+    launch = environment.detect(variables)
+    assert (launch and (launch.name, launch.rank, launch.size, launch.starts_mpi)) == expected
+
+
+def test_node_local_rank():
+    assert environment.node_local_rank({}) is None
+    assert environment.node_local_rank({"SLURM_LOCALID": "3"}) == 3
+    assert environment.node_local_rank({"LOCAL_RANK": "1", "SLURM_LOCALID": "3"}) == 1
+
+
+def test_step_before_job():
+    step = slurm_step.step(STEP)
+    assert (step.rank, step.size, step.hosts, step.identity) == (0, 2, ["localhost"], "77.1.0")
+    whole = slurm_step.step({k: v for k, v in STEP.items() if not k.startswith("SLURM_STEP_N")})
+    assert (whole.size, whole.hosts) == (8, ["n01", "n02", "n03", "n04"])
+    with pytest.raises(ValueError, match="SLURM_PROCID"):
+        slurm_step.step({})
+
+
+def test_two_jobs_on_one_node_find_their_own_store(monkeypatch):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    limit = timedelta(seconds=20)
+    first, *_ = next(iter(rendezvous.rendezvous("slurm://", timeout=limit)))
+    # another job whose ports are the very same ones, as a hash may have it
+    ports = []
+    monkeypatch.setattr(rendezvous, "CANDIDATES", 3)
+    real = rendezvous.serve_any
+
+    def crowded(host, candidates, size, timeout, secret):
+        ports.extend(candidates)
+        return real(host, [first.port, *candidates], size, timeout, secret)
+
+    monkeypatch.setattr(rendezvous, "serve_any", crowded)
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    second, *_ = next(iter(rendezvous.rendezvous("slurm://", timeout=limit)))
+    assert second.port != first.port
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    mine = rendezvous.join_any("127.0.0.1", [first.port, second.port], 2, limit, b"slurm-78.1.0")
+    mine.set("key", "of job 78")
+    assert second.get("key") == b"of job 78"
+    assert not first.check(["key"])
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_two_processes_find_each_other(scheme, tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    found = [None, None]
+
+    def look(rank):
+        found[rank] = next(
+            iter(rendezvous.rendezvous(f"{url}?rank={rank}&world_size=2", timeout=timedelta(seconds=20)))
+        )
+
+    threads = [threading.Thread(target=look, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [each[1:] for each in found] == [(0, 2), (1, 2)]
+    found[0][0].set("key", "value")
+    assert found[1][0].get("key") == b"value"
+    assert isinstance(found[0][0], td.Store)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "text"),
+    [
+        ("smoke://x", RuntimeError, "known: env://"),
+        (5, RuntimeError, "must be a string"),
+        ("tcp://127.0.0.1:1?rank=0", ValueError, "world size"),
+        ("tcp://127.0.0.1:1?world_size=2", ValueError, "rank parameter"),
+        ("tcp://127.0.0.1?rank=0&world_size=2", ValueError, "port expected"),
+        ("tcp://127.0.0.1:1?rank=2&world_size=2", ValueError, "out of range"),
+        ("file://host/path?rank=0&world_size=2", ValueError, "absolute path"),
+        ("env://", ValueError, "environment variable RANK expected"),
+        ("slurm://", ValueError, "start every rank with srun"),
+    ],
+)
+def test_what_is_missing_is_named(url, kind, text, monkeypatch):
+    for name in (*TORCHRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(kind, match=text):
+        next(iter(rendezvous.rendezvous(url)))
+
+
+def test_a_handler_of_ones_own(monkeypatch):
+    monkeypatch.setattr(rendezvous, "HANDLERS", dict(rendezvous.HANDLERS))
+
+    def handler(url, rank, world_size, **kwargs):
+        yield td.HashStore(), 4, 5
+
+    rendezvous.register_rendezvous_handler("own", handler)
+    assert next(iter(rendezvous.rendezvous("own://")))[1:] == (4, 5)
+    with pytest.raises(RuntimeError, match="already registered"):
+        rendezvous.register_rendezvous_handler("own", handler)

@@ -1,0 +1,94 @@
+"""Is MPI asked about CUDA before it is given device memory?"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+
+from hpcdist.backends.mpi import staging
+from hpcdist.backends.mpi.backend import MPIBackend
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
+
+LIMIT = torch.distributed.default_pg_timeout
+
+
+@pytest.fixture(autouse=True)
+def not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "AWARE", [])
+
+
+def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu() -> None:
+    inner = MPIBackend.__new__(MPIBackend)
+    inner.rank, inner.size, inner.unfinished = 0, 1, deque()
+    group = ProcessGroup((0,), 0, {"cpu": inner, "cuda": inner}, "mpi", "0", "", LIMIT)
+    assert group.backend("cpu") is inner
+    staged = group.backend("cuda")
+    assert isinstance(staged, staging.StagedBackend)
+    assert staged.inner is inner
+    assert set(group.backends.values()) == {inner}  # what is split, named and closed
+
+
+@pytest.mark.skipif(not staging.loaded_libraries(), reason="no libmpi in /proc/self/maps")
+def test_the_library_in_this_process_answers() -> None:
+    answers = [
+        ask(library)
+        for library in map(ctypes.CDLL, staging.loaded_libraries())
+        for name, ask in staging.QUERIES.items()
+        if hasattr(library, name)
+    ]
+    assert answers, "no extension to ask"
+    assert all(isinstance(answer, bool) for answer in answers)
+
+
+@pytest.mark.parametrize(("says", "passes"), [(False, True), (True, False)])
+def test_not_aware_is_one_warning_and_a_copy(monkeypatch: Any, says: bool, passes: bool) -> None:
+    tried = []
+    monkeypatch.setattr(staging, "says_cuda", lambda: says)
+    monkeypatch.setattr(staging, "passes_probe", lambda: tried.append(1) or passes)
+    monkeypatch.setattr(staging.MPI, "Get_library_version", lambda: "Some MPI 1.0, of today")
+    with pytest.warns(UserWarning, match=r"Some MPI 1.0.*hpcdist\[nccl-cu12\]"):
+        assert not staging.is_cuda_aware()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not staging.is_cuda_aware()
+    assert tried == ([1] if says else [])  # device memory is given only to an MPI that says it takes it
+
+
+def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and_shared_memory(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(staging, "is_cuda_aware", lambda: True)
+    steps: list[Any] = []
+
+    class Inner:
+        rank, size, queue, unfinished = 0, 2, None, ()
+
+        def run(self, row: Any, send: Any, recv: Any, *_: Any) -> None:
+            steps.append((row.name, send, recv))
+
+    stream = SimpleNamespace(synchronize=lambda: steps.append("synchronised"))
+    cuda = SimpleNamespace(current_stream=lambda device: stream)
+    staged = staging.StagedBackend(Inner(), cuda)  # type: ignore[arg-type]
+    tensor, gathered = torch.ones(2), torch.empty(4)
+    staged.run(BROADCAST, tensor, tensor, None, 0, None)
+    assert steps[0] == "synchronised"
+    assert steps[1][1] is tensor
+    steps.clear()
+    staged.run(ALL_GATHER_SINGLE, tensor, gathered, None, None, None)
+    assert steps[1][1] is tensor
+    assert steps[1][2] is gathered
+    for row, send, recv in ((ALL_REDUCE, tensor, tensor), (ALL_GATHER_SINGLE, gathered[:2], gathered)):
+        steps.clear()
+        staged.run(row, send, recv, None, None, None)
+        assert steps[0] == "synchronised"  # the copy to the host
+        assert steps[1][1] is not send
+        assert steps[2] == "synchronised"  # the copy back

@@ -1,0 +1,86 @@
+"""Which GPU does a rank take, and is a GPU taken twice noticed?"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hpcdist.backends.nccl.bootstrap import check_shared, roots_of
+from hpcdist.core.errors import DistBackendError
+from hpcdist.launch import devices
+
+A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
+
+
+def placed(views: list[tuple[str, ...]], shares: bool = False) -> list[int]:
+    return [devices.place(views, rank, shares) for rank in range(len(views))]
+
+
+def test_ranks_that_see_all_gpus_take_one_each_by_their_rank_on_the_node() -> None:
+    assert placed([(A, B, C, D)] * 4) == [0, 1, 2, 3]
+    assert placed([(A, B, C, D)] * 3) == [0, 1, 2]
+
+
+def test_ranks_bound_by_the_launcher_take_the_first_of_their_own() -> None:
+    assert placed([(A,), (B,), (C,)]) == [0, 0, 0]
+    assert placed([(A, B), (C, D)]) == [0, 0]  # --gpus-per-task=2
+
+
+def test_ranks_bound_in_pairs_take_their_place_in_the_pair() -> None:
+    assert placed([(A, B), (A, B), (C, D), (C, D)]) == [0, 1, 0, 1]  # --gpu-bind by socket
+
+
+def test_more_ranks_than_gpus_is_an_error_and_not_a_remainder() -> None:
+    with pytest.raises(DistBackendError, match="4 ranks of this node see the same 2 GPUs"):
+        devices.place([(A, B)] * 4, 3)
+    assert placed([(A, B)] * 4, shares=True) == [0, 0, 1, 1]
+    with pytest.raises(DistBackendError, match="no GPU"):
+        devices.place([()], 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LOCAL_RANK": "2"}, 2),
+        ({"SLURM_LOCALID": "1"}, 1),
+        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "2"}, 0),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 1),
+    ],
+)
+def test_without_mpi_the_launcher_says_it(monkeypatch, environ: dict[str, str], expected: int) -> None:
+    monkeypatch.setattr(devices, "visible", lambda: (A, B, C, D))
+    assert devices.place(*devices.views_by_launcher(environ)) == expected
+
+
+def test_without_mpi_and_without_a_launcher_a_choice_of_gpus_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "visible", lambda: (A, B))
+    with pytest.raises(DistBackendError, match="device_id="):
+        devices.views_by_launcher({})
+    monkeypatch.setattr(devices, "visible", lambda: ("the only one",))
+    assert devices.views_by_launcher({}) == ([("the only one",)], 0)
+
+
+def test_two_ranks_on_one_gpu_is_an_error_on_every_rank_unless_asked_for() -> None:
+    used = [("n1", A, "cuda:0"), ("n1", B, "cuda:1"), ("n1", A, "cuda:0"), ("n2", A, "cuda:0")]
+    with pytest.raises(DistBackendError, match=r"ranks \[0, 2\] of the group use one GPU: cuda:0 \(GPU-a\) on n1"):
+        check_shared(used, {})
+    check_shared(used, {devices.SHARE: "1"})
+    check_shared(used[:2], {})
+    with pytest.raises(DistBackendError):
+        check_shared(used, {devices.SHARE: "0"})
+
+
+def test_above_128_ranks_several_make_an_id_where_the_release_can() -> None:
+    assert roots_of(1, (2, 30)) == roots_of(128, (2, 30)) == [0]
+    assert roots_of(129, (2, 30)) == [0, 65]
+    assert roots_of(1000, (2, 22, 3)) == [0]
+    roots = roots_of(1000, (2, 30))
+    assert len(roots) == 8
+    assert roots == [rank * 125 for rank in range(8)]
+    for size in range(1, 1500, 37):  # parts differ by one at most, longer ones first: how NCCL deals ranks to ids
+        starts = [*roots_of(size, (2, 30)), size]
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        assert lengths == sorted(lengths, reverse=True)
+        assert max(lengths) - min(lengths) <= 1
+        assert max(lengths) <= 128

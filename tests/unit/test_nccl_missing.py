@@ -1,0 +1,108 @@
+"""What is said where NCCL cannot be used? Each time what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from hpcdist.backends.nccl import library
+from hpcdist.backends.nccl.backend import NCCLBackend
+from hpcdist.core import registry
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.errors import DistBackendError
+
+HAS_NCCL = find_spec("nccl") is not None
+LIMIT = torch.distributed.default_pg_timeout
+
+
+def test_importing_hpcdist_needs_neither_nccl4py_nor_cuda_and_imports_neither() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['nccl'] = None\n"  # an import of it now fails
+        "import hpcdist, torch\n"
+        "import hpcdist.backends.nccl.backend\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not any(name.startswith('nccl.') for name in sys.modules)\n"
+        "assert not hpcdist.is_nccl_available()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_backend_is_in_the_registry_and_names_its_extras() -> None:
+    assert registry.load("nccl") is NCCLBackend
+    assert "hpcdist[nccl-cu12]" in registry.ENTRIES["nccl"].install
+    assert "hpcdist[nccl-cu13]" in registry.ENTRIES["nccl"].install
+
+
+def test_a_missing_package_is_an_error_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    with pytest.raises(DistBackendError, match=r"needs nccl4py.*pip install 'hpcdist\[nccl-cu12\]'"):
+        registry.connect("nccl", Bootstrap(0, 1, LIMIT))
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.9", "nccl-cu12"), ("13.0", "nccl-cu13")])
+def test_the_pip_command_is_for_the_cuda_of_this_torch(monkeypatch: Any, cuda: str, extra: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert library.install_command() == f"pip install 'hpcdist[{extra}]'"
+
+
+@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+def test_the_real_library_loads_without_a_gpu() -> None:
+    loaded = library.load()
+    assert loaded.version >= (2, 27)
+    assert len(bytes(loaded.core.get_unique_id())) == 128
+
+
+@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_gpus_is_an_error_before_anything_is_sent() -> None:
+    with pytest.raises(DistBackendError, match=r"built without CUDA|no NVIDIA driver|sees no GPU"):
+        registry.connect("nccl", Bootstrap(0, 1, LIMIT))
+
+
+@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_real_library_without_a_gpu_is_a_backend_error() -> None:
+    loaded = library.load()
+    with pytest.raises(loaded.failures):
+        loaded.core.Communicator.init(1, 0, loaded.core.get_unique_id())
+
+
+def test_no_libnccl_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import ModuleType, SimpleNamespace
+
+    core, bindings = ModuleType("nccl.core"), ModuleType("nccl.bindings.nccl")
+    core.get_version = lambda: SimpleNamespace(libnccl=None)  # type: ignore[attr-defined]
+    for name, module in (("nccl.core", core), ("nccl.bindings.nccl", bindings)):
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(DistBackendError, match=r"libnccl\.so\.2.*pip install"):
+        library.load()
+
+
+CASES = [
+    (None, False, None, "built without CUDA"),
+    ("12.9", False, None, "no NVIDIA driver"),
+    ("12.9", True, None, "sees no GPU; ask"),
+    ("12.9", True, "-1", "CUDA_VISIBLE_DEVICES is '-1'"),
+]
+
+
+@pytest.mark.parametrize(("cuda", "has_driver", "visible", "message"), CASES)
+def test_a_missing_gpu_says_which_part_is_missing(
+    monkeypatch: Any, cuda: str | None, has_driver: bool, visible: str | None, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(library, "has_driver", lambda: has_driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(DistBackendError, match=message):
+        library.check_gpu()

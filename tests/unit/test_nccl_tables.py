@@ -1,0 +1,145 @@
+"""Do our tables say what nccl4py says? Held against the real package, and the stand-in's signatures too."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.backends.nccl import datatypes
+from hpcdist.core import reduction
+from hpcdist.core.table import ALL_REDUCE, ROWS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+import fake_nccl as fake
+
+OPS = {
+    name: getattr(ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+OPS["PREMUL_SUM"] = torch.distributed._make_nccl_premul_sum(2.0)
+
+
+def nccl_core():
+    return pytest.importorskip("nccl.core", reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+
+
+@pytest.mark.parametrize("dtype", datatypes.DATATYPES)
+def test_a_dtype_is_nccl4pys(dtype: torch.dtype) -> None:
+    core = nccl_core()
+    known = core.NcclDataType[datatypes.DATATYPES[dtype]]
+    assert core.torch._to_nccl_dtype(dtype) == known
+    assert known.itemsize == dtype.itemsize
+
+
+def test_no_dtype_that_nccl4py_takes_is_left_out() -> None:
+    core = nccl_core()
+    taken = set()
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
+        try:
+            core.torch._to_nccl_dtype(dtype)
+        except core.NcclInvalid:
+            continue
+        taken.add(dtype)
+    assert taken == set(datatypes.DATATYPES) == fake.TAKEN
+    assert {datatypes.DATATYPES[dtype] for dtype in taken} == {
+        each.name for each in core.NcclDataType
+    }  # iterating an enum leaves aliases out
+
+
+def test_the_ops_are_nccl4pys_and_none_is_left_out() -> None:
+    core = nccl_core()
+    for table in (datatypes.OPS, datatypes.BOOL_OPS, datatypes.COMPLEX_OPS):
+        assert set(table.values()) <= {each.name for each in core.NcclRedOp}
+    assert set(datatypes.OPS.values()) == {each.name for each in core.NcclRedOp}
+
+
+def test_every_rows_name_is_a_method_that_takes_its_arguments_in_order() -> None:
+    core = nccl_core()
+    for row in ROWS.values():
+        if row.nccl is None:
+            continue
+        names = list(inspect.signature(getattr(core.Communicator, row.nccl)).parameters)
+        expected = ["self", "sendbuf", "recvbuf", *["op"] * row.reduces, *["root"] * row.rooted, "stream"]
+        assert names[: len(expected)] == expected, row
+
+
+METHODS = (
+    "init", "send", "recv", "allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall", "gather",
+    "scatter", "split", "shrink", "create_pre_mul_sum", "get_async_error", "get_last_error", "finalize", "destroy",
+    "abort",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_stand_in_has_nccl4pys_signatures(name: str) -> None:
+    real = inspect.signature(getattr(nccl_core().Communicator, name)).parameters
+    ours = inspect.signature(getattr(fake.Communicator, name)).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in real.values()]
+
+
+def test_the_stand_ins_enums_are_nccl4pys() -> None:
+    core = nccl_core()
+    for name in ("NcclDataType", "NcclRedOp", "CommShrinkFlag"):
+        assert {e.name: int(e) for e in getattr(fake, name)} == {e.name: int(e) for e in getattr(core, name)}
+    for name in ("get_unique_id", "group"):
+        assert list(inspect.signature(getattr(fake, name)).parameters) == list(
+            inspect.signature(getattr(core, name)).parameters
+        )
+
+
+def test_a_result_in_progress_is_nccls_number() -> None:
+    nccl_core()
+    from nccl.bindings import nccl as bindings
+
+    from hpcdist.backends.nccl.connection import IN_PROGRESS
+
+    assert int(bindings.Result.InProgress) == IN_PROGRESS
+    assert int(bindings.Result.Success) == 0
+
+
+def reduces(dtype: torch.dtype, op: object, float8: bool = True) -> bool:
+    try:
+        datatypes.check(ALL_REDUCE, dtype, op, float8)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", reduction.KIND_OF)
+@pytest.mark.parametrize("name", OPS)
+def test_what_nccl_lacks_is_an_error_that_names_the_way_over_mpi(dtype: torch.dtype, name: str) -> None:
+    op = OPS[name]
+    has = dtype in datatypes.DATATYPES and name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
+    if dtype is torch.bool:
+        has = name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")
+    if dtype.is_complex:
+        has = name in ("SUM", "AVG", "PREMUL_SUM")
+    if dtype in (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64):
+        has = name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+    if has:
+        datatypes.check(ALL_REDUCE, dtype, op, True)
+        return
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        datatypes.check(ALL_REDUCE, dtype, op, True)
+    if name in {reduction.name_of(known) for known in reduction.KINDS[reduction.KIND_OF[dtype]]}:
+        assert "MPI has it" in str(caught.value)
+        assert str(dtype) in str(caught.value)
+    else:  # it means nothing anywhere
+        assert "MPI" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", datatypes.FLOAT8)
+def test_float8_reduces_where_gpu_and_release_do(dtype: torch.dtype) -> None:
+    assert reduces(dtype, OPS["SUM"], float8=True)
+    assert not reduces(dtype, OPS["SUM"], float8=False)
+
+
+@pytest.mark.parametrize("dtype", [d for d in datatypes.DATATYPES if d.is_floating_point])
+def test_a_factors_bits_are_those_of_its_dtype(dtype: torch.dtype) -> None:
+    held = datatypes.bits(1.5, dtype)
+    assert held.size == 1
+    assert torch.from_numpy(held).view(dtype).to(torch.float32).item() == 1.5
