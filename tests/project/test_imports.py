@@ -57,9 +57,8 @@ def imports(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: imports are absolute"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                is_module = (SRC / Path(*full.split("."))).exists() or (SRC / Path(*full.split("."))).with_suffix(
-                    ".py"
-                ).exists()
+                file = SRC.joinpath(*full.split("."))
+                is_module = file.is_dir() or file.with_suffix(".py").exists()
                 yield full if is_module else node.module
 
 
