@@ -1,4 +1,4 @@
-"""How do torch's own init_process_group, other worlds and unmodified scripts meet hpcdist? In processes of their own."""
+"""Do unmodified scripts, other worlds and torch's own init_process_group meet hpcdist? Each in its own processes."""
 
 from __future__ import annotations
 
