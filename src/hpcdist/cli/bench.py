@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the command line's parser."""
     made = argparse.ArgumentParser(prog="python -m hpcdist bench", description=__doc__)
     made.add_argument("subject", nargs="?", default="collectives", choices=SUBJECTS)
+    made.add_argument("--device", choices=("cpu", "cuda"), help="cuda: beside torch's NCCL (has options of its own)")
     made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all"')
     made.add_argument("--dtypes", nargs="+", type=dtype, default=[torch.float32])
     made.add_argument("--min", type=size_in_bytes, default=4, help="smallest size (4)")
@@ -79,6 +80,11 @@ def run(args: list[str]) -> int:
     """
     if args and args[0] in ("store", "ddp"):
         return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    chosen, args = device.parse_known_args(args)
+    if chosen.device == "cuda":
+        return int(importlib.import_module("hpcdist.cli.bench_cuda").run(args))
     options = parser().parse_args(args)
     module: Any = importlib.import_module(SUBJECTS[options.subject])
     began = not dist.is_initialized()

@@ -18,6 +18,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "doctor": Command("hpcdist.cli.doctor", "try everything that a job needs here, and say what to mend"),
+    "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
     "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
 }
