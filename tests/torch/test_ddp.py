@@ -214,3 +214,20 @@ def test_join_of_ddp_and_a_sharded_optimizer(rank, size):
     first = flat.clone()
     dist.broadcast(first, src=0)
     torch.testing.assert_close(flat, first, rtol=0, atol=0)
+
+
+def test_a_hook_that_calls_from_its_callback(rank, size):
+    """Other ranks come late, so the callback runs where our queue is carried out, and calls again from there."""
+    import time
+
+    def hook(state, bucket):
+        def second(future):
+            total = future.value()[0]
+            return dist.all_reduce(total.div_(size), dist.ReduceOp.AVG, async_op=True).get_future().wait()[0]
+
+        time.sleep(0.05 * rank)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(second)
+
+    parallel = DDP(perceptron(), bucket_cap_mb=0.001)
+    parallel.register_comm_hook(None, hook)
+    same(train(parallel, rank, size, steps=3), alone(perceptron(), size, steps=3))

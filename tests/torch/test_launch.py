@@ -1,4 +1,4 @@
-"""How torch's own init_process_group, other worlds and unmodified scripts meet hpcdist; each in processes of its own."""
+"""Do unmodified scripts, other worlds and torch's own init_process_group meet hpcdist? Each in its own processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ TRAIN = """
     dist.barrier(group=everyone)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(tensor).sum().backward()
-    line = [dist.get_rank(), dist.get_world_size(), dist.get_backend(), int(tensor[0]), type(dist.group.WORLD).__module__]
+    who = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+    line = [*who, int(tensor[0]), type(dist.group.WORLD).__module__]
     os.write(1, (" ".join(map(str, line)) + "\\n").encode())
     dist.destroy_process_group()
     assert not dist.is_initialized()
@@ -85,11 +86,17 @@ def test_with_a_backend_for_each_device(tmp_path):
 
 
 def test_gloo_stays_gloo_without_run(tmp_path):
-    lines = run(tmp_path, "torchrun", WITH_IMPORT, "gloo")
-    assert lines == [f"{rank} 2 gloo 3 torch.distributed.distributed_c10d" for rank in range(2)]
+    script = """
+        import os, hpcdist, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        os.write(1, f"{dist.get_backend()} {type(dist.group.WORLD).__module__} {hpcdist.is_initialized()}\\n".encode())
+    """
+    lines = run(tmp_path, "torchrun", script)
+    assert lines == ["gloo torch.distributed.distributed_c10d False"] * 2
 
 
-@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("backend", ["mpi", "gloo"], ids=["asks for mpi", "asks for gloo"])
 def test_an_unmodified_script(tmp_path, backend):
     lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)
     assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]

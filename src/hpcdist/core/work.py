@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from _thread import allocate_lock
+from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -230,8 +230,15 @@ class Queue:
         self._thread.start()
 
     def put(self, call: Callable[[], None], result: list[torch.Tensor]) -> Work:
-        """Queue a call; ``result`` is what its Work will show."""
+        """Queue a call; ``result`` is what its Work will show.
+
+        A call made by the callback of a future, on the worker thread, follows at once: that is its place on ranks
+        where the future had ended before the callback was added, and nobody else could carry it out.
+        """
         work = QueuedWork(result)
+        if get_ident() == self._thread.ident:
+            carry_out(call, work)
+            return work
         with self._wake:
             if self.broken is not None:
                 raise DistBackendError(f"no call can follow on this group: {self.broken}")
@@ -282,11 +289,16 @@ class Queue:
                     return
                 call, work = self._calls.popleft()
                 self.running = work
-            try:
-                call()
-            except BaseException as error:
-                work._finish(error)
-            else:
-                work._finish()
+            carry_out(call, work)
             self.running = None
             del call, work  # the buffers belong to the caller again
+
+
+def carry_out(call: Callable[[], None], work: QueuedWork) -> None:
+    """Run a call and end its Work."""
+    try:
+        call()
+    except BaseException as error:
+        work._finish(error)
+    else:
+        work._finish()
