@@ -52,7 +52,7 @@ format: $(READY)
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/support_table.py --check
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 $(VENV)/.docs: $(READY)

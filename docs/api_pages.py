@@ -21,6 +21,12 @@ CHAPTERS = {
     "objects": "Objects",
     "coalescing": "Several calls as one",
     "names": "Backends",
+    "device_mesh": "Ranks in several dimensions",
+    "shrink": "Going on without some ranks",
+    "debug": "Looking into a job, and stopping it",
+    "rendezvous": "Finding the other processes",
+    "multigpu": "Legacy: several devices a process",
+    "dist2": "Object-oriented groups",
     "group": "Types",
     "work": "Types",
 }
@@ -29,6 +35,8 @@ FOLDER = Path(__file__).parent / "reference" / "api"
 
 def chapter_of(value: object) -> str | None:
     """Return the chapter of a public object, or None for what is torch's own."""
+    if inspect.ismodule(value):
+        return CHAPTERS[value.__name__.rsplit(".", 1)[-1]]
     name = getattr(value, "__module__", None) or type(value).__module__
     if not name.startswith("hpcdist"):
         return None
@@ -59,7 +67,15 @@ def write() -> None:
         lines = [title, "=" * len(title), "", ".. currentmodule:: hpcdist", ""]
         for name in names:
             value = getattr(hpcdist, name)
-            if inspect.isclass(value):
+            if inspect.ismodule(value):
+                lines += [
+                    f".. automodule:: {value.__name__}",
+                    "   :members:",
+                    "   :imported-members:",
+                    "   :no-index:",
+                    "",
+                ]
+            elif inspect.isclass(value):
                 lines += [f".. autoclass:: {name}", "   :members:", "   :exclude-members: __new__, __init__", ""]
             elif callable(value):
                 lines += [f".. autofunction:: {name}", ""]

@@ -14,7 +14,7 @@ ENVIRONMENT = "hpcdist.launch.environment"  # which rank am I: reads variables, 
 
 # part -> the parts it may import, itself aside; a part is the longest name here that a module's begins with
 MAY_IMPORT: dict[str, set[str]] = {
-    "hpcdist": {"hpcdist.c10d", "hpcdist.core", "hpcdist.watch", "hpcdist.torch_bridge"},
+    "hpcdist": {"hpcdist.c10d", "hpcdist.core", "hpcdist.launch", "hpcdist.watch", "hpcdist.torch_bridge", "stores"},
     "hpcdist.__main__": {"hpcdist.cli"},
     "hpcdist.c10d": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT, "hpcdist.watch", "hpcdist.torch_bridge", "stores"},
     "hpcdist.torch_bridge": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT},

@@ -17,7 +17,7 @@ import sys
 
 import torch
 
-from .node_arithmetic import KINDS, WIDER
+from hpcdist.backends.mpi.node_arithmetic import KINDS, WIDER
 
 VARIABLE = "HPCDIST_SHM"
 NODE_KEY_VARIABLE = "HPCDIST_NODE_KEY"

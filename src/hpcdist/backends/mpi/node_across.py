@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from .node_arithmetic import Fold
+from hpcdist.backends.mpi.node_arithmetic import Fold
 
 MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.float64: MPI.DOUBLE,

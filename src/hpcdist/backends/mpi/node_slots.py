@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from .node_across import AcrossNodes
-from .node_arithmetic import Fold, op_name
-from .node_window import SLOT_BYTES, SLOTS, NodeWindow, split_node
+from hpcdist.backends.mpi.node_across import AcrossNodes
+from hpcdist.backends.mpi.node_arithmetic import Fold, op_name
+from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS, NodeWindow, split_node
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
 DIRECT_HALF_BYTES = 1 << 18  # the same for half types, whose arithmetic costs more than their transport

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
-from .node_across import AcrossNodes
-from .node_arithmetic import Fold
-from .node_slots import NodeSlots
-from .node_window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node_across import AcrossNodes
+from hpcdist.backends.mpi.node_arithmetic import Fold
+from hpcdist.backends.mpi.node_slots import NodeSlots
+from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS
 
 LINE_BYTES = 64  # slices begin on cache lines, so that no line has two writers
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
