@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, LAUNCHERS, Job
+from launch import FIRST, HERE, LAUNCHERS, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 TRAINING = HERE.parents[1] / "slurm" / "jobs" / "train_digits.py"
@@ -52,7 +52,7 @@ def test_training_goes_on_without_a_rank_that_was_killed(launcher: str) -> None:
     assert float(reached.group(1)) >= 0.96
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", FIRST)
 def test_training_stops_with_its_checkpoint_and_is_taken_up_again(launcher: str, tmp_path: Path) -> None:
     state = ["--checkpoint", str(tmp_path / "state.pt")]
     with Job(launcher, 2, ["--epochs", "2000", *state], TRAINING) as job:

@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import LAUNCHERS, Job, is_alive
+from launch import FIRST, IS_WHOLE, Job, is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 JOBS = Path(__file__).with_name("signal_job.py")
 START_SECONDS = 90.0
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1] if IS_WHOLE else [signal.SIGTERM])
 def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, number: int) -> None:
     with Job(launcher, 3, ["stop"], JOBS) as job:
         job.wait("ready", 3, START_SECONDS)
@@ -30,7 +30,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, numb
         assert job.finish(30) == 0
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", FIRST)
 def test_a_trace_is_written_while_the_main_thread_is_inside_mpi(launcher: str) -> None:
     """All but rank 0 wait in a barrier; each is asked for its trace, and torch's own tool reads them."""
     with Job(launcher, 3, ["wait"], JOBS) as job:
@@ -64,7 +64,7 @@ def torchfrtrace(folder: Path, prefix: str) -> str:
     return run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", FIRST)
 def test_sigterm_ends_a_program_that_does_not_ask_and_leaves_a_trace(launcher: str) -> None:
     with Job(launcher, 2, ["wait"], JOBS) as job:
         job.wait("ready", 2, START_SECONDS)

@@ -257,9 +257,10 @@ class MPIBackend(Backend):
             raise self._failure("recv", error) from error
         finally:
             self._receiving = None
-        if self.interruption is not None and status.Is_cancelled():
+        if self.interruption is not None:
             reason, self.interruption = self.interruption, None
-            raise DistBackendError(reason)
+            if status.Is_cancelled():  # and not come at the last moment
+                raise DistBackendError(reason)
         return status.Get_source()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
