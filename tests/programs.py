@@ -37,14 +37,16 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def run(command: list[str], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], timeout: float = 60, folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command in a process group of its own; past the time limit all of it is killed."""
     process = subprocess.Popen(
         [str(part) for part in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        cwd=folder,
         env=environment(**variables),
         start_new_session=True,
     )

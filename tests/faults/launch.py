@@ -37,6 +37,9 @@ LAUNCHERS = {
     "none": {},
 }[LIBRARY]
 
+IS_WHOLE = os.environ.get("HPCDIST_FAULTS") == "all"  # every case, not only those that a change must pass
+FIRST = list(LAUNCHERS) if IS_WHOLE else list(LAUNCHERS)[:1]  # for what does not depend on how MPI was started
+
 
 class Job:
     """A job under way, and what its ranks have told."""

@@ -72,7 +72,7 @@ def test_shrink(rank, size, device):
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if rank != size - 1:
-        smaller = group.backend("cuda").shrink([size - 1], "smaller")
+        smaller = group.backend("cuda").shrink([size - 1], "smaller", False)
         tensor = torch.ones(2, device=device)
         from hpcdist.core.table import ALL_REDUCE
 

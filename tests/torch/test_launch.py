@@ -1,4 +1,4 @@
-"""How torch's own init_process_group, other worlds and unmodified scripts meet hpcdist; each in processes of its own."""
+"""Do unmodified scripts, other worlds and torch's own init_process_group meet hpcdist? Each in its own processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ TRAIN = """
     dist.barrier(group=everyone)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(tensor).sum().backward()
-    line = [dist.get_rank(), dist.get_world_size(), dist.get_backend(), int(tensor[0]), type(dist.group.WORLD).__module__]
+    who = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+    line = [*who, int(tensor[0]), type(dist.group.WORLD).__module__]
     os.write(1, (" ".join(map(str, line)) + "\\n").encode())
     dist.destroy_process_group()
     assert not dist.is_initialized()

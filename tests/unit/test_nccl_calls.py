@@ -334,7 +334,7 @@ def test_inside_a_graphs_capture_no_event_is_asked_for() -> None:
     tensor = ones(2)
     backend.run(ROWS["all_reduce"], tensor, tensor, SUM, None, None)
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
-    assert not backend._link.streams._under_way
+    assert not backend._link.streams.under_way
     work.wait()
     assert ("current", "records") in fake.take_journal()  # the fork, which capture follows
 
@@ -371,7 +371,7 @@ def test_shrink_leaves_ranks_out() -> None:
     child = backend.shrink([1], "less")
     assert (child.rank, child.size) == (1, 3)
     assert fake.take_journal() == [("host", "waits for", "device"), ("shrink", [1], "DEFAULT")]
-    backend.shrink([3], "failed", has_failed=True)  # nobody waits for a rank that is gone
+    backend.shrink([3], "failed", aborts=True)  # nobody waits for a rank that is gone
     assert fake.take_journal() == [("shrink", [3], "ABORT")]
     with pytest.raises(ValueError, match="rank 2"):
         backend.shrink([2], "me")
@@ -409,7 +409,9 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     backend._link.comm.error = 6
     failure = backend.check_async()
     assert "error 6" in str(failure)
-    backend.interrupt("rank 3 is gone")
+    assert backend.pending() == [work]
+    assert work._interrupt("rank 3 is gone")
+    assert backend.pending() == []
     with pytest.raises(DistBackendError, match="rank 3 is gone"):
         work.wait()
     with pytest.raises(DistBackendError, match="rank 3 is gone"):

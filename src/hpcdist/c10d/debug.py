@@ -106,13 +106,16 @@ def monitored_barrier(
 
 @contextmanager
 def own_limit(pg: ProcessGroup, name: str) -> Iterator[None]:
-    """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone."""
-    with pg.journal.during(name):
-        pg.journal.waited = LIMITED
-        try:
-            yield
-        finally:
-            pg.journal.waited = None
+    """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
+
+    It is not counted: ranks that miss a barrier are still in step with those that gave it up.
+    """
+    journal = pg.journal
+    journal.current, journal.waited = (journal, journal.sequence, name, None, None, None), LIMITED
+    try:
+        yield
+    finally:
+        journal.current = journal.waited = None
 
 
 class Limited:

@@ -1,7 +1,8 @@
 """How long does a step of DistributedDataParallel take, beside stock gloo? ``mpirun -n 2 python -m hpcdist bench ddp``.
 
 One model, one batch, three ways in turn: gradients over hpcdist's group, over a group of torch's own gloo, and not
-exchanged at all (``no_sync``), which is what the computation alone takes. With a batch of one communication weighs most.
+exchanged at all (``no_sync``), which is what the computation alone takes. With a batch of one,
+communication weighs most.
 """
 
 from __future__ import annotations

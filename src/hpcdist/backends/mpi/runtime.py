@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import signal
 import sys
 import traceback
@@ -57,6 +58,8 @@ def world() -> Any:
             "call init_process_group before MPI_Finalize"
         )
     if not MPI.Is_initialized():
+        # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
+        os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
         OWNED.append(MPI)

@@ -274,5 +274,9 @@ class StagedBackend(Backend):
         """Make a group of the MPI backend."""
         return self.inner.create_group(ranks, name, timeout)
 
+    def interrupt(self, reason: str) -> bool:
+        """Interrupt the MPI backend."""
+        return self.inner.interrupt(reason)
+
     def close(self) -> None:
         """Do nothing: the MPI backend frees the communicator."""

@@ -22,6 +22,7 @@ from hpcdist.backends.nccl.streams import Streams
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.work import Work
 from hpcdist.launch import devices
 
 IN_PROGRESS = 7  # ncclInProgress
@@ -114,7 +115,13 @@ class Connections(Backend):
 
     def _made(self, device: torch.device, size: int, rank: int, ids: Any) -> Link:
         with self._failing("connect"), self._cuda.device(device):
-            return Link(self._library.core.Communicator.init(size, rank, ids), Streams(device, self._cuda))
+            return self._linked(self._library.core.Communicator.init(size, rank, ids), device)
+
+    def _linked(self, comm: Any, device: torch.device) -> Link:
+        """Return a communicator with streams, whose Works can be taken out of their wait."""
+        streams = Streams(device, self._cuda)
+        streams.interrupt = self.interrupt
+        return Link(comm, streams)
 
     def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
         """Return the communicator for messages with one rank, and that rank in it.
@@ -178,7 +185,7 @@ class Connections(Backend):
             return None
         child = self._child(subgroups[index], names[index], owned)
         if link is not None:
-            child._link = Link(comm, Streams(link.streams.device, self._cuda))
+            child._link = child._linked(comm, link.streams.device)
             child._is_eager = True
         return child
 
@@ -197,19 +204,19 @@ class Connections(Backend):
             child._relay = finding.RelayChannel(self._relay.peer, [self._relay.ranks[rank] for rank in ranks])
         return child
 
-    def shrink(self, exclude: Sequence[int], name: str, has_failed: bool = False) -> Connections:
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool = False) -> Connections:
         """Make a communicator without some ranks by ncclCommShrink; only the others call.
 
         Args:
-            exclude: the ranks to leave out; the others keep their order.
+            excluded: the ranks to leave out; the others keep their order.
             name: the new group's name, the same on all of them.
-            has_failed: those ranks failed: end what is under way with them first (NCCL_SHRINK_ABORT).
+            aborts: those ranks failed: end what is under way with them first (NCCL_SHRINK_ABORT).
 
         Raises:
             ValueError: this rank is to be left out.
             DistBackendError: NCCL is older than 2.27, or fails.
         """
-        gone = set(exclude)
+        gone = set(excluded)
         if self.rank in gone:
             raise ValueError(f"rank {self.rank} is one of those to leave out ({sorted(gone)}); only the others call")
         remaining = [rank for rank in range(self.size) if rank not in gone]
@@ -222,12 +229,12 @@ class Connections(Backend):
         if self._link is not None:
             streams = self._link.streams
             flags = self._library.core.CommShrinkFlag
-            if not has_failed:
+            if not aborts:
                 self._cuda.synchronize(streams.device)
             with self._failing("shrink"):
-                flag = flags.ABORT if has_failed else flags.DEFAULT
+                flag = flags.ABORT if aborts else flags.DEFAULT
                 comm = self._link.comm.shrink(sorted(gone), flag=flag)
-            child._link = Link(comm, Streams(streams.device, self._cuda))
+            child._link = child._linked(comm, streams.device)
             child._is_eager = True
         return child
 
@@ -258,6 +265,11 @@ class Connections(Backend):
     def is_idle(self) -> bool:
         """Tell whether the device is through with every call of the group; a watchdog asks."""
         return all(link.streams.is_idle() for link in self._links())
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that the device is not through with."""
+        works = [work for link in self._links() for work in list(link.streams.under_way)]
+        return [*super().pending(), *(work for work in works if not work.is_completed())]
 
     def interrupt(self, reason: str) -> bool:
         """End the communicators and what is under way on them, without the other ranks; any thread may call.

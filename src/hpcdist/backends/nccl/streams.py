@@ -31,8 +31,9 @@ class Streams:
         self.cuda = cuda
         self.side = cuda.Stream(device)
         self._before = cuda.Event()
+        self.interrupt: Callable[[str], bool] = cannot  # ends the communicator, and every Work on it
         self._last = cuda.Event()  # behind the latest synchronous call
-        self._under_way: deque[StreamWork] = deque()
+        self.under_way: deque[StreamWork] = deque()
 
     def current(self) -> Any:
         """Return the stream that is current on the communicator's device."""
@@ -62,7 +63,7 @@ class Streams:
         """
         if self.cuda.is_current_stream_capturing():
             return work
-        under_way = self._under_way
+        under_way = self.under_way
         while under_way and under_way[0].is_completed():
             under_way.popleft()
         under_way.append(work)
@@ -70,8 +71,8 @@ class Streams:
 
     def fail_all(self, error: BaseException) -> None:
         """End every Work that is under way with an error: the communicator was aborted."""
-        while self._under_way:
-            self._under_way.popleft().fail(error)
+        while self.under_way:
+            self.under_way.popleft().fail(error)
 
     def mark(self, current: Any) -> None:
         """Note that a synchronous call was queued, so that ``is_idle`` can tell when it has ended."""
@@ -80,9 +81,9 @@ class Streams:
 
     def is_idle(self) -> bool:
         """Tell whether the device is through with every call."""
-        while self._under_way and self._under_way[0].is_completed():
-            self._under_way.popleft()
-        return not self._under_way and bool(self._last.query())
+        while self.under_way and self.under_way[0].is_completed():
+            self.under_way.popleft()
+        return not self.under_way and bool(self._last.query())
 
 
 class StreamWork(Work):
@@ -163,6 +164,10 @@ class StreamWork(Work):
             raise self._error
         return True
 
+    def _interrupt(self, reason: str) -> bool:
+        """End the communicator, and with it this call."""
+        return self._streams.interrupt(reason)
+
     def _fulfil(self, future: torch.futures.Future) -> None:
         """Do nothing: the future was fulfilled when it was asked for."""
 
@@ -196,6 +201,11 @@ class StreamWork(Work):
                     future.set_exception(self._error)
             self._future = future
         return self._future
+
+
+def cannot(reason: str) -> bool:
+    """Stand for a communicator that nobody has said how to end."""
+    return False
 
 
 class Batch:

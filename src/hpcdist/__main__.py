@@ -1,0 +1,8 @@
+"""What does ``python -m hpcdist`` do? See ``hpcdist.cli.main``."""
+
+import sys
+
+from hpcdist.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

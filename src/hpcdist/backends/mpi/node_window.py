@@ -1,0 +1,158 @@
+"""Which memory do the ranks of one node share, and how does one rank know what another has written?
+
+Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
+imitated on one machine. One `MPI_Win_allocate_shared` gives every rank a segment that its node mates can load from:
+
+    | flag (one page) | slot 0 | slot 1 | slot 2 |
+
+Only the owner writes to its segment; the others read it. The flag is one aligned 8-byte counter that the owner alone
+increments. All ranks of a group run the same collectives in the same order, so they count the same steps, and flag >= t
+says: "whatever I publish in step t lies in my segment, and I have finished every read that I make before step t".
+Three slots, because a rank then writes chunk c+1 while a slower mate still reads chunk c-1 and the next one is due.
+
+Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model; the window is in a lock_all epoch):
+- publishing: data stores, `MPI_Win_sync` (a full processor barrier in Open MPI, MPICH and Intel MPI), flag store. No
+  processor can show the flag before the data.
+- consuming: flag load until it reached the step, `MPI_Win_sync`, data loads. No load of data is taken before the flag.
+- reusing: a slot is written only after every node mate's flag passed the step that follows its reads of that slot; a
+  mate's loads are complete before its later `MPI_Win_sync`, hence before the flag that permits the overwrite.
+- tearing: the counter is written and read by one 8-byte move (memoryview of format "q" on an aligned address), and it
+  only grows, so a stale value delays and never misleads.
+- the compiler cannot move any of it: each load, store and barrier is a separate call of the interpreter.
+
+Waiting must not be deaf. A mate may be stuck in a send to us that only our MPI can complete, so the wait makes MPI
+progress with `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI; it
+calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps, because
+then a mate is late for reasons of its own and the core is better used by others.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+PAGE_BYTES = mmap.PAGESIZE
+SLOT_BYTES = 2 << 20  # 3 slots and a page: 6 MiB a rank; measured best with more ranks than cores
+SLOTS = 3
+SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length of a short reduction
+CROWDED_SPINS = 5  # with more ranks than cores the mate most likely waits for this very core
+POLL_SECONDS = 0.004
+NAP_AFTER_SECONDS = 0.02
+NAP_SECONDS = 0.00005
+
+
+def split_node(comm: MPI.Intracomm, node_key: str | None) -> MPI.Intracomm:
+    """Make the communicator of the ranks that share memory and, where given, the same node key.
+
+    Args:
+        comm: the communicator to split; every rank of it calls.
+        node_key: ranks with different keys are treated as if on different nodes; None adds nothing.
+
+    Returns:
+        A new communicator, ordered as `comm`.
+    """
+    shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+    keys = shared.allgather(node_key)
+    if len(set(keys)) == 1:
+        return shared
+    node = MPI.Intracomm(shared.Split(keys.index(node_key), key=comm.rank))
+    shared.Free()
+    return node
+
+
+class NodeWindow:
+    """Holds one shared window of a node: a segment, a flag and slots for each rank.
+
+    Args:
+        node: communicator of ranks that can share memory; the window takes it over and frees it.
+
+    Raises:
+        MPI.Exception: the MPI library cannot give shared memory (a full /dev/shm, for one).
+    """
+
+    def __init__(self, node: MPI.Intracomm) -> None:
+        self.node = node
+        self.rank = node.rank
+        self.size = node.size
+        self.poll: Callable[[], None] | None = None
+        self._spins = SPINS if node.size <= (os.cpu_count() or 1) else CROWDED_SPINS
+        self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
+        info = MPI.Info.Create()
+        # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
+        info.Set("alloc_shared_noncontig", "true")
+        self._window: MPI.Win | None = MPI.Win.Allocate_shared(self.segment_bytes, 1, info, node)
+        info.Free()
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self._sync = self._window.Sync
+        queried: list[Any] = [self._window.Shared_query(r)[0] for r in range(self.size)]
+        buffers = [memoryview(buffer) for buffer in queried]
+        self._flags = [buffer[:8].cast("q") for buffer in buffers]
+        self._mates = [flag for r, flag in enumerate(self._flags) if r != self.rank]
+        self._own = self._flags[self.rank]
+        self._own[0] = 0
+        self.segments: list[torch.Tensor] = [
+            torch.frombuffer(buffer, dtype=torch.uint8)[PAGE_BYTES : self.segment_bytes] for buffer in buffers
+        ]
+        self.step = 0
+        self._sync()
+        node.Barrier()
+
+    def publish(self) -> int:
+        """Count one step and tell the node mates that this rank's part of it lies in its segment.
+
+        Returns:
+            The step's number, the same on every rank.
+        """
+        self.step = step = self.step + 1
+        self._sync()
+        self._own[0] = step
+        return step
+
+    def wait(self, step: int) -> None:
+        """Wait until every node mate has published `step`; its data may be read afterwards."""
+        for flag in self._mates:
+            if flag[0] < step:
+                self._stall(flag, step)
+        self._sync()
+
+    def wait_for(self, rank: int, step: int) -> None:
+        """Wait until one node rank has published `step`."""
+        flag = self._flags[rank]
+        if flag[0] < step:
+            self._stall(flag, step)
+        self._sync()
+
+    def _stall(self, flag: memoryview, step: int) -> None:
+        for _ in range(self._spins):
+            if flag[0] >= step:
+                return
+        progress, give_way, now = self.node.Iprobe, os.sched_yield, time.monotonic
+        began = polled = now()
+        while flag[0] < step:
+            give_way()
+            progress()
+            moment = now()
+            if moment - polled > POLL_SECONDS:
+                polled = moment
+                if self.poll is not None:
+                    self.poll()
+            if moment - began > NAP_AFTER_SECONDS:
+                time.sleep(NAP_SECONDS)
+
+    def close(self) -> None:
+        """Free the window and its communicator; collective over the node, once or often."""
+        if self._window is None:
+            return
+        window, self._window = self._window, None
+        self.segments = []
+        self._flags, self._mates = [], []
+        self._own = memoryview(bytearray(8)).cast("q")
+        window.Unlock_all()
+        window.Free()
+        self.node.Free()

@@ -1,0 +1,102 @@
+"""Which calls of a group go through node-shared memory, and what happens where there is none?
+
+A call below `least` bytes is decided by that one comparison in the backend. Others look up their own crossover, which
+is computed once for a collective, dtype and op. The window is made by the first call that uses it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch.distributed import ReduceOp
+
+from hpcdist.backends.mpi import crossover, fault_tolerance
+from hpcdist.backends.mpi.shared_memory import NodeShared
+from hpcdist.core.buffers import overlap
+from hpcdist.core.reduction import check, name_of
+from hpcdist.core.table import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BROADCAST,
+    REDUCE_SCATTER_SINGLE,
+    Row,
+)
+
+RedOpType = ReduceOp.RedOpType
+
+# the collectives that node-shared memory knows, and how each takes its arguments
+SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, Any], None]] = {
+    ALL_REDUCE: lambda shared, send, recv, op, _: shared.all_reduce(send, recv, op),
+    BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
+    ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
+    REDUCE_SCATTER_SINGLE: lambda shared, send, recv, op, _: shared.reduce_scatter_single(send, recv, op),
+    ALL_TO_ALL_SINGLE: lambda shared, send, recv, _, __: shared.all_to_all_single(send, recv),
+}
+
+
+class Sharing:
+    """Sends large collectives of one communicator through node-shared memory.
+
+    Args:
+        comm: the group's communicator.
+        poll: called every few milliseconds of waiting; what it raises ends the wait.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
+        self.comm = comm
+        self.size: int = comm.Get_size()
+        self.least = crossover.least_bytes(self.size)
+        self.shared: NodeShared | None = None
+        self._poll = poll
+        self._crossovers: dict[tuple[str, torch.dtype, int], int] = {}
+
+    def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> bool:
+        """Run one collective through node-shared memory where it is faster, and tell whether it was."""
+        call = SHARED_CALLS.get(row)
+        if call is None or (op is not None and op.__class__ is not RedOpType):
+            return False
+        key = (row.name, send.dtype, id(op))
+        least = self._crossovers.get(key)
+        if least is None:
+            least = self._crossovers[key] = self._crossover(row, send.dtype, op)
+        if max(send.nbytes, recv.nbytes) < least:
+            return False
+        if send is not recv and overlap(send, recv):
+            own = recv.data_ptr() + self.comm.Get_rank() * send.nbytes
+            if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
+                return False
+        shared = self.shared
+        if shared is None:
+            try:
+                shared = self.shared = NodeShared(self.comm, crossover.node_key())
+            except RuntimeError as error:
+                self.least = crossover.NEVER
+                warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
+                return False
+            shared.poll = self._poll
+        if shared.nodes > 1 and (row.name not in crossover.ACROSS_NODES or shared.nodes == self.size):
+            self._crossovers[key] = crossover.NEVER
+            return False
+        call(shared, send, recv, op, root)
+        return True
+
+    def _crossover(self, row: Row, dtype: torch.dtype, op: Any) -> int:
+        name = None
+        if op is not None:
+            check(row, dtype, op)
+            name = name_of(op)
+        return crossover.min_bytes(row.name, dtype, name, self.size, MPI.get_vendor()[0])
+
+    def close(self) -> None:
+        """Free the window; every rank of the communicator calls it.
+
+        After a revocation the window is left to the end of the process: freeing it would wait for the dead.
+        """
+        shared, self.shared = self.shared, None
+        if shared is not None and not (fault_tolerance.is_tolerant() and self.comm.Is_revoked()):
+            shared.close()

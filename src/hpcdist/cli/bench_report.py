@@ -1,0 +1,146 @@
+"""How are the figures shown? A table with ratios, JSON, CSV, a plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hpcdist.backends.mpi import crossover
+from hpcdist.cli.bench_timing import Bench, Figure
+
+OURS = "hpcdist"
+WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
+
+
+def size_name(nbytes: int) -> str:
+    """Write a size with its unit."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B" if nbytes else ""
+
+
+def machine() -> dict[str, Any]:
+    """Say on what the figures were measured."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    return {"cores": os.cpu_count(), "cpu": cpu, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
+    """Put the sides of one call together."""
+    calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
+    for figure in figures:
+        calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
+    return calls
+
+
+def table(bench: Bench) -> Table:
+    """Make the table that a person reads."""
+    sides = list(dict.fromkeys(figure.side for figure in bench.figures))
+    rivals = [side for side in sides if side != OURS]
+    made = Table(title=f"{bench.size} ranks, {bench.library}, µs a call: median (lowest to highest round)")
+    for name in ("what", "dtype", "size"):
+        made.add_column(name)
+    for side in sides:
+        made.add_column(side, justify="right")
+    for rival in rivals:
+        made.add_column(f"{OURS}/{rival}", justify="right")
+    for (what, dtype, nbytes), found in by_call(bench.figures).items():
+        cells = [what, dtype, size_name(nbytes)]
+        for side in sides:
+            f = found.get(side)
+            cells.append(f"{f.median:.1f} ({f.low:.1f} to {f.high:.1f})" if f else "")
+        ours = found.get(OURS)
+        for rival in rivals:
+            other = found.get(rival)
+            cells.append(f"{ours.median / other.median:.2f}" if ours and other else "")
+        made.add_row(*cells)
+    return made
+
+
+def explain(bench: Bench) -> None:
+    """Print from which size on each collective uses node-shared memory here."""
+    if bench.rank:
+        return
+    vendor = bench.library.rsplit(" ", 1)[0]
+    console = Console(width=110)
+    made = Table(
+        title=f"Shared memory from this size on ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)"
+    )
+    for name in ("collective", "float32", "bfloat16"):
+        made.add_column(name)
+    for name in crossover.BYTES["MPICH"]:
+        op = "SUM" if "reduce" in name else None
+        cells = []
+        for dtype in (torch.float32, torch.bfloat16):
+            least = crossover.min_bytes(name, dtype, op, bench.size, vendor)
+            cells.append("never" if least == crossover.NEVER else size_name(least) or "always")
+        made.add_row(name, *cells)
+    console.print(made)
+    known = vendor in crossover.BYTES
+    source = "measured for this library" if known else "not measured for this library: the row of MPICH stands in"
+    console.print(f"Source: {crossover.VARIABLE} is set" if crossover.override() is not None else f"Source: {source}.")
+
+
+def plot(bench: Bench, path: str) -> None:
+    """Draw time over size, a line a side.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+    """
+    try:
+        import matplotlib  # type: ignore[import-not-found,unused-ignore]  # the extra hpcdist[plot]
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'hpcdist[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    whats = list(dict.fromkeys((f.what, f.dtype) for f in bench.figures))
+    figure, axes = pyplot.subplots(1, len(whats), figsize=(5 * len(whats), 4), squeeze=False)
+    for axis, (what, dtype) in zip(axes[0], whats, strict=True):
+        mine = [f for f in bench.figures if (f.what, f.dtype) == (what, dtype)]
+        for side in dict.fromkeys(f.side for f in mine):
+            points = [f for f in mine if f.side == side]
+            axis.plot([f.nbytes for f in points], [f.median for f in points], marker=".", label=side)
+        axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="µs a call", title=f"{what} {dtype}")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(f"{bench.size} ranks, {bench.library}, {os.cpu_count()} cores")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def write(bench: Bench) -> None:
+    """Print the table and write the files that were asked for, on rank 0."""
+    if bench.rank or not bench.figures:
+        return
+    options = bench.options
+    Console(width=max(WIDTH, Console().width)).print(table(bench))
+    if options.json:
+        content = {
+            "machine": machine(),
+            "mpi": bench.library,
+            "ranks": bench.size,
+            "figures": [asdict(figure) for figure in bench.figures],
+        }
+        Path(options.json).write_text(json.dumps(content, indent=1))
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["mpi", "ranks", *asdict(bench.figures[0])])
+            writer.writerows([bench.library, bench.size, *asdict(figure).values()] for figure in bench.figures)
+    if options.plot:
+        plot(bench, options.plot)

@@ -1,0 +1,111 @@
+"""How is one call timed against others so that the comparison is fair?"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+import hpcdist as dist
+from hpcdist.backends.mpi import runtime
+
+MOST_CALLS = 2000
+WARM_UP = 2
+
+
+@dataclass
+class Figure:
+    """One measured number: who did what, how often, and how long a call took."""
+
+    what: str
+    dtype: str
+    nbytes: int
+    side: str
+    median: float  # microseconds a call, on the slowest rank
+    low: float
+    high: float
+
+
+class Bench:
+    """The ranks, the rivals and the figures of one run.
+
+    Args:
+        options: the parsed command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.comm: Any = dist.get_mpi_comm().Dup()  # raw calls meet no message of ours
+        self.figures: list[Figure] = []
+        self._gloo: Any = None
+
+    @property
+    def library(self) -> str:
+        """The MPI library's name and version."""
+        name, version = runtime.load().get_vendor()
+        return f"{name} {'.'.join(map(str, version))}"
+
+    @property
+    def gloo(self) -> Any:
+        """torch's gloo process group on the same ranks."""
+        if self._gloo is None:
+            c10d: Any = torch.distributed  # its stubs leave out what this needs
+            host = self.comm.bcast("127.0.0.1")
+            limit = timedelta(minutes=5)
+            store: Any = None
+            if self.rank == 0:
+                store = c10d.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
+            port = self.comm.bcast(store.port if store is not None else None)
+            if store is None:
+                store = c10d.TCPStore(host, port, self.size, False, limit)
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = limit
+            self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+        return self._gloo
+
+    def calls_for(self, call: Callable[[], Any]) -> int:
+        """Say how many calls fill the time of one round, the same number on every rank."""
+        for _ in range(WARM_UP):
+            call()
+        self.comm.Barrier()
+        began = time.perf_counter()
+        call()
+        call()
+        each = max(self.comm.allgather((time.perf_counter() - began) / 2))
+        return max(1, min(MOST_CALLS, int(self.options.seconds / each)))
+
+    def compare(self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        """Time several calls in interleaved rounds.
+
+        Args:
+            what: the collective or action.
+            dtype: of the buffers, for the table.
+            nbytes: size of the larger buffer.
+            sides: who -> the call; every rank gives the same sides in the same order.
+
+        Returns:
+            who -> median of the rounds in microseconds a call.
+        """
+        calls = {side: self.calls_for(call) for side, call in sides.items()}
+        rounds: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(self.options.rounds):
+            for side, call in sides.items():
+                self.comm.Barrier()
+                began = time.perf_counter()
+                for _ in range(calls[side]):
+                    call()
+                rounds[side].append((time.perf_counter() - began) / calls[side] * 1e6)
+        medians = {}
+        for side, mine in rounds.items():
+            slowest = [max(ranks) for ranks in zip(*self.comm.allgather(mine), strict=True)]
+            medians[side] = statistics.median(slowest)
+            self.figures.append(Figure(what, dtype, nbytes, side, medians[side], min(slowest), max(slowest)))
+        return medians

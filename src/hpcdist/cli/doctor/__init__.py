@@ -1,0 +1,160 @@
+"""Does everything that a job needs work here? ``python -m hpcdist doctor``, alone or under mpirun, srun or torchrun.
+
+Each topic is a module with two functions: ``look`` tries things on every rank and returns facts, ``judge`` turns the
+facts of all ranks into findings on rank 0. One page comes out, and the exit status is 1 where something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any
+
+import hpcdist as dist
+from hpcdist.cli.doctor import (
+    devices,
+    installed,
+    memory,
+    mpi_library,
+    mpi_world,
+    network,
+    page,
+    placement,
+    slurm_step,
+    speed,
+)
+from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
+from hpcdist.cli.doctor.supervision import Ended, Step, supervise
+from hpcdist.launch import environment
+
+SECONDS = 120.0  # for one topic; starting a large job's MPI is the longest
+
+# before MPI is started, on every rank by itself
+LOCAL = {
+    "installed": installed,
+    "placement": placement,
+    "mpi_library": mpi_library,
+    "slurm": slurm_step,
+    "devices": devices,
+}
+# with the communicator of the world, or None, and then without it
+WITH_COMM = {"mpi_world": mpi_world, "memory": memory}
+WITH_GROUP = {"network": network, "speed": speed}
+ORDER: dict[str, Any] = {
+    name: {**LOCAL, **WITH_COMM, **WITH_GROUP}[name]
+    for name in (
+        "installed",
+        "mpi_library",
+        "mpi_world",
+        "placement",
+        "memory",
+        "devices",
+        "slurm",
+        "network",
+        "speed",
+    )
+}
+
+
+def run(args: list[str]) -> int:
+    """Run ``python -m hpcdist doctor``.
+
+    Args:
+        args: the command line after ``doctor``.
+
+    Returns:
+        0 where nothing is wrong, 1 where something is, 2 for a wrong call.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hpcdist doctor", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each topic (default %(default)g)")
+    try:
+        options = parser.parse_args(args)
+    except SystemExit as refused:
+        return int(refused.code or 0)
+    warnings.simplefilter("ignore")  # what mpi4py and torch warn of is among the findings
+    ended = supervise(lambda tell: examine(tell, options.json), options.seconds)
+    if ended.is_said:
+        return 1 if ended.status else 0
+    report_end(ended, options.json, options.seconds)
+    return 1
+
+
+def examine(tell: Step, as_json: bool) -> int:
+    """Look at everything on this rank, and let rank 0 write the page; return the exit status."""
+    facts: Facts = {}
+    for name, topic in LOCAL.items():
+        tell(name)
+        facts[name] = topic.look()
+    tell("starting MPI")
+    comm, failure = start(facts)
+    for name, topic in WITH_COMM.items():
+        tell(name)
+        facts[name] = topic.look(comm)
+    for name, topic in WITH_GROUP.items():
+        tell(name)
+        facts[name] = topic.look()
+    tell("merging the ranks' findings")
+    size = dist.get_world_size()
+    ranks: list[Facts] | None = [{}] * size if dist.get_rank() == 0 else None
+    dist.gather_object(facts, ranks, 0)
+    status = [0]
+    if ranks is not None:
+        chapters = judge(ranks)
+        if failure is not None:
+            chapters[mpi_world.TITLE] = [failure]
+        status = [1 if page.count(chapters, PROBLEM) else 0]
+        launch = environment.detect()
+        if failure is None or launch is None or launch.rank == 0:  # else every rank is a rank 0 of its own
+            show(chapters, ranks, as_json)
+    dist.broadcast_object_list(status, 0)
+    dist.destroy_process_group()
+    return status[0]
+
+
+def start(facts: Facts) -> tuple[Any, Finding | None]:
+    """Make the world that a script's ``init_process_group()`` would make; else one of one rank, and say why."""
+    launch = environment.detect()
+    if facts["mpi_library"]["error"] is None and (launch is None or launch.starts_mpi):
+        try:
+            dist.init_process_group("mpi")
+        except dist.DistBackendError as error:
+            dist.init_process_group("loopback")
+            text = str(error).removesuffix(launch.mend if launch is not None else "").strip()
+            return None, Finding(PROBLEM, text, mpi_library.mend_launch(facts["mpi_library"]))
+        return dist.get_mpi_comm(), None
+    dist.init_process_group("loopback" if launch is None or launch.starts_mpi else None)
+    return None, None
+
+
+def judge(ranks: list[Facts]) -> page.Chapters:
+    """Turn the facts of all ranks into findings, a chapter a topic."""
+    return {topic.TITLE: topic.judge(ranks) for name, topic in ORDER.items() if name in ranks[0]}
+
+
+def show(chapters: page.Chapters, ranks: list[Facts], as_json: bool) -> None:
+    """Print the page."""
+    if as_json:
+        page.write_json(chapters, ranks)
+    else:
+        page.write(chapters, len(ranks))
+
+
+def report_end(ended: Ended, as_json: bool, seconds: float) -> None:
+    """Say what became of checks that ended their process: a page on the launcher's rank 0, a line on the others."""
+    launch = environment.detect()
+    how = (
+        f"did not end within {seconds:g} s"
+        if ended.is_late
+        else f"ended the process with {'signal' if ended.status < 0 else 'status'} {abs(ended.status)}"
+    )
+    text = f"{ended.step} {how}; above is what it wrote"
+    if launch is not None and launch.rank != 0:
+        print(f"hpcdist doctor, rank {launch.rank}: {text}", file=sys.stderr)
+        return
+    seen = {name: LOCAL[name].look() for name in ("installed", "mpi_library")}
+    ranks = [seen]
+    chapters = {ORDER[name].TITLE: ORDER[name].judge(ranks) for name in seen}
+    chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.mend_launch(seen["mpi_library"]))]
+    show(chapters, ranks, as_json)

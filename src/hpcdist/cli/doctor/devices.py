@@ -1,0 +1,81 @@
+"""Which GPUs are there, do they compute, and does each rank have one?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, ranks_text
+from hpcdist.cli.doctor.mpi_library import output_of
+from hpcdist.launch import environment
+
+TITLE = "GPUs"
+
+
+def look() -> Facts:
+    """Ask the driver, and compute on this rank's GPU."""
+    tool = shutil.which("nvidia-smi")
+    driver = None
+    if tool is not None:
+        status, said = output_of([tool, "--query-gpu=name,driver_version", "--format=csv,noheader"], 30)
+        driver = said.strip().splitlines() if status == 0 else f"nvidia-smi failed: {said.strip()[:200]}"
+    facts: Facts = {
+        "driver": driver,
+        "node": environment.node_key(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "count": torch.cuda.device_count(),
+        "built_for": torch.version.cuda,
+        "index": None,
+        "computed": None,
+    }
+    if torch.cuda.is_available():
+        index = (environment.node_local_rank() or 0) % torch.cuda.device_count()
+        facts.update(index=index, uuid=str(torch.cuda.get_device_properties(index).uuid), computed=compute(index))
+    return facts
+
+
+def compute(index: int) -> str:
+    """Add numbers on a GPU; return ``works`` or what went wrong."""
+    try:
+        total = torch.arange(1000, device=f"cuda:{index}").sum().item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return "works" if total == 499500 else f"computed {total} for 499500"
+
+
+def judge(ranks: list[Facts]) -> list[Finding]:
+    """Say which GPUs work and whether ranks share one."""
+    seen = [facts["devices"] for facts in ranks]
+    first = seen[0]
+    if isinstance(first["driver"], str):
+        return [Finding(PROBLEM, first["driver"], "nvidia-smi   # on that node; the driver needs its administrator")]
+    if not any(facts["count"] for facts in seen):
+        if first["driver"] and first["built_for"] is None:
+            mend = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
+            return [Finding(ADVICE, f"{len(first['driver'])} GPUs here, but this torch is built for CPUs", mend)]
+        if first["driver"]:
+            mend = "unset CUDA_VISIBLE_DEVICES   # or a driver as new as torch's CUDA: see nvidia-smi"
+            text = f"nvidia-smi sees {len(first['driver'])} GPUs, torch sees none (visible: {first['visible']!r})"
+            return [Finding(PROBLEM, text, mend)]
+        return [Finding(NOTE, "no GPU on these nodes")]
+    findings = [Finding(OK, f"{first['count']} × {line}") for line in sorted(set(first["driver"] or []))]
+    wrong = [rank for rank, facts in enumerate(seen) if facts["computed"] not in ("works", None)]
+    if wrong:
+        text = f"the GPU does not compute on {ranks_text(wrong)}: {seen[wrong[0]]['computed']}"
+        findings.append(Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site"))
+    without = [rank for rank, facts in enumerate(seen) if facts["count"] == 0]
+    if without:
+        findings.append(Finding(PROBLEM, f"no GPU on {ranks_text(without)}", "sbatch --gpus-per-node=N …"))
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, facts in enumerate(seen):
+        if facts["index"] is not None:
+            users.setdefault((facts["node"], facts["uuid"]), []).append(rank)
+    shared = [those for those in users.values() if len(those) > 1]
+    if shared:
+        text = f"{ranks_text(shared[0])} share one GPU, which NCCL refuses"
+        findings.append(Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …"))
+    elif users:
+        findings.append(Finding(OK, "each rank has a GPU of its own, and it computes"))
+    return findings

@@ -1,0 +1,48 @@
+"""What did the doctor find? One line of the page: how bad it is, what was tried, and what mends it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Facts = dict[str, Any]  # what one rank saw, under the name of each topic
+
+OK, NOTE, ADVICE, PROBLEM = "ok", "note", "advice", "problem"
+LEVELS = (OK, NOTE, ADVICE, PROBLEM)  # only a problem makes the exit status 1
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    level: str
+    text: str
+    mend: str = ""  # the command, or the line of a job script, that changes it
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Return ranks as text: ``rank 3``, ``ranks 0-7, 9``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:8]]
+    more = ", …" if len(runs) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def by_value(ranks: list[Facts], topic: str, key: str) -> dict[Any, list[int]]:
+    """Return which ranks saw which value of a fact."""
+    seen: dict[Any, list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        seen.setdefault(facts[topic].get(key), []).append(rank)
+    return seen
+
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes as text: ``64 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

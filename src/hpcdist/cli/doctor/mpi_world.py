@@ -1,0 +1,127 @@
+"""What can the MPI world do? Thread level, lost ranks, large counts, GPU memory: each tried on a communicator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, ranks_text
+from hpcdist.cli.doctor.mpi_library import output_of
+
+TITLE = "MPI: what it can do"
+
+FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
+
+# in a process of its own: a library that cannot read GPU memory ends the process
+SEND_FROM_GPU = """
+import torch
+from mpi4py import MPI
+a, b = torch.arange(8, device='cuda'), torch.zeros(8, dtype=torch.int64, device='cuda')
+torch.cuda.synchronize()
+view = lambda t: [MPI.buffer.fromaddress(t.data_ptr(), t.nbytes), MPI.BYTE]
+MPI.COMM_SELF.Sendrecv(view(a), 0, 0, view(b), 0, 0)
+print('gpu', b.sum().item(), flush=True)
+"""
+
+
+def look(comm: Any) -> Facts:
+    """Try it; every rank of ``comm`` calls this. None where there is no MPI world."""
+    if comm is None:
+        return {"world": None}
+    from mpi4py import MPI
+
+    levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+    return {
+        "world": comm.Get_size(),
+        "thread_level": levels.get(MPI.Query_thread(), "MULTIPLE"),
+        "ulfm": look_at_revocation(comm),
+        "large_counts": look_at_large_counts(MPI),
+        "gpu_memory": look_at_gpu_memory() if comm.Get_rank() == 0 and torch.cuda.is_available() else None,
+    }
+
+
+def look_at_revocation(comm: Any) -> str:
+    """Revoke a communicator and shrink it, which is how a job goes on without a lost rank."""
+    from mpi4py import MPI
+
+    own = comm.Dup()
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    if not hasattr(own, "Revoke"):
+        return "unknown to this mpi4py"
+    own.Barrier()
+    try:
+        own.Revoke()
+    except (NotImplementedError, MPI.Exception):
+        own.Free()
+        return "not in this MPI"
+    if os.environ.get(FAULT_TOLERANCE, "0") not in ("1", "true"):
+        return "not switched on"  # and MPI_Comm_shrink would wait for ever
+    try:
+        shrunk = own.Shrink()
+    except MPI.Exception as error:
+        return f"shrink failed: {error}"
+    size = shrunk.Get_size()
+    shrunk.Free()
+    return "works" if size == comm.Get_size() else f"shrink lost ranks: {size} of {comm.Get_size()}"
+
+
+def look_at_large_counts(MPI: Any) -> bool:
+    """Send more than 2^31 elements of a type without size to oneself."""
+    nothing = MPI.BYTE.Create_contiguous(0).Commit()
+    message = [bytearray(1), 2**31 + 8, nothing]
+    try:
+        MPI.COMM_SELF.Sendrecv(message, 0, 0, message, 0, 0)
+    except (MPI.Exception, OverflowError, NotImplementedError):
+        return False
+    finally:
+        nothing.Free()
+    return True
+
+
+def look_at_gpu_memory() -> bool:
+    """Send from GPU to GPU memory."""
+    return "gpu 28" in output_of([sys.executable, "-c", SEND_FROM_GPU])[1]
+
+
+def judge(ranks: list[Facts]) -> list[Finding]:
+    """Say what works."""
+    first = ranks[0]["mpi_world"]
+    if first["world"] is None:
+        return [Finding(NOTE, "not tried: this job has no MPI world")]
+    findings = [Finding(OK, f"MPI_COMM_WORLD has {first['world']} rank{'s' if first['world'] > 1 else ''}")]
+    low = [rank for rank, facts in enumerate(ranks) if facts["mpi_world"]["thread_level"] != "MULTIPLE"]
+    if low:
+        level = ranks[low[0]]["mpi_world"]["thread_level"]
+        findings.append(
+            Finding(
+                PROBLEM,
+                f"MPI gave thread level {level} on {ranks_text(low)}; async_op=True needs MULTIPLE",
+                "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it",
+            )
+        )
+    else:
+        findings.append(Finding(OK, "thread level MPI_THREAD_MULTIPLE: async_op=True makes progress in the background"))
+    findings.append(ULFM.get(first["ulfm"]) or Finding(PROBLEM, f"ULFM: {first['ulfm']}"))
+    large = "MPI takes counts above 2^31 - 1" if first["large_counts"] else "MPI counts in C ints"
+    how = "" if first["large_counts"] else "; hpcdist describes larger tensors by derived datatypes"
+    findings.append(Finding(OK, large + how))
+    if first["gpu_memory"] is not None:
+        can = first["gpu_memory"]
+        text = (
+            "MPI reads GPU memory (CUDA-aware)" if can else "MPI cannot read GPU memory: hpcdist does not hand it any"
+        )
+        findings.append(Finding(OK if can else NOTE, text))
+    return findings
+
+
+ULFM = {
+    "works": Finding(OK, "ULFM: a communicator was revoked and shrunk; a job can survive a lost rank"),
+    "not switched on": Finding(
+        NOTE, "ULFM is in this MPI but not switched on: a lost rank ends the job", "mpirun --with-ft ulfm …"
+    ),
+    "not in this MPI": Finding(NOTE, "ULFM is not in this MPI: a lost rank ends the job"),
+    "unknown to this mpi4py": Finding(ADVICE, "this mpi4py does not know ULFM", "pip install 'mpi4py>=4.1'"),
+}

@@ -1,0 +1,68 @@
+"""Is this Slurm, and does its srun speak the PMI of this MPI?"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+from hpcdist.cli.doctor.findings import NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.cli.doctor.mpi_library import family, output_of
+
+TITLE = "Slurm"
+
+
+def look() -> Facts:
+    """Ask srun which PMIs it has, and the controller whether it answers."""
+    srun = shutil.which("srun")
+    facts: Facts = {
+        "srun": srun,
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "step": os.environ.get("SLURM_STEP_ID"),
+        "nodes": os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST"),
+        "tasks": os.environ.get("SLURM_STEP_NUM_TASKS"),
+        "pmis": None,
+        "answers": None,
+    }
+    if srun is None:
+        return facts
+    _, said = output_of([srun, "--mpi=list"], 20)
+    facts["pmis"] = sorted(set(re.findall(r"\b(pmix(?:_v\d+)?|pmi2|cray_shasta|none)\b", said)))
+    scontrol = shutil.which("scontrol")
+    if scontrol is not None:
+        facts["answers"] = " is UP" in output_of([scontrol, "ping"], 20)[1]
+    return facts
+
+
+def judge(ranks: list[Facts]) -> list[Finding]:
+    """Say whether srun can start this MPI."""
+    first = ranks[0]["slurm"]
+    library = ranks[0]["mpi_library"].get("library")
+    if first["srun"] is None and first["job"] is None:
+        return [Finding(NOTE, "no Slurm here")]
+    findings = []
+    if first["job"] is None:
+        findings.append(Finding(NOTE, "not inside a job", "srun --mpi=pmix -n 4 python -m hpcdist doctor"))
+    else:
+        where = f"step {first['job']}.{first['step']}" if first["step"] else f"job {first['job']}"
+        findings.append(Finding(OK, f"{where} on {first['nodes']}, {first['tasks'] or 'no'} tasks in the step"))
+    if first["answers"] is False and first["job"] is not None:
+        findings.append(Finding(PROBLEM, "the Slurm controller does not answer", "scontrol ping"))
+    elif first["answers"] is not None:
+        state = "answers" if first["answers"] else "is installed, but no controller answers"
+        findings.append(Finding(OK if first["answers"] else NOTE, f"Slurm {state}"))
+    if library is None or not first["pmis"]:
+        return findings
+    name, needed, _ = family(library)
+    has = any(pmi.startswith(needed) for pmi in first["pmis"])
+    if has:
+        findings.append(Finding(OK, f"srun has {needed}, which {name} speaks: srun --mpi={needed}"))
+    elif first["answers"] or first["job"] is not None:
+        findings.append(
+            Finding(
+                PROBLEM,
+                f"{name} needs {needed}, and this srun has {', '.join(first['pmis'])}",
+                'mpirun inside the allocation, or without MPI: init_process_group(init_method="slurm://")',
+            )
+        )
+    return findings

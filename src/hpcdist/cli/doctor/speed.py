@@ -1,0 +1,123 @@
+"""Are the results right, and how fast do messages travel? Latency and bandwidth at two sizes, with a verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import hpcdist as dist
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, bytes_text
+from hpcdist.cli.doctor.placement import plural
+from hpcdist.launch import environment
+
+TITLE = "Results and speed"
+SMALL, LARGE = 8, 4 << 20  # bytes
+SECONDS = 0.5  # a measurement's time, at most
+
+# Above the one or below the other a verdict says so. On one node shared memory takes a few microseconds and memory
+# speed; between nodes, the network of a cluster takes a few, and TCP over Ethernet some tens and about 1 GB/s.
+LIMITS = {
+    "within a node": (50e-6, 0.5e9, "more ranks than cores, or MPI without its shared-memory path"),
+    "between nodes": (30e-6, 1.0e9, "MPI goes over TCP, not over the cluster's fast network"),
+}
+MENDS = {
+    "within a node": "srun --cpu-bind=cores …   # one rank a core; and look at /dev/shm above",
+    "between nodes": "export UCX_NET_DEVICES=mlx5_0:1   # Open MPI, MPICH on UCX; FI_PROVIDER=… on libfabric",
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64)
+
+
+def look() -> Facts:
+    """Add on all ranks, then measure; every rank calls this."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    facts: Facts = {"backend": str(dist.get_backend()), "wrong": [], "all_reduce": {}, "pairs": {}}
+    for dtype in DTYPES:
+        tensor = torch.full((1000,), rank % 3 + 1).to(dtype)
+        dist.all_reduce(tensor)
+        if not bool((tensor == torch.tensor(sum(each % 3 + 1 for each in range(size))).to(dtype)).all()):
+            facts["wrong"].append(str(dtype))
+    for count in (SMALL, LARGE):
+        tensor = torch.zeros(count // 4)
+        facts["all_reduce"][count] = seconds_of(lambda tensor=tensor: dist.all_reduce(tensor))  # type: ignore[misc]
+    keys: list[str] = [""] * size
+    dist.all_gather_object(keys, environment.node_key())
+    partners = {
+        "within a node": next((r for r in range(1, size) if keys[r] == keys[0]), None),
+        "between nodes": next((r for r in range(1, size) if keys[r] != keys[0]), None),
+    }
+    for where, partner in partners.items():
+        if partner is not None:
+            facts["pairs"][where] = {count: ping_pong(count, partner) for count in (SMALL, LARGE)}
+    return facts
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the median time of a call that all ranks make equally often."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(3):
+        call()
+    once = torch.tensor([(time.perf_counter() - start) / 3], dtype=torch.float64)
+    dist.all_reduce(once, dist.ReduceOp.MAX)
+    times = []
+    for _ in range(max(5, min(1000, int(SECONDS / max(once.item(), 1e-7))))):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def ping_pong(count: int, partner: int) -> float:
+    """Return the time of one message between rank 0 and a partner, half of there and back."""
+    rank = dist.get_rank()
+    tensor = torch.zeros(count, dtype=torch.uint8)
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(tensor, partner)
+            dist.recv(tensor, partner)
+        elif rank == partner:
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
+
+    return seconds_of(there_and_back) / 2
+
+
+def judge(ranks: list[Facts]) -> list[Finding]:
+    """Give the verdict on results, then on rank 0's times."""
+    wrong = sorted({dtype for facts in ranks for dtype in facts["speed"]["wrong"]})
+    first = ranks[0]["speed"]
+    count = len(ranks)
+    if wrong:
+        text = f"all_reduce gave wrong sums of {', '.join(wrong)}"
+        return [Finding(PROBLEM, text, "python -m hpcdist doctor --json   # and report it, with the MPI's name")]
+    findings = [
+        Finding(OK, f"all_reduce over {first['backend']} is right for {len(DTYPES)} dtypes on {plural(count, 'rank')}")
+    ]
+    if count == 1:
+        return findings
+    small, large = first["all_reduce"][SMALL], first["all_reduce"][LARGE]
+    findings.append(
+        Finding(OK, f"all_reduce takes {time_text(small)} at {SMALL} B, {time_text(large)} at {bytes_text(LARGE)}")
+    )
+    for where, times in first["pairs"].items():
+        latency, speed = times[SMALL], LARGE / times[LARGE]
+        slowest, least, meaning = LIMITS[where]
+        text = (
+            f"a message {where} takes {time_text(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {bytes_text(LARGE)}"
+        )
+        if first["backend"] != "mpi":
+            findings.append(Finding(NOTE, f"{text}, over {first['backend']}'s sockets"))
+        elif latency > slowest or speed < least:
+            limits = f"expected under {time_text(slowest)} and above {least / 1e9:g} GB/s"
+            findings.append(Finding(ADVICE, f"{text}: slow ({limits}): {meaning}", MENDS[where]))
+        else:
+            findings.append(Finding(OK, f"{text}: good"))
+    return findings
+
+
+def time_text(seconds: float) -> str:
+    """Return a time as text."""
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,88 @@
+"""What if a check ends the process, or never ends? MPI_Init does both where launcher and library do not fit.
+
+The checks run in a forked process; this one calls no MPI, waits for it, and can tell what became of it. Launchers allow
+that: their rank's process is often a shell whose child calls MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+Step = Callable[[str], None]
+UNSAID = -1
+
+
+class Ended(NamedTuple):
+    """How the checks ended."""
+
+    status: int  # exit status, or minus the signal
+    step: str  # what was tried last
+    is_late: bool
+    is_said: bool  # whether the page was written
+
+
+def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
+    """Run the checks in a process of their own.
+
+    Args:
+        work: called there with a function that tells what comes next; returns the exit status.
+        seconds: how long one step may take.
+
+    Returns:
+        How they ended; past the time limit they are killed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os._exit(run(work, writer))
+    os.close(writer)
+    step, is_said, is_late = "start", False, False
+    deadline = time.monotonic() + seconds
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        while True:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                is_late = True
+                os.kill(child, signal.SIGKILL)
+                break
+            told = pipe.read(4096)
+            if not told:
+                break
+            for line in told.decode().splitlines():
+                is_said = is_said or line == END
+                step = step if line == END else line
+            deadline = time.monotonic() + seconds
+    _, status = os.waitpid(child, 0)
+    return Ended(os.waitstatus_to_exitcode(status), step, is_late, is_said)
+
+
+END = "page written"
+
+
+def run(work: Callable[[Step], int], writer: int) -> int:
+    """Do the checks, in the forked process, and end MPI as a program would."""
+    import atexit
+    import traceback
+
+    def tell(step: str) -> None:
+        os.write(writer, f"{step}\n".encode())
+
+    try:
+        status = work(tell)
+        tell(END)
+        atexit._run_exitfuncs()  # os._exit, which must end a forked process, calls none of them
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status

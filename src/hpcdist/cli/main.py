@@ -1,0 +1,55 @@
+"""Which commands are there? ``python -m hpcdist COMMAND``, and the console script ``hpcdist``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NamedTuple
+
+import hpcdist
+
+
+class Command(NamedTuple):
+    """Where a command is, and what it does in one line."""
+
+    module: str  # has run(args) -> exit status; imported when the command is called
+    summary: str
+
+
+COMMANDS = {
+    "doctor": Command("hpcdist.cli.doctor", "try everything that a job needs here, and say what to mend"),
+    "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
+    "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
+}
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: python -m hpcdist COMMAND [ARGUMENT...]", "", "commands:", *lines, "", "  --version, --help"]
+    )
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        args: the command's name and its arguments; those of the process by default.
+
+    Returns:
+        The command's exit status; 2 for a wrong call.
+    """
+    given = sys.argv[1:] if args is None else args
+    if given and given[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if given and given[0] == "--version":
+        print(f"hpcdist {hpcdist.__version__}")
+        return 0
+    command = COMMANDS.get(given[0]) if given else None
+    if command is None:
+        wrong = f"\nerror: no command {given[0]!r} (known: {', '.join(COMMANDS)})" if given else ""
+        print(usage() + wrong, file=sys.stderr)
+        return 2
+    return int(importlib.import_module(command.module).run(given[1:]))

@@ -1,0 +1,176 @@
+"""What does the doctor make of what the ranks saw? Facts as a rank returns them, and the findings on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from hpcdist.cli.doctor import devices, installed, memory, network, placement, slurm_step, speed
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text, ranks_text
+from hpcdist.cli.doctor.supervision import supervise
+
+
+def levels(findings):
+    return {finding.level for finding in findings}
+
+
+def found(findings, text):
+    matching = [finding for finding in findings if text in finding.text]
+    assert matching, f"{text!r} in none of {findings}"
+    return matching[0]
+
+
+def of_ranks(topic, look, *changes):
+    """Return what this process sees, once for each rank, changed."""
+    seen = look()
+    return [{topic: {**seen, **change}} for change in changes]
+
+
+def test_versions_that_differ_are_a_problem_and_say_where():
+    ranks = of_ranks("installed", installed.look, {}, {"torch": "2.99.0"}, {}, {})
+    problem = found(installed.judge(ranks), "torch differs between ranks")
+    assert problem.level == PROBLEM
+    assert "2.99.0 on rank 1" in problem.text
+    assert "on ranks 0, 2-3" in problem.text
+    assert problem.mend
+
+
+def test_more_ranks_than_cores_is_advice():
+    cores = {"cores": [0, 1], "quota": None, "threads": 1, "launcher_size": None}
+    ranks = of_ranks("placement", placement.look, *[cores] * 3)
+    advice = found(placement.judge(ranks), "3 ranks share 2 cores")
+    assert advice.level == ADVICE
+    assert "-n 2" in advice.mend
+
+
+def test_a_quota_of_the_control_group_counts_as_cores():
+    cores = {"cores": list(range(8)), "quota": 1.5, "threads": 1, "launcher_size": None}
+    ranks = of_ranks("placement", placement.look, *[cores] * 2)
+    assert found(placement.judge(ranks), "2 ranks share 1.5 cores").level == ADVICE
+
+
+def test_bound_ranks_are_well_and_overlapping_ones_are_not():
+    def bound(*sets):
+        changes = [{"cores": list(s), "quota": None, "threads": 1, "launcher_size": None, "numa": [0]} for s in sets]
+        return placement.judge(of_ranks("placement", placement.look, *changes))
+
+    assert found(bound([0, 1], [2, 3]), "cores of its own").level == OK
+    assert found(bound([0, 1], [1, 2]), "bindings overlap").level == ADVICE
+    assert found(bound([0, 1], [0, 1]), "are not bound").level == NOTE
+
+
+def test_threads_beyond_the_cores_name_the_number_that_fits():
+    cores = {"cores": list(range(8)), "quota": None, "threads": 8, "launcher_size": None}
+    advice = found(placement.judge(of_ranks("placement", placement.look, *[cores] * 4)), "4 ranks of 8 torch threads")
+    assert advice.mend == "export OMP_NUM_THREADS=2"
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("0-3,8", {0, 1, 2, 3, 8}), ("5\n", {5}), ("", set())])
+def test_lists_of_cpus(text, numbers):
+    assert placement.cpus(text) == numbers
+
+
+def test_too_little_shared_memory_is_a_problem():
+    ranks = [{"memory": {"free": 64 << 20, "limit": None, "locked": None, "tried": "too little", "ranks": 32}}] * 32
+    problem = found(memory.judge(ranks), "/dev/shm has 64 MiB left, 32 ranks a node need 256 MiB")
+    assert problem.level == PROBLEM
+    assert "--shm-size" in problem.mend
+
+
+def test_nodes_that_do_not_meet():
+    alone = {"interfaces": {"eth0": "10.0.0.1"}, "tried": []}
+    ranks = [
+        {"network": {**alone, "node": "a", "failed": [("b", "name", "b.example", "timed out")]}},
+        {"network": {**alone, "node": "b", "failed": [("a", "ib0", "10.1.0.1", "refused")]}},
+    ]
+    findings = network.judge(ranks)
+    assert found(findings, "1 pairs of nodes do not meet").level == PROBLEM
+    assert found(findings, "b does not reach a on ib0").level == ADVICE
+
+
+def test_a_connection_is_made_refused_and_answered_by_somebody_else():
+    with network.listening(b"word") as port:
+        assert isinstance(network.connect("127.0.0.1", port, b"word"), float)
+        assert network.connect("127.0.0.1", port, b"warp") == "somebody else answers there"
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert "refused" in str(network.connect("127.0.0.1", port, b"word"))
+
+
+def speeds(latency, bandwidth, backend="mpi"):
+    times = {speed.SMALL: latency, speed.LARGE: speed.LARGE / bandwidth}
+    facts = {"backend": backend, "wrong": [], "all_reduce": times, "pairs": {"between nodes": times}}
+    return speed.judge([{"speed": facts}] * 2)
+
+
+def test_slow_messages_get_advice_fast_ones_none():
+    assert levels(speeds(2e-6, 10e9)) == {OK}
+    assert found(speeds(60e-6, 10e9), "a message between nodes").level == ADVICE
+    assert found(speeds(2e-6, 0.1e9), "MPI goes over TCP").level == ADVICE
+    assert found(speeds(60e-6, 0.1e9, "gloo"), "gloo's sockets").level == NOTE
+
+
+def test_wrong_sums_are_a_problem():
+    facts = {"backend": "mpi", "wrong": ["torch.bfloat16"], "all_reduce": {}, "pairs": {}}
+    assert found(speed.judge([{"speed": facts}]), "torch.bfloat16").level == PROBLEM
+
+
+def test_srun_without_the_pmi_that_the_mpi_needs():
+    inside = {"srun": "/usr/bin/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True}
+    ranks = [{"slurm": {**inside, "pmis": ["none", "pmi2"]}, "mpi_library": {"library": "Open MPI v5.0.11"}}]
+    assert found(slurm_step.judge(ranks), "Open MPI needs pmix").level == PROBLEM
+    ranks[0]["mpi_library"]["library"] = "MPICH 5.0.2"
+    assert PROBLEM not in levels(slurm_step.judge(ranks))
+
+
+def test_gpus():
+    gpu = {"driver": ["H200, 550"], "node": "a", "visible": None, "count": 2, "built_for": "13.0", "computed": "works"}
+    own = [{"devices": {**gpu, "index": i, "uuid": f"u{i}"}} for i in range(2)]
+    assert levels(devices.judge(own)) == {OK}
+    shared = [{"devices": {**gpu, "index": 0, "uuid": "u0"}} for _ in range(2)]
+    assert found(devices.judge(shared), "ranks 0-1 share one GPU").level == ADVICE
+    broken = [{"devices": {**gpu, "index": 0, "uuid": "u0", "computed": "CUDA error: ECC"}}]
+    assert found(devices.judge(broken), "CUDA error: ECC").level == PROBLEM
+    hidden = [{"devices": {**gpu, "count": 0, "visible": "", "index": None, "computed": None}}]
+    assert found(devices.judge(hidden), "torch sees none").level == PROBLEM
+
+
+# -- what ends the process -----------------------------------------------------------------------------------
+
+
+def test_a_check_that_ends_the_process_is_named():
+    def work(tell):
+        tell("starting MPI")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ended = supervise(work, 30)
+    assert (ended.status, ended.step, ended.is_late, ended.is_said) == (-signal.SIGKILL, "starting MPI", False, False)
+
+
+def test_a_check_that_never_ends_is_killed():
+    def work(tell):
+        tell("memory")
+        time.sleep(60)
+
+    start = time.monotonic()
+    ended = supervise(work, 0.5)
+    assert time.monotonic() - start < 10
+    assert (ended.step, ended.is_late, ended.is_said) == ("memory", True, False)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_checks_that_end_return_their_status(status):
+    ended = supervise(lambda tell: status, 30)
+    assert (ended.status, ended.is_said) == (status, True)
+
+
+def test_texts():
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([0, 1, 2, 9]) == "ranks 0-2, 9"
+    assert bytes_text(8) == "8 B"
+    assert bytes_text(4 << 20) == "4.0 MiB"
+    assert bytes_text(64 << 20) == "64 MiB"

@@ -1,0 +1,52 @@
+"""Does every command that is listed run, and is every command listed?"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import pytest
+
+import hpcdist
+from hpcdist import cli
+from hpcdist.cli import main as cli_main
+from tests import programs
+
+
+@pytest.mark.parametrize("name", cli_main.COMMANDS)
+def test_a_listed_command_can_be_run(name):
+    command = cli_main.COMMANDS[name]
+    assert callable(importlib.import_module(command.module).run)
+    assert f"  {name}" in cli_main.usage()
+    assert command.summary in cli_main.usage()
+
+
+def test_every_module_of_the_folder_is_listed():
+    # a name with an underscore is a part of a command, as bench_store is of bench
+    there = {module.name for module in pkgutil.iter_modules(cli.__path__) if "_" not in module.name} - {"main"}
+    listed = {command.module.rsplit(".", 1)[-1] for command in cli_main.COMMANDS.values()}
+    assert there == listed, f"hpcdist.cli.main.COMMANDS has {listed}, the folder {there}"
+
+
+def test_help_and_version(capsys):
+    assert cli_main.main(["--help"]) == 0
+    assert "commands:" in capsys.readouterr().out
+    assert cli_main.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"hpcdist {hpcdist.__version__}"
+
+
+@pytest.mark.parametrize("args", [[], ["docter"]])
+def test_a_wrong_call_is_2_and_names_the_commands(args, capsys):
+    assert cli_main.main(args) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "doctor" in shown.err
+    if args:
+        assert "no command 'docter' (known: " in shown.err
+
+
+def test_the_package_runs_as_a_module():
+    done = programs.run([sys.executable, "-m", "hpcdist", "slurm", "--help"])
+    assert done.returncode == 0, done.stderr
+    assert "templates:" in done.stdout

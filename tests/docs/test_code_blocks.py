@@ -1,0 +1,133 @@
+"""Does every code block in README and docs run? See ``code_blocks`` for the marks that a block may have."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hpcdist
+from tests import programs
+from tests.docs.code_blocks import NOT_RUN, ROOT, Block, blocks, pages
+
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
+WITH_CODE = [name for name, page in PAGES.items() if blocks(page)]
+pytestmark = pytest.mark.timeout(600)
+SECONDS = 240
+
+
+def has(name: str) -> bool:
+    """Tell whether hpcdist or this machine has what a block needs."""
+    if name == "gpu":
+        return torch.cuda.is_available()
+    return hasattr(hpcdist, name) or importlib.util.find_spec(f"hpcdist.{name}") is not None
+
+
+def command(block: Block) -> list[str]:
+    """Return what runs a block."""
+    if block.language == "bash":
+        return ["bash", "-euo", "pipefail", "-c", block.text]
+    if "torchrun" in block.settings:
+        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", block.settings["torchrun"]]
+        return [*run, "block.py"]
+    if "mpirun" in block.settings:
+        tolerant = ["--with-ft", "ulfm"] if "ulfm" in block.words else []
+        return [str(programs.MPIRUN), *tolerant, "-n", block.settings["mpirun"], sys.executable, "block.py"]
+    return [sys.executable, "block.py"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in which ``slurm/`` is where a checkout has it."""
+    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_blocks_of(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    skipped = []
+    for block in blocks(PAGES[name]):
+        if block.language == "python":
+            compile(block.text, block.place, "exec")
+        if "file" in block.settings:
+            (folder / block.settings["file"]).write_text(block.text)
+            continue
+        if block.words & NOT_RUN:
+            read = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, timeout=30)
+            assert read.returncode == 0, f"{block.place}: {read.stderr}"
+            continue
+        if not has(block.settings.get("needs", "init_process_group")):
+            skipped.append(f"{block.place} needs {block.settings['needs']}")
+            continue
+        if "ulfm" in block.words and not programs.is_open_mpi():
+            skipped.append(f"{block.place} needs Open MPI")
+            continue
+        if ("mpirun" in block.settings or "mpirun" in block.text) and not programs.MPIRUN.exists():
+            skipped.append(f"{block.place} needs mpirun")
+            continue
+        (folder / "block.py").write_text(block.text)
+        run(block, folder)
+    if skipped:
+        pytest.skip("; ".join(skipped))
+
+
+def run(block: Block, folder) -> None:
+    """Run one block to its end."""
+    variables = {
+        "PATH": f"{programs.BIN}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # as many ranks as a page says, on any machine
+        "HPCDIST_TEST_CHILD": "1",
+    }
+    done = programs.run(command(block), SECONDS, folder, **variables)
+    ended_well = done.returncode == 0
+    assert ended_well is ("fails" not in block.words), (
+        f"{block.place} ended with {done.returncode}\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    )
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_files_that_a_page_writes_are_started_on_it(name):
+    found = blocks(PAGES[name])
+    for index, block in enumerate(found):
+        if written := block.settings.get("file"):
+            later = [each for each in found[index + 1 :] if each.language == "bash" and written in each.text]
+            assert later, f"{block.place}: no later block starts {written}"
+
+
+def test_what_a_page_names_is_there():
+    """Templates and commands in blocks that are not run exist at least."""
+    from hpcdist.cli.main import COMMANDS
+
+    for page in PAGES.values():
+        for block in blocks(page):
+            words = block.text.split()
+            for word, after in zip(words, [*words[1:], ""], strict=True):
+                if word.startswith("slurm/"):
+                    assert (ROOT / word.rstrip("`,;")).exists(), f"{block.place}: {word}"
+                if word == "hpcdist" and block.language == "bash" and after.isalpha():
+                    needs = block.settings.get("needs")
+                    assert after in COMMANDS or (needs and not has(needs)), f"{block.place}: hpcdist {after}"
+
+
+def test_shellcheck():
+    checker = shutil.which("shellcheck")
+    if checker is None:
+        pytest.skip("no shellcheck here")
+    for page in PAGES.values():
+        for block in blocks(page):
+            if block.language == "bash":
+                done = subprocess.run(
+                    [checker, "--shell=bash", "--severity=warning", "--exclude=SC1090,SC1091", "-"],
+                    input=block.text,
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                )
+                assert done.returncode == 0, f"{block.place}\n{done.stdout}"

@@ -1,0 +1,73 @@
+"""What does a job survive, and does it go on?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import HERE, LAUNCHERS, SOURCE, Job
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_raises_leaves_the_job_alive(launcher: str) -> None:
+    with Job(launcher, 3, [], HERE / "calm_job.py") as job:
+        status = job.finish(200)
+        assert (status, len(job.events("calm"))) == (0, 3), job.stderr()
+
+
+@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each == "openmpi-ulfm"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
+    with Job(launcher, 4, [fault, "all_reduce"], FAULT_SHRINK="1") as job:
+        shrunk = job.wait("shrunk", 3, 120)
+        assert [each["sum"] for each in shrunk] == [[3.0] * 4] * 3, job.stderr()
+        assert sorted(each["rank_now"] for each in shrunk) == [0, 1, 2]
+        if path := os.environ.get("HPCDIST_FAULTS_FIGURES"):
+            with open(path, "a") as file:
+                file.write(f'{{"shrink": "{fault}", "seconds": {max(each["seconds"] for each in shrunk)}}}\n')
+
+
+def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, signal, sys, time, torch\n"
+        "from datetime import timedelta\n"
+        "import hpcdist as dist\n"
+        "rank = int(sys.argv[1])\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=rank, world_size=3,"
+        " timeout=timedelta(seconds=60))\n"
+        "values = torch.ones(4)\n"
+        "dist.all_reduce(values)\n"
+        "print('ready', flush=True)\n"
+        "if rank == 1: time.sleep(60)\n"
+        "try: dist.all_reduce(values)\n"
+        "except dist.DistBackendError: os._exit(41)\n"
+    )
+    address = f"file://{tmp_path}/rendezvous"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), address], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    try:
+        for each in ranks:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        ranks[1].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        assert [ranks[0].wait(30), ranks[2].wait(30)] == [41, 41]
+        assert time.monotonic() - start < 20
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait(10)

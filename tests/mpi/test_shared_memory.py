@@ -1,0 +1,251 @@
+"""Do collectives through shared memory give what mathematics says, at every chunk edge, for every dtype × op?"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed import ReduceOp
+
+pytest.importorskip("mpi4py")
+import hpcdist as dist
+from hpcdist.backends.mpi import node_slots, node_window, shared_memory
+from hpcdist.backends.mpi.node_arithmetic import FOLDS, KINDS
+from hpcdist.backends.mpi.shared_memory import NodeShared
+
+SEED = 20
+ITEM = 4
+EDGES = sorted(
+    {
+        max(1, edge // ITEM + more)
+        for edge in (
+            64,
+            node_slots.DIRECT_HALF_BYTES // 2,
+            *(node_slots.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
+            shared_memory.CHUNK_BYTES,
+            shared_memory.CHUNK_BYTES_OF_TWO,
+            node_window.SLOT_BYTES,
+            3 * shared_memory.CHUNK_BYTES_OF_TWO,
+            4 * node_window.SLOT_BYTES,
+        )
+        for more in (-17, -1, 0, 1, 15)
+    }
+)
+REDUCIBLE = [(dtype, op) for dtype, kind in KINDS.items() for op in FOLDS[kind]]
+
+
+@pytest.fixture(scope="module")
+def comm(world):
+    try:
+        return dist.get_mpi_comm()
+    except Exception:
+        pytest.skip("no MPI in this backend")
+
+
+@pytest.fixture(scope="module")
+def node(comm):
+    shared = NodeShared(comm)
+    yield shared
+    shared.close()
+
+
+def nodes_of(ranks: int) -> list[list[str]]:
+    """Ways to imitate several nodes: pairs, a small last one, one rank alone, interleaved."""
+    return [
+        [str(r // 2) for r in range(ranks)],
+        ["a"] * (ranks - 1) + ["b"],
+        [str(r % 2) for r in range(ranks)],
+    ]
+
+
+@pytest.fixture(params=range(3))
+def several(request, comm):
+    shared = NodeShared(comm, nodes_of(comm.size)[request.param][comm.rank])
+    yield shared
+    shared.close()
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small numbers that differ by rank and place and stay exact in every dtype."""
+    whole = (torch.arange(numel) * (rank + 3) + rank) % 4
+    return (whole % 2).bool() if dtype is torch.bool else whole.to(dtype)
+
+
+def expected(op: str, ranks: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The result by integer mathematics."""
+    all_values = torch.stack([values(r, numel, dtype).to(torch.complex64).real.long() for r in range(ranks)])
+    if dtype is torch.bool:
+        table = {"SUM": "MAX", "PRODUCT": "MIN"}
+        op = table.get(op, op)
+    if op in ("SUM", "PREMUL_SUM", "AVG"):
+        total = all_values.sum(0)
+        if op == "AVG":
+            if dtype.is_floating_point or dtype.is_complex:
+                return (total.double() / ranks).to(dtype)
+            return (total // ranks).to(dtype)
+        return total.to(dtype)
+    if op == "PRODUCT":
+        return all_values.prod(0).to(dtype)
+    if op in ("MIN", "MAX"):
+        return (all_values.amin(0) if op == "MIN" else all_values.amax(0)).to(dtype)
+    result = all_values[0]
+    for each in all_values[1:]:
+        result = {"BAND": result & each, "BOR": result | each, "BXOR": result ^ each}[op]
+    return result.to(dtype)
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, op: str = "") -> None:
+    if op == "AVG" and (got.dtype.is_floating_point or got.dtype.is_complex):
+        wide = torch.complex128 if got.dtype.is_complex else torch.float64
+        near = torch.finfo(got.dtype).eps
+        assert torch.allclose(got.to(wide), want.to(wide), rtol=near, atol=0)
+        return
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCIBLE, ids=lambda x: str(x).removeprefix("torch."))
+def test_every_dtype_and_op(node, comm, dtype, op):
+    for numel in (1, 1001, (1 << 20) // dtype.itemsize + 5):
+        send = values(comm.rank, numel, dtype)
+        recv = torch.empty_like(send)
+        want = expected(op, comm.size, numel, dtype)
+        node.all_reduce(send, recv, getattr(ReduceOp, op))
+        assert_same(recv, want, op)
+        node.all_reduce(send, send, getattr(ReduceOp, op))
+        assert_same(send, recv)
+    blocks = values(comm.rank, 257 * comm.size, dtype)
+    part = torch.empty(257, dtype=dtype)
+    node.reduce_scatter_single(blocks, part, getattr(ReduceOp, op))
+    want = expected(op, comm.size, 257 * comm.size, dtype)
+    assert_same(part, want[257 * comm.rank : 257 * (comm.rank + 1)], op)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    numel=st.one_of(st.sampled_from(EDGES), st.integers(1, 1 << 20)),
+    in_place=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
+)
+def test_all_reduce_at_every_edge(node, comm, numel, in_place, dtype):
+    send = values(comm.rank, numel, dtype)
+    recv = send if in_place else torch.full_like(send, 3)
+    node.all_reduce(send, recv, ReduceOp.SUM)
+    assert_same(recv, expected("SUM", comm.size, numel, dtype))
+
+
+@settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    numel=st.one_of(st.sampled_from(EDGES[:-10]), st.integers(1, 1 << 18)),
+    root=st.integers(0, 100),
+    dtype=st.sampled_from([torch.float32, torch.complex64, torch.int8]),
+)
+def test_moves_at_every_edge(node, comm, numel, root, dtype):
+    size, rank, root = comm.size, comm.rank, root % comm.size
+    tensor = values(rank, numel, dtype)
+    node.broadcast(tensor, root)
+    assert_same(tensor, values(root, numel, dtype))
+    gathered = torch.empty(numel * size, dtype=dtype)
+    node.all_gather_single(values(rank, numel, dtype), gathered)
+    assert_same(gathered, torch.cat([values(r, numel, dtype) for r in range(size)]))
+    send = values(rank, numel * size, dtype)
+    recv = torch.empty_like(send)
+    node.all_to_all_single(send, recv)
+    mine = slice(rank * numel, (rank + 1) * numel)
+    assert_same(recv, torch.cat([values(r, numel * size, dtype)[mine] for r in range(size)]))
+    node.all_to_all_single(send, send)
+    assert_same(send, recv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1000, 400_000])
+def test_half_types_round_once(node, comm, dtype, numel):
+    send = torch.randn(comm.size, numel, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+    recv = torch.empty(numel, dtype=dtype)
+    node.all_reduce(send[comm.rank].clone(), recv, ReduceOp.SUM)
+    exact = send.double().sum(0)
+    # rounded once from a float32 sum: half a unit in the last place, and float32's own error
+    bound = exact.abs() * torch.finfo(dtype).eps / 2 + send.double().abs().sum(0) * 1e-6
+    assert ((recv.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("numel", [100, 300_000])
+def test_all_ranks_hold_the_same_bits(node, comm, numel):
+    send = torch.randn(numel, generator=torch.Generator().manual_seed(SEED + comm.rank))
+    recv = torch.empty_like(send)
+    node.all_reduce(send, recv, ReduceOp.SUM)
+    first = comm.bcast(recv.numpy().tobytes())
+    assert recv.numpy().tobytes() == first
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+@pytest.mark.parametrize("numel", [64, 300_000])
+def test_nan_is_not_lost(node, comm, op, numel):
+    send = torch.zeros(numel)
+    send[comm.rank] = float("nan")
+    recv = torch.empty_like(send)
+    node.all_reduce(send, recv, op)
+    assert recv[: comm.size].isnan().all()
+    assert not recv[comm.size :].isnan().any()
+
+
+def test_a_pair_without_meaning_raises_before_anything_moves(node, comm):
+    with pytest.raises(TypeError, match=r"MAX of torch\.complex64 has no meaning"):
+        node.all_reduce(torch.zeros(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.complex64), ReduceOp.MAX)
+    tensor = torch.ones(3)
+    node.all_reduce(tensor, tensor, ReduceOp.SUM)
+    assert tensor.tolist() == [comm.size] * 3
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "PRODUCT"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+def test_several_nodes(several, comm, dtype, op):
+    if op not in FOLDS[KINDS[dtype]]:
+        pytest.skip("no meaning")
+    for numel in (1, 1000, 700_001):
+        send = values(comm.rank, numel, dtype)
+        recv = torch.empty_like(send)
+        several.all_reduce(send, recv, getattr(ReduceOp, op))
+        assert_same(recv, expected(op, comm.size, numel, dtype), op)
+
+
+def test_several_nodes_keep_nan(several, comm):
+    send = torch.zeros(1000)
+    send[comm.rank] = float("nan")
+    several.all_reduce(send, send, ReduceOp.MAX)
+    assert send[: comm.size].isnan().all()
+    assert not send[comm.size :].isnan().any()
+
+
+def test_random_interleavings(node, comm):
+    chance, size, rank = random.Random(SEED), comm.size, comm.rank
+    for _ in range(150):
+        numel = chance.choice([1, 5, 1000, 30_000, 70_000, 300_000])
+        what, root = chance.randrange(5), chance.randrange(size)
+        if chance.random() < 0.1 and rank == chance.randrange(5):
+            time.sleep(0.002)
+        mine = slice(rank * numel, (rank + 1) * numel)
+        if what == 0:
+            tensor = values(rank, numel, torch.float32)
+            node.all_reduce(tensor, tensor, ReduceOp.SUM)
+            assert_same(tensor, expected("SUM", size, numel, torch.float32))
+        elif what == 1:
+            tensor = values(rank, numel, torch.float32)
+            node.broadcast(tensor, root)
+            assert_same(tensor, values(root, numel, torch.float32))
+        elif what == 2:
+            tensor = torch.empty(numel * size)
+            node.all_gather_single(values(rank, numel, torch.float32), tensor)
+            assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, torch.float32))
+        elif what == 3:
+            tensor = torch.empty(numel)
+            node.reduce_scatter_single(values(rank, numel * size, torch.float32), tensor, ReduceOp.SUM)
+            assert_same(tensor, expected("SUM", size, numel * size, torch.float32)[mine])
+        else:
+            tensor = torch.empty(numel * size)
+            node.all_to_all_single(values(rank, numel * size, torch.float32), tensor)
+            want = values(root, numel * size, torch.float32)[mine]
+            assert_same(tensor[root * numel : (root + 1) * numel], want)
