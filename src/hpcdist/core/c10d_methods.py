@@ -351,7 +351,8 @@ class C10dMethods:
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in self.backends]
+        # none stands for the CPU in c10d; torch 2.15 looks for C++ backends behind the ones that are named
+        return [] if "cpu" in self.backends else [torch.device(kind) for kind in self.backends]
 
     def _get_backend(self, device: torch.device) -> DeviceBackend:
         return DeviceBackend(self.backend(device))
