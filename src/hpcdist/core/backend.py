@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ReduceOp
 
+    from hpcdist.core.errors import DistBackendError
     from hpcdist.core.table import Row
     from hpcdist.core.work import Queue, Work
 
@@ -160,6 +161,10 @@ class Backend(TensorObjects):
     def interrupt(self, reason: str) -> bool:
         """Make the call that blocks on this communicator raise; return False where the library cannot."""
         return False
+
+    def check_async(self) -> DistBackendError | None:
+        """Return an error that the library met outside any call, which the watchdog asks for."""
+        return None
 
     def failed(self) -> list[int]:
         """Return the ranks that the library knows to have died."""

@@ -91,6 +91,7 @@ class Watchdog:
         """Note what is under way, and deal with what is overdue."""
         now = time.monotonic()
         self.recorder.tick()
+        self._end_failed()
         since: dict[int, tuple[Any, float]] = {}
         overdue = []
         for each in whereabouts.under_way():
@@ -107,6 +108,15 @@ class Watchdog:
         for each, seconds in overdue:
             if id(self._record(each)) not in self._handled:
                 self._expire(each, seconds)
+
+    def _end_failed(self) -> None:
+        """End what is under way on communicators that the library itself reports as broken (NCCL)."""
+        for group in list(WORLD.groups.values()):
+            for backend in list(group.backends.values()):
+                failure = backend.check_async()
+                if failure is not None:
+                    self.say(f"group {group.group_name!r}: {failure}")
+                    backend.interrupt(str(failure))
 
     def _record(self, each: UnderWay) -> Any:
         """Return the tuple that stands for a call, the same object as long as it is under way."""

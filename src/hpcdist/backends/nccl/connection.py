@@ -247,9 +247,9 @@ class Connections(Backend):
         return [*links, self._link] if self._link is not None else links
 
     def check_async(self) -> DistBackendError | None:
-        """Return the error that a call under way ran into on the device, or None; a watchdog asks."""
+        """Return the error that a call under way ran into on the device, once; the watchdog asks."""
         if self._ended is not None:
-            return self._ended
+            return None
         for link in self._links():
             if not link.comm.is_valid:
                 continue
@@ -291,7 +291,7 @@ class Connections(Backend):
         their ranks, then the group's. A communicator with an error is aborted, which waits for nobody.
         """
         super().close()
-        failure = self.check_async() if self._ended is None else None
+        failure = self.check_async()
         if failure is not None:
             self.interrupt(str(failure))
         if self._ended is None:
