@@ -18,7 +18,7 @@ MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -40,6 +40,16 @@ test-torch: $(READY)
 test-gloo: $(READY)
 	set -e; for n in 2 4; do echo "== tests/mpi on $$n ranks of gloo over our store"; \
 	  HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/mpi; done
+
+test-nccl: $(VENV)/.nccl
+	$(BIN)/python $(PYTEST) tests/unit -k nccl
+	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
+	PYTHONPATH=tests/fakes HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
+	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p nccl_stand_in --with-mpi tests/mpi
+
+$(VENV)/.nccl: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests slurm docs

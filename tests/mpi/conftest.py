@@ -18,11 +18,16 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def world():
+def _default_group():
     dist.init_process_group(BACKEND)
-    yield dist.group.WORLD
+    yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def world(_default_group):
+    return dist.group.WORLD  # of the moment: some tests destroy it and make another
 
 
 @pytest.fixture
