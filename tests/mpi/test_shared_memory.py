@@ -39,7 +39,7 @@ REDUCIBLE = [(dtype, op) for dtype, kind in KINDS.items() for op in FOLDS[kind]]
 
 
 @pytest.fixture(scope="module")
-def comm(world):
+def comm(_default_group):
     try:
         return dist.get_mpi_comm()
     except Exception:

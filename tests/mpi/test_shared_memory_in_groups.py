@@ -21,7 +21,7 @@ SEED = 21
 
 
 @pytest.fixture(scope="module")
-def comm(world):
+def comm(_default_group):
     try:
         return dist.get_mpi_comm()
     except Exception:
