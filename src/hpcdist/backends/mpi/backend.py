@@ -8,19 +8,18 @@ collectives move bytes, so every dtype works; reducing ones are planned once per
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
-from mpi4py.util import pkl5
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi import fault_tolerance, large, runtime
 from hpcdist.backends.mpi.datatypes import COUNT_MAX, Block, memory
+from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
 from hpcdist.backends.mpi.sharing import Sharing
@@ -35,7 +34,7 @@ address = MPI.buffer.fromaddress
 RedOpType = ReduceOp.RedOpType
 
 
-class MPIBackend(Backend):
+class MPIBackend(PicklingBackend):
     """An MPI communicator that belongs to one process group."""
 
     name: ClassVar[str] = "mpi"
@@ -47,9 +46,7 @@ class MPIBackend(Backend):
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         self.unfinished = deque()
-        self._pickling: Any = None
-        self._sharing = Sharing(comm, self._notice)
-        self.context: MPI.Intracomm | None = None
+        self._sharing = Sharing(comm, self._notice, self._is_background)
         self._receiving: MPI.Request | None = None  # the receive that blocks now
         self.interruption: str | None = None  # why a blocked call was made to raise
 
@@ -98,6 +95,9 @@ class MPIBackend(Backend):
         if self.interruption is not None:
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def _is_background(self) -> bool:
+        return self.queue is not None and self.queue.running is not None
 
     def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
         return fault_tolerance.failure(self, call, error)
@@ -281,56 +281,6 @@ class MPIBackend(Backend):
         except MPI.Exception as error:
             raise self._failure("irecv", error) from error
         return self.hold(RequestWork(request, tensor, [tensor], finish))
-
-    # -- objects: pickle protocol 5 with out-of-band buffers -----------------------------------------
-
-    @property
-    def pickling(self) -> Any:
-        """The same communicator with mpi4py's calls for objects, large ones included."""
-        if self._pickling is None:
-            self._pickling = pkl5.Intracomm(self.comm)
-            # the duplicate that pkl5 sends on, made now (collectively) so that it can be revoked with ours
-            self.context = pkl5._commctx_intra(self._pickling)[0]  # type: ignore[attr-defined]
-        return self._pickling
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather every rank's object on all ranks."""
-        with self._translating("all_gather_object"):
-            return list(self.pickling.allgather(value))
-
-    def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Gather every rank's object on the root."""
-        with self._translating("gather_object"):
-            return self.pickling.gather(value, root)
-
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        """Hand the root's object to all ranks."""
-        with self._translating("broadcast_object"):
-            return self.pickling.bcast(value, root)
-
-    def scatter_object(self, values: list[Any] | None, root: int) -> Any:
-        """Hand each rank its object of the root's list."""
-        with self._translating("scatter_object"):
-            return self.pickling.scatter(values, root)
-
-    def send_object(self, value: Any, dst: int) -> None:
-        """Send an object."""
-        with self._translating("send_object"):
-            self.pickling.send(value, dst)
-
-    def recv_object(self, src: int | None) -> tuple[Any, int]:
-        """Receive an object; return it and its sender."""
-        status = MPI.Status()
-        with self._translating("recv_object"):
-            value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
-        return value, status.Get_source()
-
-    @contextmanager
-    def _translating(self, call: str) -> Iterator[None]:
-        try:
-            yield
-        except MPI.Exception as error:
-            raise self._failure(call, error) from error
 
     # -- when something goes wrong -------------------------------------------------------------------
 

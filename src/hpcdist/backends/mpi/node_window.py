@@ -23,7 +23,8 @@ Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model; the wi
 Waiting must not be deaf. A mate may be stuck in a send to us that only our MPI can complete, so the wait makes MPI
 progress with `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI; it
 calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps, because
-then a mate is late for reasons of its own and the core is better used by others.
+then a mate is late for reasons of its own and the core is better used by others. An asynchronous call naps at once
+where the node has no second core a rank: it runs beside the computation that it was made asynchronous for.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class NodeWindow:
         self.rank = node.rank
         self.size = node.size
         self.poll: Callable[[], None] | None = None
-        self._spins = SPINS if node.size <= (os.cpu_count() or 1) else CROWDED_SPINS
+        cores = len(os.sched_getaffinity(0))
+        self._spins = SPINS if node.size <= cores else CROWDED_SPINS
+        self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
+        self.is_background = False  # whether the call under way runs beside the rank's own computation
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
         info = MPI.Info.Create()
         # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
@@ -129,9 +133,13 @@ class NodeWindow:
         self._sync()
 
     def _stall(self, flag: memoryview, step: int) -> None:
-        for _ in range(self._spins):
-            if flag[0] >= step:
-                return
+        naps_after = NAP_AFTER_SECONDS
+        if self.is_background and self._gives_way:
+            naps_after = 0.0  # the core is the computation's
+        else:
+            for _ in range(self._spins):
+                if flag[0] >= step:
+                    return
         progress, give_way, now = self.node.Iprobe, os.sched_yield, time.monotonic
         began = polled = now()
         while flag[0] < step:
@@ -142,7 +150,7 @@ class NodeWindow:
                 polled = moment
                 if self.poll is not None:
                     self.poll()
-            if moment - began > NAP_AFTER_SECONDS:
+            if moment - began >= naps_after:
                 time.sleep(NAP_SECONDS)
 
     def close(self) -> None:

@@ -45,14 +45,16 @@ class Sharing:
     Args:
         comm: the group's communicator.
         poll: called every few milliseconds of waiting; what it raises ends the wait.
+        is_background: tells whether the call under way is an asynchronous one.
     """
 
-    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
+    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
         self.comm = comm
         self.size: int = comm.Get_size()
         self.least = crossover.least_bytes(self.size)
         self.shared: NodeShared | None = None
         self._poll = poll
+        self._is_background = is_background
         self._crossovers: dict[tuple[str, torch.dtype, int], int] = {}
 
     def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> bool:
@@ -82,6 +84,7 @@ class Sharing:
         if shared.nodes > 1 and (row.name not in crossover.ACROSS_NODES or shared.nodes == self.size):
             self._crossovers[key] = crossover.NEVER
             return False
+        shared.window.is_background = self._is_background()
         call(shared, send, recv, op, root)
         return True
 

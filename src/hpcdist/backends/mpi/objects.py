@@ -1,0 +1,77 @@
+"""How do objects travel over MPI? By pickle protocol 5 with out-of-band buffers, through ``mpi4py.util.pkl5``.
+
+Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpi4py import MPI
+from mpi4py.util import pkl5
+
+from hpcdist.core.backend import Backend
+from hpcdist.core.errors import DistBackendError
+
+
+class PicklingBackend(Backend):
+    """The object calls of a backend that has an MPI communicator."""
+
+    comm: MPI.Intracomm
+    context: Any = None  # the duplicate that pkl5 sends on
+    _pickling: Any = None
+
+    @abstractmethod
+    def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
+        """Return what a call raises when MPI has failed in it."""
+
+    @property
+    def pickling(self) -> Any:
+        """The same communicator with mpi4py's calls for objects, large ones included."""
+        if self._pickling is None:
+            self._pickling = pkl5.Intracomm(self.comm)
+            # the duplicate that pkl5 sends on, made now (collectively) so that it can be revoked with ours
+            self.context = pkl5._commctx_intra(self._pickling)[0]  # type: ignore[attr-defined]
+        return self._pickling
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Gather every rank's object on all ranks."""
+        with self._translating("all_gather_object"):
+            return list(self.pickling.allgather(value))
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Gather every rank's object on the root."""
+        with self._translating("gather_object"):
+            return self.pickling.gather(value, root)
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Hand the root's object to all ranks."""
+        with self._translating("broadcast_object"):
+            return self.pickling.bcast(value, root)
+
+    def scatter_object(self, values: list[Any] | None, root: int) -> Any:
+        """Hand each rank its object of the root's list."""
+        with self._translating("scatter_object"):
+            return self.pickling.scatter(values, root)
+
+    def send_object(self, value: Any, dst: int) -> None:
+        """Send an object."""
+        with self._translating("send_object"):
+            self.pickling.send(value, dst)
+
+    def recv_object(self, src: int | None) -> tuple[Any, int]:
+        """Receive an object; return it and its sender."""
+        status = MPI.Status()
+        with self._translating("recv_object"):
+            value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
+        return value, status.Get_source()
+
+    @contextmanager
+    def _translating(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except MPI.Exception as error:
+            raise self._failure(call, error) from error
