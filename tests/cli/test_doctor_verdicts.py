@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from hpcdist.cli.doctor import devices, installed, memory, network, placement, slurm_step, speed
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text, ranks_text
 from hpcdist.cli.doctor.supervision import supervise
+from tests import programs
 
 
 def levels(findings):
@@ -160,6 +162,21 @@ def test_a_check_that_never_ends_is_killed():
     ended = supervise(work, 0.5)
     assert time.monotonic() - start < 10
     assert (ended.step, ended.is_late, ended.is_said) == ("memory", True, False)
+
+
+def test_where_two_processes_may_not_share_a_connection_a_thread_looks_at_the_clock():
+    code = """
+import time
+from hpcdist.cli.doctor.supervision import watch
+
+def work(tell):
+    tell("memory")
+    time.sleep(60)
+
+watch(work, 0.5, lambda ended: print(ended.step, ended.is_late))
+"""
+    done = programs.run([sys.executable, "-c", code], timeout=40)
+    assert (done.returncode, done.stdout) == (1, "memory True\n")
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -7,6 +7,7 @@ facts of all ranks into findings on rank 0. One page comes out, and the exit sta
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from typing import Any
@@ -25,7 +26,7 @@ from hpcdist.cli.doctor import (
     speed,
 )
 from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
-from hpcdist.cli.doctor.supervision import Ended, Step, supervise
+from hpcdist.cli.doctor.supervision import CONNECTION, Ended, Step, supervise, watch
 from hpcdist.launch import environment
 
 SECONDS = 120.0  # for one topic; starting a large job's MPI is the longest
@@ -74,10 +75,19 @@ def run(args: list[str]) -> int:
     except SystemExit as refused:
         return int(refused.code or 0)
     warnings.simplefilter("ignore")  # what mpi4py and torch warn of is among the findings
-    ended = supervise(lambda tell: examine(tell, options.json), options.seconds)
+
+    def work(tell: Step) -> int:
+        return examine(tell, options.json)
+
+    def report(ended: Ended) -> None:
+        report_end(ended, options.json, options.seconds)
+
+    if CONNECTION in os.environ:
+        return watch(work, options.seconds, report).status
+    ended = supervise(work, options.seconds)
     if ended.is_said:
         return 1 if ended.status else 0
-    report_end(ended, options.json, options.seconds)
+    report(ended)
     return 1
 
 

@@ -27,7 +27,14 @@ FAMILIES = (
 SET_BY_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_")
 KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 
-WORLD_OF_TWO = "import mpi4py.MPI as M; c = M.COMM_WORLD; print('world', c.size, c.allreduce(c.rank + 1), flush=True)"
+# one rank speaks, because the lines of two may come mixed
+WORLD_OF_TWO = """
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+total = comm.allreduce(comm.rank + 1)
+if comm.rank == 0:
+    print(f'world {comm.size} {total}', flush=True)
+"""
 LOSE_ONE = """
 import os, signal
 from mpi4py import MPI
@@ -39,7 +46,7 @@ if comm.rank == 1:
 try:
     comm.Barrier()
 except MPI.Exception:
-    print('survivors', comm.Shrink().size, flush=True)
+    print(f'survivors {comm.Shrink().size}', flush=True)
 os._exit(0)
 """
 
@@ -132,7 +139,7 @@ def look_at_launcher(library: str) -> Facts:
     facts: Facts = {
         "mpirun": mpirun,
         "mpirun_family": family(version)[0],
-        "started": said.count("world 2 3") == 2,
+        "started": "world 2 3" in said,
         "start_status": status,
         "said": said[-1500:],
         "survives": None,
