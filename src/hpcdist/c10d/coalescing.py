@@ -19,7 +19,6 @@ from hpcdist.core import world
 from hpcdist.core.buffers import as_tensors, same_dtype
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import canonical, issue_any
-from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
 
@@ -174,11 +173,8 @@ def reduce_together(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> l
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
-        if tensor.is_sparse:
-            works.append(all_reduce_sparse(tensor, op, pg, True))
-            continue
         kind = (tensor.dtype, tensor.device)
-        if tensor.nbytes >= ALONE_BYTES or pg.backend(tensor.device).has_groups:
+        if tensor.is_sparse or tensor.nbytes >= ALONE_BYTES or pg.backend(tensor.device).has_groups:
             works.append(issue_any(ALL_REDUCE, pg, tensor, tensor, op, None, True))
             continue
         if filled.get(kind, 0) + tensor.nbytes > BUCKET_BYTES:

@@ -20,7 +20,6 @@ from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue
-from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
@@ -52,8 +51,6 @@ def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op:
         RuntimeError: an op without meaning for the dtype.
         TypeError: not a tensor.
     """
-    if tensor.__class__ is torch.Tensor and tensor.is_sparse:
-        return all_reduce_sparse(tensor, op, group, async_op)
     return issue(ALL_REDUCE, group, tensor, tensor, op, None, async_op)
 
 

@@ -17,7 +17,7 @@ from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.table import Row, Shape
+from hpcdist.core.table import ALL_REDUCE, Row, Shape
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD, is_member, resolve
 
@@ -64,7 +64,7 @@ def issue(
         and pg.coalescing is None
         and (journal := pg.journal).before is None
         and not profiling.is_on()
-        and is_shaped(row, pg, send, recv, counts)
+        and ((recv is send and row.shape is Shape.SAME) or is_shaped(row, pg, send, recv, counts))
     ):
         if backend.queue is not None:
             backend.queue.drain()
@@ -140,6 +140,10 @@ def issue_any(
     if row.reduces:
         op = canonical(op)
         backend.check_reduction(row, either.dtype, op)
+    if either.is_sparse and row is ALL_REDUCE:
+        from hpcdist.core.sparse import all_reduce_sparse  # it is made of calls on this path
+
+        return all_reduce_sparse(recv, op, pg, async_op)
     if either.is_sparse:
         raise TypeError(
             f"{row.name} takes dense tensors; of the collectives only all_reduce (and all_reduce_coalesced) "

@@ -26,7 +26,7 @@ from hpcdist.backends.mpi.sharing import Sharing
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ALL_GATHER, ROWS, Row, Shape
+from hpcdist.core.table import ALL_GATHER, ALL_REDUCE, ROWS, Row, Shape
 from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
@@ -44,9 +44,11 @@ class MPIBackend(PicklingBackend):
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
+        self._all_reduce = comm.Allreduce
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         self.unfinished = deque()
         self._sharing = Sharing(comm, self._notice, self._is_background)
+        self._least = self._sharing.least  # bytes: one comparison keeps small messages out of shared memory
         self._receiving: MPI.Request | None = None  # the receive that blocks now
         self.interruption: str | None = None  # why a blocked call was made to raise
 
@@ -72,7 +74,7 @@ class MPIBackend(PicklingBackend):
         try:
             if (
                 send is not None
-                and send.nbytes >= self._sharing.least
+                and send.nbytes >= self._least
                 and self._sharing.run(row, send, recv if recv is not None else send, op, root)
             ):
                 return
@@ -121,7 +123,10 @@ class MPIBackend(PicklingBackend):
         assert send is not None
         how = self._plans.get((send.dtype, id(op))) or self._plan(row, send.dtype, op)
         if how.in_memory:
-            self._reduce_in_memory(row, send, recv, how, root, counts)
+            if row is ALL_REDUCE and send is recv and send.numel() <= COUNT_MAX:  # the shortest way, for latency
+                self._all_reduce(IN_PLACE, [address(send.data_ptr(), send.nbytes), how.datatype], how.op)
+            else:
+                self._reduce_in_memory(row, send, recv, how, root, counts)
             if how.averages and recv is not None:
                 how.after(recv, recv, self.size)
             return

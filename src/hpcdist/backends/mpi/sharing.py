@@ -66,7 +66,7 @@ class Sharing:
         least = self._crossovers.get(key)
         if least is None:
             least = self._crossovers[key] = self._crossover(row, send.dtype, op)
-        if max(send.nbytes, recv.nbytes) < least:
+        if max(send.nbytes, recv.nbytes) < max(least, self.least):
             return False
         if send is not recv and overlap(send, recv):
             own = recv.data_ptr() + self.comm.Get_rank() * send.nbytes
