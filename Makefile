@@ -26,7 +26,7 @@ demo: $(READY)
 test: test-serial test-mpi test-torch test-gloo
 
 test-serial: $(READY)
-	$(BIN)/python $(PYTEST) tests --ignore=tests/mpi --ignore=tests/parity
+	$(BIN)/python -m pytest -q tests --ignore=tests/mpi --ignore=tests/parity $(ARGS)
 
 test-mpi: $(READY)
 	set -e; for n in $(RANKS); do echo "== tests/mpi on $$n ranks of $(MPI)"; \
