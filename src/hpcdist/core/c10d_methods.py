@@ -150,15 +150,8 @@ class C10dMethods:
         """Combine one tensor, or each of a list, over all ranks, in place."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         how, is_async = asked(opts, op)
-        works = [self._allreduce(tensor, how, is_async) for tensor in given]
+        works = [self._issue(table.ALL_REDUCE, tensor, tensor, [tensor], how, None, is_async) for tensor in given]
         return self._all(works, given)
-
-    def _allreduce(self, tensor: torch.Tensor, op: Any, is_async: bool) -> Work:
-        if tensor.is_sparse:
-            from hpcdist.core.sparse import all_reduce_sparse
-
-            return self._note(all_reduce_sparse(tensor, op, self, True) or DoneWork([tensor]))
-        return self._issue(table.ALL_REDUCE, tensor, tensor, [tensor], op, None, is_async)
 
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:

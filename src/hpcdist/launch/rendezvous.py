@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -208,8 +209,6 @@ def serve_any(host: str, ports: list[int], world_size: int, timeout: timedelta, 
 
 def join_any(host: str, ports: list[int], world_size: int, timeout: timedelta, secret: bytes) -> Store:
     """Connect to the job's own server among the ports that it may have."""
-    import time
-
     deadline = time.monotonic() + timeout.total_seconds()
     failure: Exception | None = None
     while time.monotonic() < deadline:
