@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch.distributed import ReduceOp
 
 from hpcdist.c10d.lists import all_gather
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensors, same_dtype
+from hpcdist.core.buffers import PLAIN_TYPES, as_tensors, same_dtype
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.issue import canonical, issue, issue_any
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
 
+DTYPE, SHAPE, IS_CPU, REQUIRES_GRAD = map(attrgetter, ("dtype", "shape", "is_cpu", "requires_grad"))
 BUCKET_BYTES = 1 << 20  # the most that is copied together
 ALONE_BYTES = 1 << 18  # a tensor of this size is not worth copying
 
@@ -47,12 +49,36 @@ def all_reduce_coalesced(
     if not world.is_member(group, "all_reduce_coalesced"):
         return None
     pg = world.resolve(group)
-    given = as_tensors(list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors], "tensors", writable=True)
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not async_op and pg.coalescing is None and reduce_plain(pg, listed, op):
+        return None
+    given = as_tensors(listed, "tensors", writable=True)
     if given:
         same_dtype(*given)
     with pg.grouped():
         works = reduce_together(pg, given, op)
     return ended(works, given, async_op)
+
+
+def reduce_plain(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> bool:
+    """Combine small contiguous CPU tensors of one dtype in one call, and tell whether they are such."""
+    if (
+        not tensors
+        or not PLAIN_TYPES.issuperset(map(type, tensors))
+        or len(set(map(DTYPE, tensors))) > 1
+        or not all(map(IS_CPU, tensors))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
+        or any(map(REQUIRES_GRAD, tensors))
+    ):
+        return False
+    sizes = list(map(torch.Tensor.numel, tensors))
+    if sum(sizes) * tensors[0].itemsize > BUCKET_BYTES:
+        return False
+    rows = tensors if all(len(shape) == 1 for shape in map(SHAPE, tensors)) else [each.view(-1) for each in tensors]
+    flat = torch.cat(rows)
+    issue(ALL_REDUCE, pg, flat, flat, op)
+    torch.split_with_sizes_copy(flat, sizes, out=rows)
+    return True
 
 
 def all_gather_coalesced(

@@ -76,10 +76,10 @@ def broadcast(
     Raises:
         ValueError: no source, two sources, or one outside the group.
     """
-    if not world.is_member(group, "broadcast"):
+    way = world.route(group, "broadcast", src, group_src)
+    if way is None:
         return None
-    pg = world.resolve(group)
-    return issue(BROADCAST, pg, tensor, tensor, None, world.group_rank(pg, src, group_src), async_op)
+    return issue(BROADCAST, way[0], tensor, tensor, None, way[1], async_op)
 
 
 def reduce(
@@ -106,10 +106,10 @@ def reduce(
     Raises:
         ValueError, RuntimeError, TypeError: as for ``all_reduce``, and for a wrong destination.
     """
-    if not world.is_member(group, "reduce"):
+    way = world.route(group, "reduce", dst, group_dst)
+    if way is None:
         return None
-    pg = world.resolve(group)
-    root = world.group_rank(pg, dst, group_dst)
+    pg, root = way
     return issue(REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
 
 
@@ -192,17 +192,17 @@ def all_to_all_single(
         RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
         ValueError: dtypes that differ.
     """
-    if not output_split_sizes and not input_split_sizes:
-        if world.is_member(group, "all_to_all_single"):
-            size = world.resolve(group).size()
-            for name, tensor in (("output", output), ("input", input)):
-                rows_of(as_tensor(tensor, name), None, size, name)
-        return issue(ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op)
     if not world.is_member(group, "all_to_all_single"):
         return None
     pg = world.resolve(group)
-    sent = rows_of(as_tensor(input, "input"), input_split_sizes, pg.size(), "input")
-    received = rows_of(as_tensor(output, "output"), output_split_sizes, pg.size(), "output")
+    size = len(pg.ranks)
+    if not output_split_sizes and not input_split_sizes:
+        for name, tensor in (("output", output), ("input", input)):
+            if tensor.__class__ is not torch.Tensor or not tensor.shape or tensor.shape[0] % size:
+                rows_of(as_tensor(tensor, name), None, size, name)
+        return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op)
+    sent = rows_of(as_tensor(input, "input"), input_split_sizes, size, "input")
+    received = rows_of(as_tensor(output, "output"), output_split_sizes, size, "output")
     return issue(ALL_TO_ALL, pg, input, output, None, None, async_op, (sent, received))
 
 

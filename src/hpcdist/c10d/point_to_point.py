@@ -12,7 +12,7 @@ from typing import Any
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, route
+from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing
 from hpcdist.core.work import Work
 
 
@@ -35,12 +35,13 @@ def send(
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself.
     """
-    way = route(group, "send", dst, group_dst)
+    way = world.route(group, "send", dst, group_dst)
     if way is None:
         return
     pg, peer = way
-    not_self(pg, peer, "destination", "isend")
     backend, data = outgoing(pg, tensor)
+    if peer == backend.rank:
+        raise itself(pg, "destination", "isend")
     event = profiling.begin(backend.name, "send", data)
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
@@ -74,14 +75,19 @@ def recv(
         ValueError: two senders, one outside the group, or this rank itself.
         DistBackendError: what was sent does not fit.
     """
-    if not world.is_member(group, "recv"):
-        return -1
-    pg = world.resolve(group)
     source = None
-    if src is not None or group_src is not None:
-        source = world.group_rank(pg, src, group_src)
-        not_self(pg, source, "source", "irecv")
+    if src is None and group_src is None:
+        if not world.is_member(group, "recv"):
+            return -1
+        pg = world.resolve(group)
+    else:
+        way = world.route(group, "recv", src, group_src)
+        if way is None:
+            return -1
+        pg, source = way
     backend, data, finish = incoming(pg, tensor)
+    if source == backend.rank:
+        raise itself(pg, "source", "irecv")
     event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
@@ -95,13 +101,12 @@ def recv(
     return pg.ranks[sender]
 
 
-def not_self(pg: ProcessGroup, peer: int, kind: str, other: str) -> None:
-    """Raise where a blocking call would wait for this rank itself."""
-    if peer == pg.rank():
-        raise ValueError(
-            f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process "
-            f"({pg.ranks[peer]}); to talk to oneself use {other} or batch_isend_irecv"
-        )
+def itself(pg: ProcessGroup, kind: str, other: str) -> ValueError:
+    """Return the error of a blocking call that would wait for this rank itself."""
+    return ValueError(
+        f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process "
+        f"({pg.ranks[pg.rank()]}); to talk to oneself use {other} or batch_isend_irecv"
+    )
 
 
 def isend(

@@ -17,7 +17,7 @@ from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.table import ALL_REDUCE, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, Row
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD, is_member, resolve
 
@@ -64,7 +64,7 @@ def issue(
         and pg.coalescing is None
         and (journal := pg.journal).before is None
         and not profiling.is_on()
-        and ((recv is send and row.shape is Shape.SAME) or is_shaped(row, pg, send, recv, counts))
+        and ((recv is send and row.is_in_place) or is_shaped(row, pg, send, recv, counts))
     ):
         if backend.queue is not None:
             backend.queue.drain()
@@ -83,16 +83,9 @@ def issue(
 
 def is_shaped(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
     """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
-    shape = row.shape
-    if shape is Shape.SAME:
-        return recv is send or recv.numel() == send.numel()
-    if shape is Shape.GATHER:
-        return recv.numel() == send.numel() * len(pg.ranks)
-    if shape is Shape.SCATTER:
-        return send.numel() == recv.numel() * len(pg.ranks)
-    if shape is Shape.EXCHANGE:
-        return recv.numel() == send.numel() and send.numel() % len(pg.ranks) == 0
-    return counts is not None and send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
+    if counts is None:
+        return row.fits(send.numel(), recv.numel(), len(pg.ranks))
+    return send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
 
 
 def issue_any(

@@ -8,8 +8,7 @@ no call site looked up here. The shape and dtype are kept, never the tensor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -109,15 +108,17 @@ class Journal:
         self.push(call)
         return call
 
-    @contextmanager
-    def during(self, what: str, root: int | None = None) -> Iterator[None]:
-        """Record a call that blocks inside the ``with`` block."""
-        made = self.message(what, None, root) if what in MESSAGES else self.collective(what, None, root)
-        self.current = made
-        try:
-            yield
-        finally:
-            self.current = None
+    def during(self, what: str, root: int | None = None) -> Journal:
+        """Record a call that blocks inside the ``with`` block that this is given to."""
+        self.current = self.message(what, None, root) if what in MESSAGES else self.collective(what, None, root)
+        return self
+
+    def __enter__(self) -> None:
+        """Begin to block."""
+
+    def __exit__(self, *_: object) -> None:
+        """Blocks no longer."""
+        self.current = None
 
 
 def explain_nothing(call: Any) -> str:

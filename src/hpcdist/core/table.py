@@ -8,7 +8,8 @@ the tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -23,6 +24,17 @@ class Shape(Enum):
     COUNTED = "each rank's share is given by counts"
 
 
+# whether the elements sent and received fit among n ranks; shares that are counted are held against their counts
+FITS: dict[Shape, Callable[[int, int, int], bool]] = {
+    Shape.NONE: lambda sent, received, n: True,
+    Shape.SAME: lambda sent, received, n: received == sent,
+    Shape.GATHER: lambda sent, received, n: received == sent * n,
+    Shape.SCATTER: lambda sent, received, n: sent == received * n,
+    Shape.EXCHANGE: lambda sent, received, n: received == sent and sent % n == 0,
+    Shape.COUNTED: lambda sent, received, n: False,
+}
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
     """One collective: its names in the three libraries and the shape of its call."""
@@ -34,6 +46,12 @@ class Row:
     shape: Shape
     reduces: bool = False
     rooted: bool = False
+    fits: Callable[[int, int, int], bool] = field(init=False)  # its shape's test, at hand for every call
+    is_in_place: bool = field(init=False)  # whether one tensor may be both input and output
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fits", FITS[self.shape])
+        object.__setattr__(self, "is_in_place", self.shape is Shape.SAME)
 
     def __repr__(self) -> str:
         return self.name

@@ -12,15 +12,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.work import Work
-from hpcdist.core.world import group_rank, is_member, resolve
-
-
-def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[ProcessGroup, int] | None:
-    """Return the group and the peer's rank in it; None where this rank is not in the group."""
-    if not is_member(group, call):
-        return None
-    pg = resolve(group)
-    return pg, group_rank(pg, peer, group_peer)
+from hpcdist.core.world import group_rank, is_member, resolve, route
 
 
 def outgoing(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor]:
@@ -45,7 +37,8 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
 
 def carrier(pg: ProcessGroup, tensor: torch.Tensor) -> Backend:
     """Return the backend that carries a tensor."""
-    return pg.cpu if tensor.is_cpu and pg.cpu is not None else pg.backend(tensor.device)
+    cpu = pg.cpu
+    return cpu if cpu is not None and tensor.is_cpu else pg.backend(tensor.device)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

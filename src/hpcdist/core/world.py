@@ -106,6 +106,21 @@ def is_member(group: Any, call: str) -> bool:
     return False
 
 
+def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[ProcessGroup, int] | None:
+    """Return the group and the peer's or root's rank in it; None where this rank is not in the group.
+
+    Raises:
+        ValueError: as ``resolve`` and ``group_rank``.
+    """
+    pg = WORLD.default if group is None else group
+    if pg.__class__ is ProcessGroup and pg.backends and group_peer is None and peer in pg.group_ranks:
+        return pg, pg.group_ranks[peer]
+    if not is_member(group, call):
+        return None
+    pg = resolve(group)
+    return pg, group_rank(pg, peer, group_peer)
+
+
 def group_rank(group: ProcessGroup, global_rank: int | None, rank_in_group: int | None) -> int:
     """Return a rank of ``group``, given either as a global rank or as a rank of the group.
 

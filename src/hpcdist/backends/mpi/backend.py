@@ -18,7 +18,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi import fault_tolerance, large, runtime
-from hpcdist.backends.mpi.datatypes import COUNT_MAX, Block, memory
+from hpcdist.backends.mpi.datatypes import COUNT_MAX, memory, message, shares
 from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
@@ -72,12 +72,19 @@ class MPIBackend(PicklingBackend):
     ) -> None:
         """Run one collective, by MPI's blocking call or, where that is faster, through node-shared memory."""
         try:
+            nbytes = 0 if send is None else send.nbytes
             if (
-                send is not None
-                and send.nbytes >= self._least
+                nbytes >= self._least
+                and send is not None
                 and self._sharing.run(row, send, recv if recv is not None else send, op, root)
             ):
                 return
+            if row is ALL_REDUCE and send is recv and nbytes <= COUNT_MAX:  # the shortest way, for latency
+                assert send is not None
+                how = self._plans.get((send.dtype, id(op)))
+                if how is not None and how.is_direct:
+                    self._all_reduce(IN_PLACE, [address(send.data_ptr(), nbytes), how.datatype], how.op)
+                    return
             if row.reduces:
                 self._reduce(row, send, recv, op, root, counts)
             elif row.buffers == 2:
@@ -85,8 +92,7 @@ class MPIBackend(PicklingBackend):
             elif row.buffers == 1:
                 assert send is not None
                 assert root is not None
-                with Block(send.nbytes) as block:
-                    self.comm.Bcast([memory(send), block.count, block.datatype], root)
+                self.comm.Bcast(message(send), root)
             else:
                 self.comm.Barrier()
         except MPI.Exception as error:
@@ -123,10 +129,7 @@ class MPIBackend(PicklingBackend):
         assert send is not None
         how = self._plans.get((send.dtype, id(op))) or self._plan(row, send.dtype, op)
         if how.in_memory:
-            if row is ALL_REDUCE and send is recv and send.numel() <= COUNT_MAX:  # the shortest way, for latency
-                self._all_reduce(IN_PLACE, [address(send.data_ptr(), send.nbytes), how.datatype], how.op)
-            else:
-                self._reduce_in_memory(row, send, recv, how, root, counts)
+            self._reduce_in_memory(row, send, recv, how, root, counts)
             if how.averages and recv is not None:
                 how.after(recv, recv, self.size)
             return
@@ -189,21 +192,16 @@ class MPIBackend(PicklingBackend):
             return
         # MPI counts are per rank, on the side that has a share for each rank too
         if send is not None:
-            share = send.nbytes // (1 if row.shape is Shape.GATHER else self.size)
+            share = send.nbytes if row.shape is Shape.GATHER else send.nbytes // self.size
         else:
             assert recv is not None
-            share = recv.nbytes // (self.size if row.shape is Shape.GATHER else 1)
-        with Block(share) as block:
-            sendbuf = sends
-            if isinstance(sends, torch.Tensor):
-                sendbuf = [memory(sends), block.count, block.datatype]
-            recvbuf: Any = None
-            if recv is not None:
-                recvbuf = [memory(recv), block.count, block.datatype]
-            if row.rooted:
-                self._calls[row](sendbuf, recvbuf, root)
-            else:
-                self._calls[row](sendbuf, recvbuf)
+            share = recv.nbytes // self.size if row.shape is Shape.GATHER else recv.nbytes
+        sendbuf = sends if sends is None or sends is IN_PLACE else shares(sends, share)
+        recvbuf = None if recv is None else shares(recv, share)
+        if row.rooted:
+            self._calls[row](sendbuf, recvbuf, root)
+        else:
+            self._calls[row](sendbuf, recvbuf)
 
     def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
         assert recv is not None
@@ -244,8 +242,7 @@ class MPIBackend(PicklingBackend):
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send by MPI_Send (MPI 3.2.1)."""
         try:
-            with Block(tensor.nbytes) as block:
-                self.comm.Send([memory(tensor), block.count, block.datatype], dst, tag)
+            self.comm.Send(message(tensor), dst, tag)
         except MPI.Exception as error:
             raise self._failure("send", error) from error
 
@@ -253,11 +250,9 @@ class MPIBackend(PicklingBackend):
         """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
         status = MPI.Status()
         try:
-            with Block(tensor.nbytes) as block:
-                source = MPI.ANY_SOURCE if src is None else src
-                request = self.comm.Irecv([memory(tensor), block.count, block.datatype], source, tag)
-                self._receiving = request
-                request.Wait(status)
+            request = self.comm.Irecv(message(tensor), MPI.ANY_SOURCE if src is None else src, tag)
+            self._receiving = request
+            request.Wait(status)
         except MPI.Exception as error:
             raise self._failure("recv", error) from error
         finally:
@@ -271,8 +266,7 @@ class MPIBackend(PicklingBackend):
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send by MPI_Isend (MPI 3.7.2)."""
         try:
-            with Block(tensor.nbytes) as block:
-                request = self.comm.Isend([memory(tensor), block.count, block.datatype], dst, tag)
+            request = self.comm.Isend(message(tensor), dst, tag)
         except MPI.Exception as error:
             raise self._failure("isend", error) from error
         return self.hold(RequestWork(request, tensor, [], None))
@@ -280,9 +274,7 @@ class MPIBackend(PicklingBackend):
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
         try:
-            with Block(tensor.nbytes) as block:
-                source = MPI.ANY_SOURCE if src is None else src
-                request = self.comm.Irecv([memory(tensor), block.count, block.datatype], source, tag)
+            request = self.comm.Irecv(message(tensor), MPI.ANY_SOURCE if src is None else src, tag)
         except MPI.Exception as error:
             raise self._failure("irecv", error) from error
         return self.hold(RequestWork(request, tensor, [tensor], finish))

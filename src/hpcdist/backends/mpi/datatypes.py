@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from mpi4py import MPI
 
@@ -31,28 +34,26 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-class Block:
-    """A run of ``nbytes`` bytes as a count and a datatype that fit MPI's int (MPI 5.1.2, derived types)."""
+def message(tensor: torch.Tensor) -> list[Any]:
+    """Return the bytes of a contiguous CPU tensor as the buffer of an MPI call, of any size."""
+    nbytes = tensor.nbytes
+    if nbytes <= COUNT_MAX:
+        return [MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), MPI.BYTE]
+    return shares(tensor, nbytes)
 
-    def __init__(self, nbytes: int) -> None:
-        self._made: list[MPI.Datatype] = []
-        if nbytes <= COUNT_MAX:
-            self.count, self.datatype = nbytes, MPI.BYTE
-            return
-        whole, rest = divmod(nbytes, PIECE)
-        piece = self._keep(MPI.BYTE.Create_contiguous(PIECE))
-        self.count = 1
-        self.datatype = self._keep(
-            MPI.Datatype.Create_struct([whole, rest], [0, whole * PIECE], [piece, MPI.BYTE])
-        ).Commit()
 
-    def _keep(self, datatype: MPI.Datatype) -> MPI.Datatype:
-        self._made.append(datatype)
-        return datatype
+def shares(tensor: torch.Tensor, nbytes: int) -> list[Any]:
+    """Return the memory of a tensor as the buffer of an MPI call that moves ``nbytes`` to or from each rank."""
+    if nbytes <= COUNT_MAX:
+        return [memory(tensor), nbytes, MPI.BYTE]
+    return [memory(tensor), 1, block(nbytes)]
 
-    def __enter__(self) -> Block:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for datatype in reversed(self._made):
-            datatype.Free()
+@cache
+def block(nbytes: int) -> MPI.Datatype:
+    """Return a datatype for a run of more bytes than MPI's int counts (MPI 5.1.2); kept, since such sizes are few."""
+    whole, rest = divmod(nbytes, PIECE)
+    piece = MPI.BYTE.Create_contiguous(PIECE)
+    made = MPI.Datatype.Create_struct([whole, rest], [0, whole * PIECE], [piece, MPI.BYTE]).Commit()
+    piece.Free()
+    return made

@@ -1,20 +1,40 @@
 """How do objects travel over MPI? By pickle protocol 5 with out-of-band buffers, through ``mpi4py.util.pkl5``.
 
 Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
+Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot says how
+many bytes its object has, so that all ranks see alike whether another round is needed.
 """
 
 from __future__ import annotations
 
+import pickle
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 from mpi4py.util import pkl5
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
+
+SLOT = 512  # bytes
+ROOM = SLOT - 2  # the first two say how many of the others are used
+TOO_LARGE = 0xFFFF
+
+
+class Translation(NamedTuple):
+    """Raises c10d's error for MPI's inside the ``with`` block that this is given to."""
+
+    backend: PicklingBackend
+    call: str
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Translate."""
+        if isinstance(error, MPI.Exception):
+            raise self.backend._failure(self.call, error) from error
 
 
 class PicklingBackend(Backend):
@@ -39,8 +59,18 @@ class PicklingBackend(Backend):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
+        apart: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=apart.append)
+        used = TOO_LARGE if apart or len(data) > ROOM else len(data)
+        slots = bytearray(SLOT * self.size)
         with self._translating("all_gather_object"):
-            return list(self.pickling.allgather(value))
+            slot = used.to_bytes(2, "little") + data[:ROOM]
+            self.comm.Allgather([slot.ljust(SLOT), MPI.BYTE], [slots, MPI.BYTE])
+            lengths = [int.from_bytes(slots[at : at + 2], "little") for at in range(0, len(slots), SLOT)]
+            if TOO_LARGE in lengths:
+                gathered = self.pickling.allgather([pickle.PickleBuffer(data), *apart])
+                return [pickle.loads(parts[0], buffers=parts[1:]) for parts in gathered]
+        return [pickle.loads(slots[2 + at * SLOT : 2 + at * SLOT + used]) for at, used in enumerate(lengths)]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
@@ -69,9 +99,5 @@ class PicklingBackend(Backend):
             value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
         return value, status.Get_source()
 
-    @contextmanager
-    def _translating(self, call: str) -> Iterator[None]:
-        try:
-            yield
-        except MPI.Exception as error:
-            raise self._failure(call, error) from error
+    def _translating(self, call: str) -> Translation:
+        return Translation(self, call)

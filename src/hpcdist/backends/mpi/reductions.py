@@ -49,6 +49,7 @@ class Reduction(NamedTuple):
     factor: Any  # of a PREMUL_SUM
     averages: bool
     in_memory: bool  # whether the tensor's own memory goes to MPI
+    is_direct: bool  # and nothing is left to do after the call
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values to reduce, in memory of their own."""
@@ -77,4 +78,5 @@ def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
         factor=factor,
         averages=op == AVG,
         in_memory=wide is None and factor is None,
+        is_direct=wide is None and factor is None and op != AVG,
     )
