@@ -70,3 +70,21 @@ def test_a_manager_that_fails_leaves_the_group_usable(rank, size):
     assert tensor.item() == size
     with pytest.raises(ValueError, match="nest"), dist._coalescing_manager(), dist._coalescing_manager():
         pass
+
+
+def test_small_tensors_of_every_kind_go_together(rank, size):
+    lazy = torch.full((4,), complex(rank, 1)).conj()
+    plain = [torch.full(shape, float(rank + i)) for i, shape in enumerate([(), (0,), (2, 3), (5,)])]
+    kinds = [*plain, torch.full((3,), float(rank)).neg(), torch.full((2,), float(rank), requires_grad=True)]
+    total = float(sum(range(size)))
+    dist.all_reduce_coalesced(plain)
+    for i, tensor in enumerate(plain):
+        assert bool((tensor == total + i * size).all())
+    dist.all_reduce_coalesced(kinds[4:])
+    assert bool((kinds[4] == -total).all())
+    assert bool((kinds[5] == total).all())
+    dist.all_reduce_coalesced([lazy, lazy.clone()])
+    assert bool((lazy == complex(total, -size)).all())
+    with pytest.raises(TypeError, match="op is 'sum'"):
+        dist.all_reduce_coalesced([torch.ones(2)], op="sum")
+    dist.all_reduce_coalesced([])

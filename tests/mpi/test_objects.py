@@ -118,3 +118,14 @@ def test_objects_over_two_gibibytes(rank, size):
     dist.broadcast_object_list(objects, 0)
     assert objects[0].shape == (length,)
     assert objects[0][-1] == 7
+
+
+@pytest.mark.parametrize("large_rank", [0, -1])
+@pytest.mark.parametrize("value", ["x" * 600, "x" * 495, torch.arange(300), [torch.ones(2), {"a": b"y" * 70_000}]])
+def test_gathering_small_objects_beside_a_large_one(rank, size, large_rank, value):
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, value if rank == large_rank % size else {"rank": rank})
+    for r, found in enumerate(gathered):
+        assert str(found) == str(value if r == large_rank % size else {"rank": r})
+    if isinstance(gathered[large_rank], torch.Tensor):
+        gathered[large_rank].add_(1)  # what arrived can be written to

@@ -17,13 +17,13 @@ from torch.distributed import ReduceOp
 
 from hpcdist.c10d.lists import all_gather
 from hpcdist.core import world
-from hpcdist.core.buffers import PLAIN_TYPES, as_tensors, same_dtype
+from hpcdist.core.buffers import as_tensors, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import canonical, issue, issue_any
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
 
-DTYPE, SHAPE, IS_CPU, REQUIRES_GRAD = map(attrgetter, ("dtype", "shape", "is_cpu", "requires_grad"))
+DTYPE, SHAPE, IS_CPU = map(attrgetter, ("dtype", "shape", "is_cpu"))
 BUCKET_BYTES = 1 << 20  # the most that is copied together
 ALONE_BYTES = 1 << 18  # a tensor of this size is not worth copying
 
@@ -62,14 +62,9 @@ def all_reduce_coalesced(
 
 def reduce_plain(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> bool:
     """Combine small contiguous CPU tensors of one dtype in one call, and tell whether they are such."""
-    if (
-        not tensors
-        or not PLAIN_TYPES.issuperset(map(type, tensors))
-        or len(set(map(DTYPE, tensors))) > 1
-        or not all(map(IS_CPU, tensors))
-        or not all(map(torch.Tensor.is_contiguous, tensors))
-        or any(map(REQUIRES_GRAD, tensors))
-    ):
+    if not tensors or not all(map(is_plain, tensors)) or not all(map(IS_CPU, tensors)):
+        return False
+    if len(set(map(DTYPE, tensors))) > 1:
         return False
     sizes = list(map(torch.Tensor.numel, tensors))
     if sum(sizes) * tensors[0].itemsize > BUCKET_BYTES:
