@@ -108,18 +108,12 @@ def look() -> Facts:
             MPI = runtime.load()
     except DistBackendError as error:
         return {**facts, "error": str(error)}
-    facts["library"] = short(MPI.Get_library_version())
+    facts["library"] = runtime.short_name(MPI)
     facts["standard"] = ".".join(map(str, MPI.Get_version()))
     facts["path"] = loaded_path()
     if launch is None:
         facts.update(look_at_launcher(family(facts["library"])[0]))
     return facts
-
-
-def short(version: str) -> str:
-    """Return an MPI's name and version from the text that it gives, which may be a page long."""
-    line = " ".join(version.strip("\0 \n").splitlines()[0].split(",")[0].split())
-    return line.replace(" Version:", "")
 
 
 def loaded_path() -> str | None:
