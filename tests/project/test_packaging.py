@@ -108,7 +108,9 @@ def test_with_nccl(built, tmp_path, cuda):
     assert re.search(r"libnccl \(2, \d+", run(programs / "python", "-c", load))
     assert f"nvidia-nccl-cu{cuda}" in run(programs / "python", "-m", "pip", "list")
     if not Path("/proc/driver/nvidia").is_dir():
-        nccl = ADD.replace("init_process_group()", "init_process_group('nccl', store=d.HashStore(), rank=0, world_size=1)")
+        nccl = ADD.replace(
+            "init_process_group()", "init_process_group('nccl', store=d.HashStore(), rank=0, world_size=1)"
+        )
         said = run(programs / "python", "-c", nccl, fails=True)
         assert re.search(r"built without CUDA|no NVIDIA driver", said)
 

@@ -19,7 +19,7 @@ ROOT = HERE.parents[1]
 OTHERS = "HPCDIST_TEST_PYTHONS"
 ASK = "from mpi4py import MPI; print(MPI.Get_library_version())"
 # srun's --mpi= for each MPI, and what its version begins with
-MPIS = {"Open MPI": "pmix", "MPICH": "pmi2"}
+MPIS = {"Open MPI": "pmix", "MPICH": "pmi2", "Intel(R) MPI": "pmi2"}
 
 
 def pytest_collection_modifyitems(items):
@@ -74,6 +74,11 @@ def openmpi(pythons):
 @pytest.fixture
 def mpich(pythons):
     return settings(pythons, "MPICH")
+
+
+@pytest.fixture
+def intel_mpi(pythons):
+    return settings(pythons, "Intel(R) MPI")
 
 
 @pytest.fixture

@@ -22,6 +22,12 @@ def test_cpu_runs_mpich_by_pmi2_on_two_nodes(cluster, submit, jobs, mpich):
     assert lines(job, "world") == ["world=8 sum=28 nodes=2 threads=1 arguments=['--epochs', '3']"]
 
 
+def test_cpu_runs_intel_mpi_by_pmi2_on_two_nodes(cluster, submit, jobs, intel_mpi):
+    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--ntasks-per-node=2"], **intel_mpi))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=1 arguments=[]"]
+
+
 def test_cpu_runs_open_mpi_by_pmix_on_one_node(cluster, submit, jobs, openmpi):
     size = ["--nodes=1", "--ntasks-per-node=2"]
     job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=size, **openmpi))
