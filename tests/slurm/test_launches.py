@@ -3,26 +3,15 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from cluster import NODES
+from cluster import NODES, wait_until
 from supervisor import descendants
 
 from hpcdist.launch import hostlist
 
 HERE = Path(__file__).parent
-
-
-def wait_until(condition, timeout=15):
-    """Wait until a condition holds; say whether it came to."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_srun_without_mpi_is_an_error_not_lonely_worlds(cluster, jobs, pythons):

@@ -1,6 +1,12 @@
 """Does a job that is warned come back and go on? Real signals: from an operator, and from Slurm before the limit."""
 
+import re
 import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).parents[2] / "slurm/jobs/train_digits.py"
 
 
 def wait_for_text(cluster, job, text, timeout=30):
@@ -29,6 +35,31 @@ def test_a_warned_job_is_requeued_and_resumes_at_its_step(cluster, submit, jobs,
     assert f"stopped at step {stopped}\n" in job.output
     assert f"starts at step {stopped}\n" in job.output
     assert job.output.count("finished 60 steps") == 1
+
+
+def test_training_reaches_the_same_accuracy_as_if_it_had_not_been_stopped(cluster, submit, any_mpi, tmp_path):
+    pytest.importorskip("sklearn")
+    arguments = ["--epochs", "40", "--checkpoint"]
+    number = submit("requeue", TRAIN, *arguments, tmp_path / "run.ckpt", options=size(), **any_mpi)
+    wait_for_text(cluster, number, "\n    3 ", timeout=60)
+    assert cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
+    stopped = cluster.wait(number, timeout=90)
+    assert (stopped.state, stopped.facts["Restarts"]) == ("COMPLETED", "1"), stopped.output
+    assert stopped.output.count("stopped by a signal; --resume goes on from the checkpoint") == 1
+    whole = cluster.wait(submit("cpu", TRAIN, *arguments, tmp_path / "whole.ckpt", options=size()[:2], **any_mpi), 90)
+    epochs = [re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) ", job.output, re.MULTILINE) for job in (stopped, whole)]
+    assert len(epochs[0]) == 40
+    assert epochs[0] == epochs[1], "each epoch once, with the loss and the accuracy of the run that was left alone"
+
+
+def test_a_warning_before_the_ranks_listen_is_not_lost(cluster, submit, jobs, any_mpi):
+    number = submit("requeue", jobs / "late_listener.py", options=size(), HPCDIST_MAX_RESTARTS="0", **any_mpi)
+    wait_for_text(cluster, number, f"job {number} on ")
+    assert cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
+    job = cluster.wait(number)
+    assert job.exit_status == 75, job.output  # it heard, and would have been requeued
+    assert job.output.count(" warned ") == 1
+    assert "run 1 stopped unfinished" in job.output
 
 
 def test_slurm_warns_before_the_limit_and_the_job_outlives_it(cluster, submit, jobs, any_mpi, tmp_path):

@@ -1,8 +1,14 @@
 """Does every template run as it is? One test a template, on whatever MPI it is made for."""
 
+import os
 import re
+import signal
+from pathlib import Path
 
 import pytest
+from cluster import wait_until
+
+TRAIN = Path(__file__).parents[2] / "slurm/jobs/train_digits.py"
 
 
 def lines(job, pattern):
@@ -14,6 +20,12 @@ def test_cpu_runs_mpich_by_pmi2_on_two_nodes(cluster, submit, jobs, mpich):
     job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", "--epochs", "3", **mpich))
     assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
     assert lines(job, "world") == ["world=8 sum=28 nodes=2 threads=1 arguments=['--epochs', '3']"]
+
+
+def test_cpu_runs_intel_mpi_by_pmi2_on_two_nodes(cluster, submit, jobs, intel_mpi):
+    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--ntasks-per-node=2"], **intel_mpi))
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=1 arguments=[]"]
 
 
 def test_cpu_runs_open_mpi_by_pmix_on_one_node(cluster, submit, jobs, openmpi):
@@ -119,6 +131,19 @@ def test_elastic_goes_on_after_a_rank_is_killed(cluster, submit, jobs, openmpi):
     job = cluster.wait(submit("elastic", jobs / "elastic_sum.py", options=["--ntasks-per-node=2"], **openmpi))
     assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
     assert lines(job, "started") == ["started=4 left=3"]
+
+
+def test_elastic_trains_on_after_a_rank_is_killed(cluster, submit, openmpi):
+    pytest.importorskip("sklearn")
+    number = submit("elastic", TRAIN, "--elastic", "--epochs", "20", options=["--ntasks-per-node=2"], **openmpi)
+    assert wait_until(lambda: "\n    3 " in cluster.output(number), timeout=60), cluster.output(number)
+    (third,) = cluster.ranks("train_digits.py", "OMPI_COMM_WORLD_RANK=2")
+    os.kill(third, signal.SIGKILL)
+    job = cluster.wait(number)
+    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    assert "lost rank [2], going on with 3 from epoch" in job.output
+    (accuracy,) = re.findall(r"held-out accuracy ([\d.]+) after 20 epochs on 3 ranks", job.output)
+    assert float(accuracy) > 0.95
 
 
 def test_apptainer_says_what_is_missing(cluster, submit, jobs, tmp_path):

@@ -290,6 +290,15 @@ def test_a_server_stopped_in_the_middle_of_a_wait():
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.fixture
+def interruptible():
+    """Take SIGINT as Python does, also where the tests run in the background and the shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_answer_behind():
     store = stores.TCPStore("127.0.0.1", 0, None, True)
     for _ in range(3):

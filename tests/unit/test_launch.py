@@ -19,6 +19,7 @@ STEP = {
     "SLURM_STEP_NODELIST": "localhost",
     "SLURM_JOB_NODELIST": "n[01-04]",
 }
+HYDRA = "mpiexec (hydra: MPICH, Intel MPI)"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
 
@@ -27,13 +28,16 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h
     [
         ({}, None),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun (Open MPI)", 1, 2, True)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ("mpiexec (hydra: MPICH, Intel MPI)", 1, 2, True)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (HYDRA, 1, 2, True)),
         (TORCHRUN, ("torchrun", 3, 4, False)),
         ({"RANK": "3", "WORLD_SIZE": "4"}, None),  # not c10d's contract without an address
         (STEP, ("srun", 0, 2, True)),
         ({**STEP, "SLURM_STEP_ID": ""}, ("srun", 0, 2, True)),
         ({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}, None),  # the batch script itself
         ({**STEP, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}, ("mpirun (Open MPI)", 5, 6, True)),
+        ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, ("srun", 0, 2, True)),  # srun --mpi=pmi2
+        # mpirun in an allocation starts its ranks by srun, and says which it is
+        ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, (HYDRA, 0, 2, True)),
         ({**STEP, **TORCHRUN}, ("torchrun", 3, 4, False)),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],

@@ -29,6 +29,8 @@ WRONG_PMI = (
     "Without MPI, use init_process_group(init_method='slurm://')."
 )
 
+HYDRAS_OWN = "MPI_LOCALRANKID"
+
 # Asked in this order: mpirun inside an srun or sbatch allocation is the nearer one. mpirun's own names come
 # before the interfaces' (PMI_*), which Slurm sets too.
 LAUNCHERS = (
@@ -49,7 +51,7 @@ LAUNCHERS = (
         WRONG_LIBRARY,
     ),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False),
-    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", True, WRONG_LIBRARY),
+    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN, True, WRONG_LIBRARY),
     Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", True, WRONG_LIBRARY),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_LIBRARY),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", True, WRONG_PMI),
@@ -78,6 +80,16 @@ def is_batch_shell(environment: Mapping[str, str]) -> bool:
     return environment.get("SLURM_STEP_ID") is None and environment.get("SLURM_STEPID") is None
 
 
+def is_task_of_srun(environment: Mapping[str, str], rank: int) -> bool:
+    """Tell whether srun itself started this rank: its pmi2 plugin sets PMI_RANK too, but not what hydra adds."""
+    return (
+        not is_batch_shell(environment)
+        and HYDRAS_OWN not in environment
+        and integer(environment, "SLURM_PROCID") == rank
+        and environment.get("SLURM_STEP_NUM_TASKS") == environment.get("PMI_SIZE")
+    )
+
+
 def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Return how this process was started, or None where no launcher is known.
 
@@ -91,6 +103,8 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
         if launcher.name == "torchrun" and "MASTER_ADDR" not in given:
             continue
         if launcher.name == "srun" and is_batch_shell(given):
+            continue
+        if launcher.rank == "PMI_RANK" and is_task_of_srun(given, rank):
             continue
         return Launch(
             launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.mend

@@ -5,7 +5,8 @@ writes the signal's number to a descriptor (``signal.set_wakeup_fd``) that the w
 
 SIGUSR1 and SIGTERM make a dump and are remembered for ``stop_requested``. A program that never asks
 ``stop_requested`` ends by SIGTERM as it always did, after the dump. A handler that the program has installed
-stays in its place.
+stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: until
+somebody listens it would end them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import signal
 import socket
 import threading
 
-WATCHED = (signal.SIGUSR1, signal.SIGTERM)
+# what is watched, and which ways of dealing with it our handler replaces
+WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,)}
 
 
 class Signals:
@@ -36,8 +38,8 @@ class Signals:
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._theirs = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-        for number in WATCHED:
-            if signal.getsignal(number) == signal.SIG_DFL:
+        for number, replaced in WATCHED.items():
+            if signal.getsignal(number) in replaced:
                 signal.signal(number, self._note)
         self._installed = True
 

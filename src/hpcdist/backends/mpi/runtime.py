@@ -44,6 +44,12 @@ def load() -> Any:
     return MPI
 
 
+def short_name(MPI: Any) -> str:
+    """Return the library's name and version from the text that it gives, which may be a page long."""
+    line = " ".join(MPI.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0].split())
+    return line.replace(" Version:", "")
+
+
 def world() -> Any:
     """Return MPI.COMM_WORLD of an initialised MPI, initialising it where nobody has.
 
@@ -73,11 +79,10 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
     """Raise where the launcher started several ranks and MPI connected none of them."""
     if launch is None or not launch.starts_mpi or launch.size <= 1 or MPI.COMM_WORLD.Get_size() != 1:
         return
-    library = " ".join(MPI.Get_library_version().split()[:4]).rstrip(",")
     raise DistBackendError(
         f"{launch.name} started {launch.size} ranks (this is rank {launch.rank}), but the MPI library that mpi4py "
-        f"loaded sees a world of 1: {library}. They do not speak to each other, and {launch.size} separate worlds of "
-        f"one rank would run side by side. {launch.mend}"
+        f"loaded sees a world of 1: {short_name(MPI)}. They do not speak to each other, and {launch.size} separate "
+        f"worlds of one rank would run side by side. {launch.mend}"
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.runtime import short_name
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.table import Row
 from hpcdist.core.work import Queue, Work
@@ -100,8 +101,7 @@ def is_cuda_aware() -> bool:
     if not AWARE:
         AWARE.append(says_cuda() and passes_probe())
         if not AWARE[0]:
-            library = " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
-            warnings.warn(WARNING.format(library=library), stacklevel=2)
+            warnings.warn(WARNING.format(library=short_name(MPI)), stacklevel=2)
     return AWARE[0]
 
 

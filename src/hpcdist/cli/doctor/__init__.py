@@ -163,7 +163,7 @@ def report_end(ended: Ended, as_json: bool, seconds: float) -> None:
     if launch is not None and launch.rank != 0:
         print(f"hpcdist doctor, rank {launch.rank}: {text}", file=sys.stderr)
         return
-    seen = {name: LOCAL[name].look() for name in ("installed", "mpi_library")}
+    seen = {name: LOCAL[name].look() for name in ("installed", "mpi_library", "slurm")}
     ranks = [seen]
     chapters = {ORDER[name].TITLE: ORDER[name].judge(ranks) for name in seen}
     chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.mend_launch(seen["mpi_library"]))]

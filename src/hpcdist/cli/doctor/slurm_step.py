@@ -21,6 +21,7 @@ def look() -> Facts:
         "step": os.environ.get("SLURM_STEP_ID"),
         "nodes": os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST"),
         "tasks": os.environ.get("SLURM_STEP_NUM_TASKS"),
+        "mpi": os.environ.get("SLURM_MPI_TYPE"),
         "pmis": None,
         "answers": None,
     }
@@ -45,7 +46,8 @@ def judge(ranks: list[Facts]) -> list[Finding]:
         findings.append(Finding(NOTE, "not inside a job", "srun --mpi=pmix -n 4 python -m hpcdist doctor"))
     else:
         where = f"step {first['job']}.{first['step']}" if first["step"] else f"job {first['job']}"
-        findings.append(Finding(OK, f"{where} on {first['nodes']}, {first['tasks'] or 'no'} tasks in the step"))
+        how = f", started with --mpi={first['mpi']}" if first["mpi"] else ""
+        findings.append(Finding(OK, f"{where} on {first['nodes']}, {first['tasks'] or 'no'} tasks in the step{how}"))
     if first["answers"] is False and first["job"] is not None:
         findings.append(Finding(PROBLEM, "the Slurm controller does not answer", "scontrol ping"))
     elif first["answers"] is not None:

@@ -1,0 +1,76 @@
+"""What does the doctor say of a real step: one that is right, and one that srun started for another MPI?"""
+
+import json
+
+import pytest
+
+ON_TWO_NODES = ["srun", "--nodes=2", "--ntasks=2"]
+DOCTOR = ["-m", "hpcdist", "doctor"]
+MEND = {"Open MPI": "srun --mpi=pmix ", "MPICH": "srun --mpi=pmi2 "}
+
+
+def page_of(result):
+    """Parse the page; a second one, of another rank, would not parse."""
+    return json.loads(result.stdout[result.stdout.index("{") :])
+
+
+def texts_of(page):
+    return [each["text"] for each in page["findings"]]
+
+
+def problems_of(page):
+    return [each for each in page["findings"] if each["level"] == "problem"]
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "Open MPI"])
+def test_it_sees_the_step_and_both_nodes(mpi, cluster, request):
+    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
+    pmi, python = environment["HPCDIST_MPI"], environment["HPCDIST_PYTHON"]
+    # both nodes are one machine: their names are what tells them apart
+    command = f"HPCDIST_NODE_KEY=$SLURMD_NODENAME exec {python} {' '.join(DOCTOR)} --json"
+    result = cluster.run(*ON_TWO_NODES, f"--mpi={pmi}", "sh", "-c", command, timeout=110)
+    page = page_of(result)
+    assert (result.returncode, page["verdict"]) == (0, "ok"), problems_of(page)
+    assert len(page["ranks"]) == 2
+    step = page["ranks"][1]["slurm"]
+    assert (step["nodes"], step["tasks"], step["mpi"], step["answers"]) == ("127.0.0.[1-2]", "2", pmi, True)
+    texts = texts_of(page)
+    place = f"step {step['job']}.0 on 127.0.0.[1-2], 2 tasks in the step, started with --mpi={pmi}"
+    for text in (
+        "started by srun, 2 ranks",
+        "MPI_COMM_WORLD has 2 ranks",
+        place,
+        f"srun has {pmi}, which {mpi} speaks: srun --mpi={pmi}",
+        "2 ranks on 2 nodes, 1 each",
+        "ranks and world size are what the launcher says",
+    ):
+        assert text in texts
+    assert any(text.startswith("all 2 directed pairs of 2 nodes meet") for text in texts)
+
+
+def test_a_person_reads_one_page(cluster, any_mpi):
+    launcher = [*ON_TWO_NODES, f"--mpi={any_mpi['HPCDIST_MPI']}"]
+    result = cluster.run(*launcher, any_mpi["HPCDIST_PYTHON"], *DOCTOR, timeout=110)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("hpcdist doctor, 2 ranks") == 1
+    assert "0 wrong" in result.stdout
+
+
+@pytest.mark.parametrize("pmi", ["none", "pmi2", "pmix"])
+@pytest.mark.parametrize("mpi", ["MPICH", "Open MPI"])
+def test_the_wrong_pmi_is_named_with_the_command_that_mends_it(mpi, pmi, cluster, request):
+    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
+    if environment["HPCDIST_MPI"] == pmi:
+        pytest.skip("that is the right one")
+    command = [*ON_TWO_NODES, f"--mpi={pmi}", environment["HPCDIST_PYTHON"], *DOCTOR, "--json"]
+    result = cluster.run(*command, timeout=110)
+    page = page_of(result)
+    assert (result.returncode, page["verdict"]) == (1, "wrong")
+    (problem,) = problems_of(page)
+    assert problem["mend"].startswith(MEND[mpi])
+    # MPICH ends the process that Slurm's PMIx has started
+    said = "starting MPI ended the process" if (mpi, pmi) == ("MPICH", "pmix") else "srun started 2 ranks"
+    assert said in problem["text"]
+    assert "started by srun, 2 ranks" in texts_of(page)
+    if pmi != "none":  # of which Slurm leaves no trace in the environment
+        assert any(text.endswith(f"started with --mpi={pmi}") for text in texts_of(page))
