@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, "stores"},
     ENVIRONMENT: set(),
     "hpcdist.core": set(),
-    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT},
+    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.foreign"},
+    "hpcdist.backends.foreign": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
     "stores": set(),
 }
 MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main__"}

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import DebugLevel
+import torch.distributed
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist.core import world
 from hpcdist.core.errors import DistBackendError
@@ -30,6 +30,8 @@ from hpcdist.watch.watchdog import RUNNING
 BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
 LONGEST_NAP = 2e-3  # seconds between two looks at a message
 
+c10d: Any = torch.distributed  # its own level is set; the stubs leave the setters out
+
 __all__ = [
     "DebugLevel",
     "breakpoint",
@@ -39,11 +41,6 @@ __all__ = [
     "set_debug_level_from_env",
     "stop_requested",
 ]
-
-
-def get_debug_level() -> DebugLevel:
-    """Return the debug level, which torch.distributed and hpcdist share."""
-    return c10d.get_debug_level()
 
 
 def set_debug_level(level: DebugLevel) -> None:
