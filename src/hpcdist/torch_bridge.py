@@ -15,6 +15,7 @@ pg_to_tag, group_count, default_pg)
 ``._unregister_process_group``
 ``rendezvous._rendezvous_handlers["env"]``            ``init_process_group("hpcdist")`` without           2.13.0, 2.15.0
                                                       MASTER_ADDR, where the launcher starts MPI
+``distributed_c10d.rendezvous`` (hpcdist_autoload)    the same where no one imports hpcdist               2.13.0, 2.15.0
 ``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become  2.13.0, 2.15.0
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
 ``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, for all its groups  2.13.0, 2.15.0
@@ -140,7 +141,12 @@ class LateStore(bindings.Store):
     """The world's store, opened when it is first used: few programs ask for one, and a server costs time.
 
     Under MPI the first use opens it for all ranks, so all of them have to come to it.
+
+    Attributes:
+        is_reserved: it is for groups of ours alone, since torch imported hpcdist and the program did not.
     """
+
+    is_reserved = False
 
     def opened(self) -> Any:
         """Return the store itself."""
@@ -149,6 +155,8 @@ class LateStore(bindings.Store):
 
             if WORLD.default is not None:
                 return rendezvous.store_of(WORLD.default)
+            if self.is_reserved:
+                return next(STOCK["env"]("env://"))[0]  # its error says what is missing
             WORLD.store = next(iter(rendezvous.rendezvous("mpi://")))[0]
         return WORLD.store
 
@@ -203,7 +211,7 @@ def launched() -> environment.Launch | None:
 
 
 LAUNCH: list[environment.Launch | None] = []
-STOCK: dict[str, Callable[..., Any]] = {}  # what torch had in the places that we took
+STOCK: dict[str, Callable[..., Iterator[Any]]] = {}  # what torch had in the places that we took
 
 
 def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -223,7 +231,10 @@ def fresh_store() -> LateStore:
 
 
 def registered() -> None:
-    """Do nothing: importing this package has registered the backend (torch 2.14's entry point calls this)."""
+    """Do nothing: importing this package has registered the backend.
+
+    From 2.14 on torch calls this by an entry point, where ``hpcdist_autoload`` is switched off.
+    """
 
 
 MESH_ARGUMENTS = (
