@@ -111,6 +111,7 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=rank, world_size=size)
         assert dist.is_mpi_available()
+        dist.monitored_barrier()
         os.write(1, f"{os.environ['LOCAL_RANK']} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
     """
     lines = run(tmp_path, "mpirun", script, before=RUN)

@@ -101,6 +101,9 @@ def monitored_barrier(
             report_to_first(pg, number, deadline)
 
 
+setattr(ProcessGroup, "monitored_barrier", monitored_barrier)  # noqa: B010  # torch.distributed's own asks the group
+
+
 @contextmanager
 def own_limit(pg: ProcessGroup, name: str) -> Iterator[None]:
     """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
@@ -137,6 +140,8 @@ def is_in_time(work: Work, deadline: float) -> bool:
 
 def hear_all(pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
     """Hear from every other rank, then let them go; the part of rank 0."""
+    if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
+        raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
     backend, missing = pg.any_backend(), []
     heard = {rank: torch.zeros_like(number) for rank in range(1, pg.size())}
     works = {rank: backend.irecv(tensor, rank, BARRIER_TAG, None) for rank, tensor in heard.items()}
