@@ -33,6 +33,7 @@ from torch.distributed import (
     ReduceScatterOptions,
     ScatterOptions,
     default_pg_timeout,
+    record_comm,
 )
 from torch.distributed.distributed_c10d import GroupName
 
@@ -110,7 +111,6 @@ from hpcdist.c10d.queries import (
     get_world_size,
     group,
     is_initialized,
-    record_comm,
     reduce_op,
 )
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, shrink_group

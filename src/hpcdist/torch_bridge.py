@@ -1,28 +1,37 @@
 """How does torch.distributed come to know our groups, and we its calls to make some?
 
-torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here and
-nowhere else. What is touched, and the versions where that was checked:
+torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here, and what
+else torch keeps private is used here, and nowhere else (``tests/project/test_private_torch.py``). What is touched, and
+the versions where that was checked:
 
-====================================================  ===================================================  ========
-what                                                  why                                                  checked
-====================================================  ===================================================  ========
-``distributed_c10d._world`` (pg_map, pg_names,        DDP, FSDP2, DTensor, DCP find ranks, names, the      2.13.0
+====================================================  ==================================================  ==============
+what                                                  why                                                 checked
+====================================================  ==================================================  ==============
+``distributed_c10d._world`` (pg_map, pg_names,        DDP, FSDP2, DTensor, DCP find ranks, names, the     2.13.0, 2.15.0
 pg_group_ranks, pg_backend_config, tags_to_pg,        backend's name and the store of a group there
 pg_to_tag, group_count, default_pg)
-``distributed_c10d._update_default_pg``               sets the default group and the rank that C++ logs    2.13.0
-``_C._distributed_c10d._(un)register_process_group``  functional collectives resolve a group by its name   2.13.0
-``rendezvous._rendezvous_handlers["env"]``            ``init_process_group("hpcdist")`` without            2.13.0
+``distributed_c10d._update_default_pg``               sets the default group and the rank that C++ logs   2.13.0, 2.15.0
+``_C._distributed_c10d._register_process_group``,     functional collectives resolve a group by its name  2.13.0, 2.15.0
+``._unregister_process_group``
+``rendezvous._rendezvous_handlers["env"]``            ``init_process_group("hpcdist")`` without           2.13.0, 2.15.0
                                                       MASTER_ADDR, where the launcher starts MPI
-``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become   2.13.0
+``distributed_c10d.rendezvous`` (hpcdist_autoload)    the same where no one imports hpcdist               2.13.0, 2.15.0
+``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become  2.13.0, 2.15.0
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
-``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, however many groups  2.13.0
-``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too      2.13.0
+``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, for all its groups  2.13.0, 2.15.0
+``_mesh_layout._MeshLayout``                          which ranks the groups of that dimension have       2.13.0, 2.15.0
+``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
 ``._set_process_group``
-``Backend._plugins``                                  tells whether the backend is registered              2.13.0
-``_C._autograd._profiler_enabled``,                   events of a profiler, with shapes                    2.13.0
+``_C._autograd._profiler_enabled``,                   events of a profiler, with shapes                   2.13.0, 2.15.0
 ``_C._profiler._RecordFunctionFast``,
 ``_C._distributed_c10d._get_comm_profiling_name``
-====================================================  ===================================================  ========
+``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
+``Work._source_rank``                                 and from whom it received
+``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
+``torch._foreach_copy_``                              many small tensors are filled in one call           2.13.0, 2.15.0
+the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
+                                                      has no ``_ControlCollectives, _StoreCollectives``
+====================================================  ==================================================  ==============
 """
 
 from __future__ import annotations
@@ -43,6 +52,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._mesh_layout import _MeshLayout
 
 from hpcdist.core import profiling
+from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
@@ -131,7 +141,12 @@ class LateStore(bindings.Store):
     """The world's store, opened when it is first used: few programs ask for one, and a server costs time.
 
     Under MPI the first use opens it for all ranks, so all of them have to come to it.
+
+    Attributes:
+        is_reserved: it is for groups of ours alone, since torch imported hpcdist and the program did not.
     """
+
+    is_reserved = False
 
     def opened(self) -> Any:
         """Return the store itself."""
@@ -140,6 +155,8 @@ class LateStore(bindings.Store):
 
             if WORLD.default is not None:
                 return rendezvous.store_of(WORLD.default)
+            if self.is_reserved:
+                return next(STOCK["env"]("env://"))[0]  # its error says what is missing
             WORLD.store = next(iter(rendezvous.rendezvous("mpi://")))[0]
         return WORLD.store
 
@@ -180,7 +197,7 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
     Args:
         creator: makes a ProcessGroup of c10d's backend options and the caller's ``pg_options``.
     """
-    if NAME.upper() not in dist.Backend._plugins:
+    if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)
     handlers = rendezvous_module._rendezvous_handlers
     if handlers["env"] is not by_launcher:
@@ -194,7 +211,7 @@ def launched() -> environment.Launch | None:
 
 
 LAUNCH: list[environment.Launch | None] = []
-STOCK: dict[str, Callable[..., Any]] = {}  # what torch had in the places that we took
+STOCK: dict[str, Callable[..., Iterator[Any]]] = {}  # what torch had in the places that we took
 
 
 def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -214,7 +231,16 @@ def fresh_store() -> LateStore:
 
 
 def registered() -> None:
-    """Do nothing: importing this package has registered the backend (torch 2.14's entry point calls this)."""
+    """Do nothing: importing this package has registered the backend.
+
+    From 2.14 on torch calls this by an entry point, where ``hpcdist_autoload`` is switched off.
+    """
+
+
+MESH_ARGUMENTS = (
+    ("sub_layout", "rank_map", "dim_name", "backend_override"),  # 2.13
+    ("sub_layout", "rank_map", "dim_name", "backend_override", "preserve_rank_order"),  # 2.15
+)
 
 
 def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
@@ -224,19 +250,52 @@ def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
         make: makes disjoint groups of global ranks, with a description, and returns this rank's or None.
     """
     stock = device_mesh.DeviceMesh._init_one_process_group
-    if list(inspect.signature(stock).parameters) != ["sub_layout", "rank_map", "dim_name", "backend_override"]:
+    if tuple(inspect.signature(stock).parameters) not in MESH_ARGUMENTS:
         return  # another torch: its own loop over new_group makes the same groups, one by one
 
-    def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any) -> Any:
+    def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any, *keeps: bool) -> Any:
         default = WORLD.default
-        is_ours = default is not None and c10d._world.default_pg is default
+        is_ours = default is not None and c10d._world.default_pg is default and not any(keeps)
         if not is_ours or tuple(backend_override) != (None, None) or sub_layout.numel() == dist.get_world_size():
-            return stock(sub_layout, rank_map, dim_name, backend_override)
+            return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)
         ranks = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
         mine = make(ranks, f"mesh_{dim_name}")
         return mine.group_name if mine is not None else None
 
     setattr(device_mesh.DeviceMesh, "_init_one_process_group", staticmethod(init_one))  # noqa: B010  # for mypy
+
+
+# -- single names that torch keeps for itself --------------------------------------------------------------
+
+
+def named(name: str) -> Any:
+    """Return what ``torch.distributed`` has under a name of its own, or None where this torch has it no more."""
+    return getattr(dist, name, None)
+
+
+copy_each = torch._foreach_copy_
+
+
+def backend_options(given: Bootstrap) -> Any:
+    """Return a group's bootstrap as c10d hands it to the creator of a backend."""
+    assert given.store is not None
+    options: Any = c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+    options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
+    options.timeout = given.timeout
+    return options
+
+
+def sender(work: Any) -> int:
+    """Return from which rank a finished receive of a c10d backend came."""
+    return work._source_rank()
+
+
+def gloo_at(host: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return torch's gloo on the network interface that has the address ``host``."""
+    gloo = named("ProcessGroupGloo")
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
+    return gloo(store, rank, size, options)
 
 
 def current_group() -> Any:

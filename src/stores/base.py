@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store as TorchStore
+from torch.distributed.distributed_c10d import Store as TorchStore
 
 from stores import keep_alive
 from stores.errors import DistStoreError, wrong_kind

@@ -18,7 +18,7 @@ import gc
 import sys
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _HALF = object.__basicsize__  # pybind11 keeps the pointer to the C++ half right behind Python's own header ...
 _COUNT = ctypes.sizeof(ctypes.c_void_p)  # ... and an intrusive_ptr_target its count right behind the vtable

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
-from torch._C._distributed_c10d import Store as TorchStore
+from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
+from torch.distributed.distributed_c10d import Store as TorchStore
 
 from stores.base import Store, Text, Timeout, as_bytes, as_key_list
 from stores.errors import wrong_kind

@@ -22,6 +22,24 @@ def test_what_raises_leaves_the_job_alive(launcher: str) -> None:
         assert (status, len(job.events("calm"))) == (0, 3), job.stderr()
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_late_for_the_first_objects_of_a_group_is_reported(launcher: str, tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, time\n"
+        "from datetime import timedelta\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=1))\n"
+        "if dist.get_rank() == 1: time.sleep(60)\n"
+        "try: dist.all_gather_object([None] * 3, 'here', group=group)\n"
+        "except dist.DistBackendError: os._exit(41)\n"
+    )
+    with Job(launcher, 3, [], program) as job:
+        assert job.finish(40) != 0
+        assert "has not ended after 1.0 s" in job.stderr()
+
+
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each == "openmpi-ulfm"])
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:

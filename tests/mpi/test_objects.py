@@ -80,6 +80,18 @@ def test_send_and_recv(rank, size):
     dist.barrier()
 
 
+def test_two_ranks_of_a_fresh_group_need_no_third(rank, size):
+    group = dist.new_group(list(range(size)))
+    box = ["for the last"] if rank == 0 else [None]
+    if size > 1 and rank == 0:
+        dist.send_object_list(box, dst=size - 1, group=group)
+    if size > 1 and rank == size - 1:
+        dist.recv_object_list(box, src=0, group=group)
+        assert box == ["for the last"]
+    assert dist.get_world_size(group) == size
+    dist.destroy_process_group(group)
+
+
 def test_subgroup_and_non_members(rank, size):
     group = dist.new_group([size - 1])
     objects = [None]

@@ -66,7 +66,13 @@ def install(folder: Path, wheel: Path, extra: str) -> Path:
 def test_what_is_in_them(built):
     sdist, wheel = built
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"hpcdist/__init__.py", "hpcdist/py.typed", "stores/py.typed", "hpcdist/cli/templates/cpu.sbatch"} <= names
+    assert {
+        "hpcdist/__init__.py",
+        "hpcdist/py.typed",
+        "stores/py.typed",
+        "hpcdist_autoload/__init__.py",
+        "hpcdist/cli/templates/cpu.sbatch",
+    } <= names
     assert not [name for name in names if name.startswith(("tests", "docs"))]
     (metadata,) = (name for name in names if name.endswith("METADATA"))
     text = zipfile.ZipFile(wheel).read(metadata).decode()

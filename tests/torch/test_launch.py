@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -109,6 +111,7 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=rank, world_size=size)
         assert dist.is_mpi_available()
+        dist.monitored_barrier()
         os.write(1, f"{os.environ['LOCAL_RANK']} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
     """
     lines = run(tmp_path, "mpirun", script, before=RUN)
@@ -215,3 +218,64 @@ def test_hundreds_of_worlds_leak_nothing(tmp_path):
         os.write(1, b"none\\n")
     """
     assert run(tmp_path, "mpirun", script) == ["none", "none"]
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """What ``pip install`` says of the package in an environment: its entry points, as pyproject.toml has them."""
+    pattern = r'^\[project\.entry-points\."(.+)"\]\n((?:\w+ = ".+"\n)+)'
+    groups = re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    folder = tmp_path / "site" / "hpcdist-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hpcdist\nVersion: 0.1.0\n")
+    (folder / "entry_points.txt").write_text("".join(f"[{name}]\n{lines}".replace('"', "") for name, lines in groups))
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder.parent)])}
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("backend", ["hpcdist", "cpu:hpcdist,cuda:nccl"])
+def test_nothing_but_the_installation(tmp_path, installed, launcher, backend):
+    lines = run(tmp_path, launcher, TRAIN, backend, **installed)
+    assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
+
+
+@pytest.mark.parametrize("first", ["import hpcdist", "import stores", "import hpcdist.torch_bridge", "import torch"])
+def test_the_installation_and_an_import(tmp_path, installed, first):
+    assert run(tmp_path, "alone", f"{first}\n{textwrap.dedent(TRAIN)}", "mpi", before=RUN, **installed)
+    script = f"""
+        {first}
+        import torch.distributed
+        print(torch.distributed.Backend("HPCDIST"), torch.distributed.is_backend_available("hpcdist"))
+    """
+    assert run(tmp_path, "alone", script, **installed) == ["hpcdist True"]
+
+
+def test_a_program_that_never_heard_of_hpcdist(tmp_path, installed):
+    script = """
+        import os, sys
+        import torch.distributed as dist
+        assert "hpcdist" not in sys.modules and "HPCDIST" in vars(dist.Backend)
+        for _ in range(2):
+            try:
+                dist.init_process_group("gloo")
+            except ValueError as error:
+                os.write(1, f"{error}\\n".encode())
+        assert not dist.is_initialized() and "mpi4py.MPI" not in sys.modules
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1], "WORLD_SIZE": "2"}
+        launched = [os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")]
+        os.environ["RANK"] = next(filter(None, launched))
+        dist.init_process_group("gloo")
+        os.write(1, f"{dist.get_backend()} {'mpi4py.MPI' in sys.modules}\\n".encode())
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = run(tmp_path, "mpirun", script, str(port), **installed)
+    missing = (
+        "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
+    )
+    assert lines == [missing] * 4 + ["gloo False"] * 2
+
+
+def test_switched_off(tmp_path, installed):
+    script = "import torch.distributed as dist; print('HPCDIST' in vars(dist.Backend))"
+    assert run(tmp_path, "alone", script, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **installed) == ["False"]

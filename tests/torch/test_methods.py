@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
 
 import pytest
 import torch
@@ -118,6 +119,15 @@ def test_coalesced(pg, rank, size):
     with torch_dist._coalescing_manager(device=torch.device("cpu")):
         torch_dist.broadcast(ones[0], src=0)
         torch_dist.all_reduce(ones[1], op=dist.ReduceOp.MAX)
+
+
+def test_monitored_barrier(pg, rank, size):
+    pg.monitored_barrier(timedelta(seconds=30))
+    pg.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    if rank == 0 and size > 1:
+        with pytest.raises(dist.DistBackendError, match="Rank 0 timed out in monitoredBarrier"):
+            pg.monitored_barrier(timedelta(0))
+    pg.barrier().wait()
 
 
 def test_messages(pg, rank, size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -43,7 +44,7 @@ def test_the_backend_is_in_the_registry_and_names_its_extras() -> None:
 def test_a_missing_package_is_an_error_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl", None)
     monkeypatch.setitem(sys.modules, "nccl.core", None)
-    with pytest.raises(DistBackendError, match=r"needs nccl4py.*pip install 'hpcdist\[nccl-cu1[23]\]'"):
+    with pytest.raises(DistBackendError, match=f"needs nccl4py.*{re.escape(library.install_command())}"):
         registry.connect("nccl", Bootstrap(0, 1, LIMIT))
 
 

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
+from hpcdist import torch_bridge
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
@@ -66,7 +67,7 @@ class ForeignWork(Work):
 
     def source_rank(self) -> int:
         """Return the sender of a receive."""
-        return self._inner._source_rank()
+        return torch_bridge.sender(self._inner)
 
 
 class ForeignBackend(Backend):
@@ -230,11 +231,7 @@ def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> typ
     def make(given: Bootstrap) -> Any:
         if not is_extended:
             return creator(given.store, given.rank, given.size, given.timeout)
-        options = c10d.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-        assert given.store is not None
-        options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
-        options.timeout = given.timeout
-        return creator(options, given.options)
+        return creator(torch_bridge.backend_options(given), given.options)
 
     return type(f"{name}Backend", (ForeignBackend,), {"name": name, "creator": staticmethod(make)})
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist import torch_bridge
 from hpcdist.c10d.lists import all_gather
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensors, is_plain, same_dtype
@@ -217,7 +218,7 @@ def reduce_bucket(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> Wor
 def hand_out(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Copy the elements of ``flat`` to the tensors."""
     parts = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+    torch_bridge.copy_each(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
 
 
 def ended(works: list[Work | None], result: list[torch.Tensor], async_op: bool) -> Work | None:

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import DebugLevel
+import torch.distributed
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist.core import world
 from hpcdist.core.errors import DistBackendError
@@ -30,6 +30,8 @@ from hpcdist.watch.watchdog import RUNNING
 BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
 LONGEST_NAP = 2e-3  # seconds between two looks at a message
 
+c10d: Any = torch.distributed  # its own level is set; the stubs leave the setters out
+
 __all__ = [
     "DebugLevel",
     "breakpoint",
@@ -39,11 +41,6 @@ __all__ = [
     "set_debug_level_from_env",
     "stop_requested",
 ]
-
-
-def get_debug_level() -> DebugLevel:
-    """Return the debug level, which torch.distributed and hpcdist share."""
-    return c10d.get_debug_level()
 
 
 def set_debug_level(level: DebugLevel) -> None:
@@ -104,6 +101,9 @@ def monitored_barrier(
             report_to_first(pg, number, deadline)
 
 
+setattr(ProcessGroup, "monitored_barrier", monitored_barrier)  # noqa: B010  # torch.distributed's own asks the group
+
+
 @contextmanager
 def own_limit(pg: ProcessGroup, name: str) -> Iterator[None]:
     """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
@@ -140,6 +140,8 @@ def is_in_time(work: Work, deadline: float) -> bool:
 
 def hear_all(pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
     """Hear from every other rank, then let them go; the part of rank 0."""
+    if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
+        raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
     backend, missing = pg.any_backend(), []
     heard = {rank: torch.zeros_like(number) for rank in range(1, pg.size())}
     works = {rank: backend.irecv(tensor, rank, BARRIER_TAG, None) for rank, tensor in heard.items()}

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Store
 
 from hpcdist import torch_bridge
 from hpcdist.core import registry

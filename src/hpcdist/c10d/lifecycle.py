@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
+from torch.distributed.distributed_c10d import Store
 
 from hpcdist import torch_bridge
 from hpcdist.c10d.debug import set_debug_level_from_env

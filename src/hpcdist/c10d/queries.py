@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.c10d.names import Backend
@@ -188,15 +185,3 @@ def get_mpi_comm(group: ProcessGroup | None = None) -> Any:
         if comm is not None and backend.name == Backend.MPI:
             return comm
     raise errors.DistBackendError(f"group {pg.group_name!r} has no MPI communicator: it is carried by {pg.config}")
-
-
-@contextlib.contextmanager
-def record_comm(name: str) -> Iterator[None]:
-    """Give the collectives made inside a name of their own in profiles (c10d's ``record_comm``)."""
-    c10d = torch._C._distributed_c10d
-    before = c10d._get_comm_profiling_name()
-    c10d._set_comm_profiling_name(name)
-    try:
-        yield
-    finally:
-        c10d._set_comm_profiling_name(before)

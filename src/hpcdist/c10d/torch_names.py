@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
-from torch.distributed.remote_device import _remote_device
-
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, resolve
+from hpcdist.torch_bridge import named
 
 __all__ = [
     "_DEFAULT_FIRST_BUCKET_BYTES",
@@ -41,30 +38,26 @@ __all__ = [
 ]
 
 
-def torchs(name: str, module: Any = _distributed_c10d) -> Any:
-    """Return what torch has under a name, or None: 2.15 dropped some of these."""
-    return getattr(module, name, None)
-
-
-_DEFAULT_FIRST_BUCKET_BYTES = torchs("_DEFAULT_FIRST_BUCKET_BYTES")
-BuiltinCommHookType = torchs("BuiltinCommHookType")
-GradBucket = torchs("GradBucket")
-Logger = torchs("Logger")
-ProcessGroupGloo = torchs("ProcessGroupGloo", distributed_c10d)
-Reducer = torchs("Reducer")
-_Backend = torchs("Backend")
-_ControlCollectives = torchs("_ControlCollectives")
-_StoreCollectives = torchs("_StoreCollectives")
-_Work = torchs("Work")
-_broadcast_coalesced = torchs("_broadcast_coalesced")
-_compute_bucket_assignment_by_size = torchs("_compute_bucket_assignment_by_size")
-_create_process_group_wrapper = torchs("_create_process_group_wrapper", distributed_c10d)
-_make_nccl_premul_sum = torchs("_make_nccl_premul_sum")
-_register_builtin_comm_hook = torchs("_register_builtin_comm_hook")
-_register_comm_hook = torchs("_register_comm_hook")
-_test_python_store = torchs("_test_python_store")
-_time_estimator = torchs("_time_estimator", distributed_c10d)
-_verify_params_across_processes = torchs("_verify_params_across_processes")
+_DEFAULT_FIRST_BUCKET_BYTES = named("_DEFAULT_FIRST_BUCKET_BYTES")
+BuiltinCommHookType = named("BuiltinCommHookType")
+GradBucket = named("GradBucket")
+Logger = named("Logger")
+ProcessGroupGloo = named("ProcessGroupGloo")
+Reducer = named("Reducer")
+_Backend = named("_Backend")
+_ControlCollectives = named("_ControlCollectives")
+_StoreCollectives = named("_StoreCollectives")
+_Work = named("_Work")
+_broadcast_coalesced = named("_broadcast_coalesced")
+_compute_bucket_assignment_by_size = named("_compute_bucket_assignment_by_size")
+_create_process_group_wrapper = named("_create_process_group_wrapper")
+_make_nccl_premul_sum = named("_make_nccl_premul_sum")
+_register_builtin_comm_hook = named("_register_builtin_comm_hook")
+_register_comm_hook = named("_register_comm_hook")
+_remote_device = named("_remote_device")
+_test_python_store = named("_test_python_store")
+_time_estimator = named("_time_estimator")
+_verify_params_across_processes = named("_verify_params_across_processes")
 
 
 def _rank_not_in_group(group: Any) -> bool:

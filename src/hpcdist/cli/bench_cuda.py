@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the stubs leave it out
 
 import hpcdist as dist
 

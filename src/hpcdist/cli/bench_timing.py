@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed
 
 import hpcdist as dist
+from hpcdist import torch_bridge
 from hpcdist.backends.mpi import runtime
 
 MOST_CALLS = 2000
@@ -65,10 +66,7 @@ class Bench:
             port = self.comm.bcast(store.port if store is not None else None)
             if store is None:
                 store = c10d.TCPStore(host, port, self.size, False, limit)
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = limit
-            self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+            self._gloo = torch_bridge.gloo_at(host, store, self.rank, self.size, limit)
         return self._gloo
 
     def calls_for(self, call: Callable[[], Any]) -> int:

@@ -20,8 +20,8 @@ from hpcdist.core.objects import TensorObjects
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
     from torch.distributed import ReduceOp
+    from torch.distributed.distributed_c10d import Store
 
     from hpcdist.core.errors import DistBackendError
     from hpcdist.core.table import Row

@@ -11,7 +11,7 @@ from hpcdist.core import errors
 from hpcdist.core.group import ProcessGroup
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed.distributed_c10d import Store
 
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 

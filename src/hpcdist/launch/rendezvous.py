@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, parse_qs, urlparse
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import default_pg_timeout
+from torch.distributed.distributed_c10d import Store
 
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError

@@ -138,5 +138,5 @@ def headline(mine: dict[str, Any], timeout: float) -> str:
     where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
     return (
         f"{title(mine)}{tensor} on {mine['label']} has not ended after {mine['seconds']:.1f} s "
-        f"(timeout {timeout:g} s), {where}"
+        f"(the timeout is {timeout:g} s), {where}"
     )

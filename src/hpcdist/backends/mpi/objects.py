@@ -41,7 +41,7 @@ class PicklingBackend(Backend):
     """The object calls of a backend that has an MPI communicator."""
 
     comm: MPI.Intracomm
-    context: Any = None  # the duplicate that pkl5 sends on
+    context: Any = None  # the duplicate that pkl5 sends on, kept so that it can be revoked with ours
     _pickling: Any = None
 
     @abstractmethod
@@ -49,13 +49,21 @@ class PicklingBackend(Backend):
         """Return what a call raises when MPI has failed in it."""
 
     @property
-    def pickling(self) -> Any:
-        """The same communicator with mpi4py's calls for objects, large ones included."""
+    def messages(self) -> Any:
+        """The same communicator with mpi4py's calls for objects, large ones included; its messages need no one else."""
         if self._pickling is None:
             self._pickling = pkl5.Intracomm(self.comm)
-            # the duplicate that pkl5 sends on, made now (collectively) so that it can be revoked with ours
-            self.context = pkl5._commctx_intra(self._pickling)[0]  # type: ignore[attr-defined]
         return self._pickling
+
+    @property
+    def pickling(self) -> Any:
+        """The same for its collectives, which every rank calls: they go over a duplicate, made by the first of them."""
+        if self.context is None:
+            # mpi4py duplicates with the GIL held: a rank that waited in there for a late one would stop its own
+            # watchdog, so all come together first
+            self.comm.Barrier()
+            self.context = pkl5._commctx_intra(self.messages)[0]  # type: ignore[attr-defined]
+        return self.messages
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
@@ -90,13 +98,13 @@ class PicklingBackend(Backend):
     def send_object(self, value: Any, dst: int) -> None:
         """Send an object."""
         with self._translating("send_object"):
-            self.pickling.send(value, dst)
+            self.messages.send(value, dst)
 
     def recv_object(self, src: int | None) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
         status = MPI.Status()
         with self._translating("recv_object"):
-            value = self.pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
+            value = self.messages.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
         return value, status.Get_source()
 
     def _translating(self, call: str) -> Translation:

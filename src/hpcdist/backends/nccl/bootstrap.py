@@ -18,7 +18,7 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import devices, environment
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed.distributed_c10d import Store
 
     from hpcdist.core.backend import Backend
 

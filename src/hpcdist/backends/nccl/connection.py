@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.library import SHRINK_SINCE, Library, check_gpu, load
