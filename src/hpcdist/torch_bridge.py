@@ -28,7 +28,6 @@ pg_to_tag, group_count, default_pg)
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
 ``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
-``torch._foreach_copy_``                              many small tensors are filled in one call           2.13.0, 2.15.0
 the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
                                                       has no ``_ControlCollectives, _StoreCollectives``
 ====================================================  ==================================================  ==============
@@ -271,9 +270,6 @@ def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
 def named(name: str) -> Any:
     """Return what ``torch.distributed`` has under a name of its own, or None where this torch has it no more."""
     return getattr(dist, name, None)
-
-
-copy_each = torch._foreach_copy_
 
 
 def backend_options(given: Bootstrap) -> Any:

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.foreign"},
     "hpcdist.backends.foreign": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
     "stores": set(),
-    "hpcdist_autoload": {"hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when the backend is asked for
+    "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for
 }
 MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main__"}
 
@@ -77,7 +77,7 @@ def test_imports_point_down(module):
     part = part_of(module)
     for imported in imports(FILES[module]):
         root = imported.split(".")[0]
-        if root in ("hpcdist", "hpcdist_autoload", "stores"):
+        if root in ("hpcdist", "stores"):
             allowed = part_of(imported) in MAY_IMPORT[part] | {part} or imported == EXCEPTIONS.get(module)
             assert allowed, f"{module} imports {imported}"
         if root == "mpi4py":
@@ -96,7 +96,7 @@ def test_backends_import_no_other_backend(module):
 
 
 def test_import_torch_loads_the_standard_library_alone():
-    code = ast.parse((SRC / "hpcdist_autoload" / "__init__.py").read_text())
+    code = ast.parse((SRC / "hpcdist" / "autoload.py").read_text())
     found = {getattr(node, "module", None) or node.names[0].name for node in code.body if hasattr(node, "names")}
     assert {name.split(".")[0] for name in found} <= sys.stdlib_module_names
 

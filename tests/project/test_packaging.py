@@ -70,7 +70,7 @@ def test_what_is_in_them(built):
         "hpcdist/__init__.py",
         "hpcdist/py.typed",
         "stores/py.typed",
-        "hpcdist_autoload/__init__.py",
+        "hpcdist_autoload.py",
         "hpcdist/cli/templates/cpu.sbatch",
     } <= names
     assert not [name for name in names if name.startswith(("tests", "docs"))]

@@ -63,7 +63,7 @@ def test_signatures_start_with_torchs(name):
 
 
 def test_types_are_shipped():
-    for package in ("hpcdist", "hpcdist_autoload", "stores"):
+    for package in ("hpcdist", "stores"):
         assert (ROOT / "src" / package / "py.typed").exists()
 
 

@@ -7,7 +7,7 @@ a copy of a few kilobytes less. A large tensor goes on its own, where a copy wou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist import torch_bridge
 from hpcdist.c10d.lists import all_gather
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensors, is_plain, same_dtype
+from hpcdist.core.buffers import as_tensors, is_plain, joined, same_dtype, scattering
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import canonical, issue, issue_any
 from hpcdist.core.table import ALL_REDUCE
@@ -210,15 +209,8 @@ def reduce_together(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> l
 
 def reduce_bucket(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> Work | None:
     """Begin the all_reduce of small tensors of one kind in one buffer."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    copy: Callable[[], None] = partial(hand_out, flat, tensors)
-    return issue_any(ALL_REDUCE, pg, flat, flat, op, None, True, None, copy, tensors)
-
-
-def hand_out(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Copy the elements of ``flat`` to the tensors."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    torch_bridge.copy_each(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+    flat = joined(tensors)
+    return issue_any(ALL_REDUCE, pg, flat, flat, op, None, True, None, scattering(flat, tensors), tensors)
 
 
 def ended(works: list[Work | None], result: list[torch.Tensor], async_op: bool) -> Work | None:

@@ -4,7 +4,7 @@ torch calls ``autoload`` at the end of ``import torch`` (entry-point group ``tor
 environment where hpcdist is installed. So it imports nothing and starts nothing: it enters a name, and what the name
 stands for is imported when a program uses it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from calling it.
 
-It is a package of its own, because importing a part of ``hpcdist`` imports the whole.
+It is installed as a module of its own, ``hpcdist_autoload``, because importing a part of ``hpcdist`` imports the whole.
 """
 
 from __future__ import annotations
