@@ -49,6 +49,7 @@ def compare(bench: Bench, nbytes: int) -> dict[str, float]:
                 bench, lambda r: gloo.send([tensor], r, 0).wait(), lambda r: gloo.recv([tensor], r, 0).wait()
             ),
         },
+        operations=2,
     )
 
 

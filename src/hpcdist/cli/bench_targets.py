@@ -81,7 +81,9 @@ def objects(bench: Bench) -> list[Verdict]:
 
 
 def groups(bench: Bench) -> list[Verdict]:
-    """Check new_subgroups."""
+    """Check new_subgroups, where there are as many ranks as its target speaks of."""
+    if bench.size < 16:
+        return []
     return [at_most("new_subgroups, destroyed", bench_groups.compare(bench, max(1, bench.size // 2)), "mpi4py", 1.5)]
 
 

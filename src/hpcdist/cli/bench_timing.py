@@ -80,7 +80,9 @@ class Bench:
         each = max(self.comm.allgather((time.perf_counter() - began) / 2))
         return max(1, min(MOST_CALLS, int(self.options.seconds / each)))
 
-    def compare(self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    def compare(
+        self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]], operations: int = 1
+    ) -> dict[str, float]:
         """Time several calls in interleaved rounds.
 
         Args:
@@ -88,9 +90,10 @@ class Bench:
             dtype: of the buffers, for the table.
             nbytes: size of the larger buffer.
             sides: who -> the call; every rank gives the same sides in the same order.
+            operations: how many of what is timed one call makes, one after the other.
 
         Returns:
-            who -> median of the rounds in microseconds a call.
+            who -> median of the rounds in microseconds an operation.
         """
         calls = {side: self.calls_for(call) for side, call in sides.items()}
         rounds: dict[str, list[float]] = {side: [] for side in sides}
@@ -100,7 +103,7 @@ class Bench:
                 began = time.perf_counter()
                 for _ in range(calls[side]):
                     call()
-                rounds[side].append((time.perf_counter() - began) / calls[side] * 1e6)
+                rounds[side].append((time.perf_counter() - began) / calls[side] / operations * 1e6)
         medians = {}
         for side, mine in rounds.items():
             slowest = [max(ranks) for ranks in zip(*self.comm.allgather(mine), strict=True)]

@@ -1,0 +1,238 @@
+"""How is each row of the store bench measured?
+
+A single call has two speeds, several times apart, by whether client and server share a core: then a call is two
+changes of process, else the wake-up of a sleeping core. The scheduler picks either, so such rows are measured in both
+places, with the processes pinned.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.pool
+import os
+import resource
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reports each refused connection at length
+import torch.distributed as dist
+
+import stores
+
+SOON = timedelta(seconds=60)
+NAMES = [f"key{i:04}" for i in range(1000)]
+CORES = sorted(os.sched_getaffinity(0))
+# where the client and where the server may run
+PLACES = {"one core": (CORES[:1], CORES[:1]), "two cores": (CORES[:1], CORES[1:2] or CORES[:1])}
+
+
+def _own_server(pipe: Any, is_ours: bool) -> None:
+    raise_limit()
+    store = (stores if is_ours else dist).TCPStore("127.0.0.1", 0, None, True, SOON)
+    pipe.send((store.port, store._server.process.pid if is_ours else os.getpid()))
+    while (asked := pipe.recv()) != "stop":
+        if asked == "spin":
+            while not pipe.poll():  # in Python, but for this question
+                for _ in range(10_000):
+                    pass
+
+
+def raise_limit() -> None:
+    """Allow as many connections as the system does."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Server:
+    """Runs one server in a process of its own."""
+
+    def __init__(self, context: Any, is_ours: bool) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_own_server, args=(theirs, is_ours))
+        self.process.start()
+        self.port, self.pid = self.pipe.recv()
+
+    def resident(self) -> float:
+        """Return the server process's resident memory in KiB."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * resource.getpagesize() / 1024
+
+    def pin(self, cores: list[int]) -> None:
+        """Let every thread of the server run on these cores alone."""
+        for thread in os.listdir(f"/proc/{self.pid}/task"):
+            os.sched_setaffinity(int(thread), cores)
+
+    @contextmanager
+    def busy_owner(self) -> Iterator[None]:
+        """Keep the owner's main thread in pure Python."""
+        self.pipe.send("spin")
+        try:
+            yield
+        finally:
+            self.pipe.send("rest")
+
+    def stop(self) -> None:
+        """End the server."""
+        self.pipe.send("stop")
+        self.process.join(5)
+        self.process.kill()
+
+
+def _client(port: int, is_ours: bool) -> Any:
+    return (stores if is_ours else dist).TCPStore("127.0.0.1", port, None, False, SOON)
+
+
+def _micros(call: Callable[[], Any], count: int) -> float:
+    for _ in range(count // 10):
+        call()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count * 1e6
+
+
+@contextmanager
+def placed(server: Server, place: str) -> Iterator[list[int]]:
+    """Pin this thread and a server to the cores of a place; yields this thread's."""
+    mine, its = PLACES[place]
+    os.sched_setaffinity(0, mine)
+    server.pin(its)
+    try:
+        yield mine
+    finally:
+        os.sched_setaffinity(0, CORES)
+        server.pin(CORES)
+
+
+def call_time(name: str, server: Server, is_ours: bool) -> float:
+    """Return the microseconds of one call."""
+    client = _client(server.port, is_ours)
+    client.set("key", b"x" * 32)
+    if name == "multi_get of 1000":
+        client.multi_set(NAMES, NAMES)
+        return _micros(lambda: client.multi_get(NAMES), 50)
+    calls: dict[str, Callable[[], Any]] = {
+        "get": lambda: client.get("key"),
+        "add": lambda: client.add("count", 1),
+        "check": lambda: client.check(["key"]),
+        "set": lambda: client.set("key", b"x" * 32),
+    }
+    result = _micros(calls[name], 2000)
+    client.get("key")  # what was set has been taken before the next kind is measured
+    return result
+
+
+def _answer(port: int, is_ours: bool, count: int, tag: str, cores: list[int]) -> None:
+    os.sched_setaffinity(0, cores)
+    client = _client(port, is_ours)
+    for i in range(count):
+        client.wait([f"{tag}/ask{i}"])
+        client.set(f"{tag}/answer{i}", "1")
+
+
+def wake_up(server: Server, is_ours: bool, context: Any, cores: list[int]) -> float:
+    """Let two processes on these cores wake each other in turn; half a round is one wake-up, in microseconds."""
+    count, tag = 300, str(time.monotonic_ns())
+    other = context.Process(target=_answer, args=(server.port, is_ours, count, tag, cores))
+    other.start()
+    client = _client(server.port, is_ours)
+    start = 0.0
+    for i in range(count):
+        if i == count // 10:
+            start = time.perf_counter()
+        client.set(f"{tag}/ask{i}", "1")
+        client.wait([f"{tag}/answer{i}"])
+    took = time.perf_counter() - start
+    other.join(10)
+    return took / (count - count // 10) / 2 * 1e6
+
+
+def _count_calls(port: int, is_ours: bool, start_at: float, seconds: float) -> int:
+    client = _client(port, is_ours)
+    time.sleep(max(0.0, start_at - time.time()))
+    end = time.perf_counter() + seconds
+    count = 0
+    while time.perf_counter() < end:
+        for _ in range(20):
+            client.add("count", 1)
+        count += 20
+    return count
+
+
+def rate(server: Server, is_ours: bool, pool: multiprocessing.pool.Pool, processes: int) -> float:
+    """Return the calls a second of several processes together."""
+    seconds = 0.5
+    jobs = [(server.port, is_ours, time.time() + 0.2, seconds)] * processes
+    return sum(pool.starmap(_count_calls, jobs, chunksize=1)) / seconds
+
+
+def slow_get(server: Server, is_ours: bool) -> float:
+    """Return the 99th percentile of a get's milliseconds while the server's owner spins in Python."""
+    client = _client(server.port, is_ours)
+    client.set("key", b"x" * 32)
+    times = []
+    with server.busy_owner():
+        for _ in range(2000):
+            start = time.perf_counter()
+            client.get("key")
+            times.append(time.perf_counter() - start)
+    return statistics.quantiles(times, n=100)[98] * 1e3
+
+
+def kept_rate(server: Server, is_ours: bool, pool: multiprocessing.pool.Pool) -> float:
+    """Return which part of a process's calls a second is left while the server's owner spins in Python."""
+    idle = rate(server, is_ours, pool, 1)
+    with server.busy_owner():
+        return rate(server, is_ours, pool, 1) / idle
+
+
+def bring_up(server: Server, is_ours: bool, count: int) -> tuple[float, float]:
+    """Return the milliseconds until many clients are connected, and the server's KiB for each."""
+    before = server.resident()
+    start = time.perf_counter()
+    clients = [_client(server.port, is_ours) for _ in range(count)]
+    took = (time.perf_counter() - start) * 1e3
+    memory = (server.resident() - before) / count
+    del clients
+    time.sleep(0.1)  # the server takes note of the ends
+    return took, memory
+
+
+def attack(server: Server) -> float:
+    """Announce 256 MiB in nine bytes and send halves of large values; return the MiB it cost."""
+    rest = peak = server.resident()
+    over = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.is_set():
+            peak = max(peak, server.resident())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    hello = b"\0" + struct.pack("<I", 0x3C85F7CE)
+    key = struct.pack("<Q", 1) + b"k"
+    sockets = []
+    for i in range(20):
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        sock.settimeout(0.2)
+        sockets.append(sock)
+        half = b"\1" + key + struct.pack("<Q", 8 << 20) + b"x" * (4 << 20)
+        try:
+            sock.sendall(hello + (half if i % 2 else b"\1" + struct.pack("<Q", 256 << 20)))
+        except OSError:
+            continue  # refused or held back: what the server is meant to do
+    time.sleep(0.3)
+    over.set()
+    watcher.join()
+    for sock in sockets:
+        sock.close()
+    return (peak - rest) / 1024
