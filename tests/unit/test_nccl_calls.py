@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch.distributed import HashStore, ReduceOp
 
+import hpcdist
+from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.group import ProcessGroup
 from hpcdist.core.table import ROWS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
@@ -211,6 +214,17 @@ def test_a_factor_is_made_once_with_its_bits_in_the_tensors_own_dtype() -> None:
     assert factors == [("create_pre_mul_sum", 0.375, name) for name in ("BFLOAT16", "FLOAT8E5M2", "FLOAT64")]
 
 
+def test_a_complex_factor_scales_complex_tensors_alone() -> None:
+    backend = connected()
+    turn = torch.distributed._make_nccl_premul_sum(torch.tensor(1j))
+    numbers = torch.full((2,), 3 + 0j, dtype=torch.complex64)
+    values, op = backend._reducible(None, numbers, turn)
+    assert torch.equal(torch.view_as_complex(values), numbers * 1j)
+    assert op == fake.CORE.NcclRedOp.SUM
+    with pytest.raises(TypeError, match="expected a real one"):
+        backend._reducible(None, ones(2), turn)
+
+
 def test_an_exchange_in_place_goes_from_a_copy() -> None:
     backend = connected()
     tensor = ones(8)
@@ -295,6 +309,17 @@ def test_a_barrier_waits_on_the_host() -> None:
     backend._token = ones(1)
     backend.run(ROWS["barrier"], None, None, None, None, None)
     assert fake.take_journal()[-2:] == [("current", "waits for", "side"), ("host", "waits for", "current")]
+
+
+def test_a_barrier_with_device_ids_is_the_gpus() -> None:
+    backend = connected()
+    backend._token = ones(1)
+    backends = {"cpu": LoopbackBackend(), "cuda": backend}
+    group = ProcessGroup((0, 1, 2, 3), 1, backends, "cpu:loopback,cuda:nccl", "both", "", timedelta(seconds=5))
+    hpcdist.barrier(group)
+    assert fake.take_journal() == []
+    hpcdist.barrier(group, device_ids=[0])
+    assert ("allreduce", t(1), t(1), "SUM", "side") in fake.take_journal()
 
 
 def test_wait_with_a_limit_waits_on_the_host_and_says_when_it_is_over() -> None:

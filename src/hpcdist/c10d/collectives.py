@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.issue import issue
+from hpcdist.core.issue import dispatch, issue
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
@@ -30,7 +30,7 @@ from hpcdist.core.table import (
     REDUCE,
     REDUCE_SCATTER_SINGLE,
 )
-from hpcdist.core.work import Work
+from hpcdist.core.work import NO_TIMEOUT, Work
 
 
 def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
@@ -241,7 +241,8 @@ def barrier(
     Args:
         group: the group; None for the default one.
         async_op: return a Work at once.
-        device_ids: the GPUs that an NCCL barrier runs on; only their type is looked at.
+        device_ids: a list of a GPU's number: the barrier runs on this rank's GPU, after what is queued there. Without
+            it, or where the group carries no CUDA tensors, it is the CPU's.
         timeout: the most to wait; None for the group's own limit.
 
     Returns:
@@ -255,10 +256,17 @@ def barrier(
         raise TypeError(
             f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
         )
-    if timeout is None:
+    if timeout is None and not device_ids:
         return issue(BARRIER, group, None, None, None, None, async_op)
-    work = issue(BARRIER, group, None, None, None, None, True)
+    if not world.is_member(group, "barrier"):
+        return None
+    pg = world.resolve(group)
+    work: Work | None
+    if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
+        work = dispatch(pg, pg.backend("cuda"), BARRIER, None, None, None, None, True, None, [], None)
+    else:
+        work = issue(BARRIER, pg, None, None, None, None, True)
     if work is None or async_op:
         return work
-    work.wait(timeout)
+    work.wait(NO_TIMEOUT if timeout is None else timeout)
     return None

@@ -150,12 +150,15 @@ class NCCLBackend(Connections):
 
     def _reducible(self, link: Link, send: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
         """Return the values to reduce, and NCCL's op."""
-        values, names = datatypes.as_reduced(send), datatypes.ops_of(send.dtype)
+        names = datatypes.ops_of(send.dtype)
         if op != reduction.PREMUL_SUM:
-            return values, self._library.core.NcclRedOp[names[op]]
+            return datatypes.as_reduced(send), self._library.core.NcclRedOp[names[op]]
         factor = reduction.premultiplier(op)
         if isinstance(factor, torch.Tensor):
-            return values * factor.to(values.dtype), self._library.core.NcclRedOp.SUM
+            if factor.is_complex() and not send.is_complex():
+                raise TypeError(f"PREMUL_SUM of {send.dtype} by a factor of {factor.dtype}; expected a real one")
+            return datatypes.as_reduced(send * factor.to(send.dtype)), self._library.core.NcclRedOp.SUM
+        values = datatypes.as_reduced(send)
         key = (values.dtype, float(factor))
         made = self._factors.get(key)
         if made is None:  # kept: NCCL has room for many, and a training loop uses one or two
