@@ -55,9 +55,9 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     if way is None:
         return
     pg, backend = way
-    check_list(object_list, "object_list", pg.size(), "one a rank of the group")
+    check_list(object_list, "object_list", len(pg.ranks), "one a rank of the group")
     with pg.journal.during("all_gather_object"):
-        object_list[: pg.size()] = backend.all_gather_object(obj)
+        object_list[: len(pg.ranks)] = backend.all_gather_object(obj)
 
 
 def gather_object(
@@ -85,7 +85,7 @@ def gather_object(
     if pg.rank() == root:
         if not object_gather_list:
             raise ValueError(f"Argument ``object_gather_list`` must be specified on destination rank {root}")
-        check_list(object_gather_list, "object_gather_list", pg.size(), "one a rank of the group")
+        check_list(object_gather_list, "object_gather_list", len(pg.ranks), "one a rank of the group")
     elif object_gather_list:
         raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
     way = carrier(pg, "gather_object")
@@ -93,7 +93,7 @@ def gather_object(
     with pg.journal.during("gather_object", root):
         gathered = way[1].gather_object(obj, root)
     if gathered is not None and object_gather_list is not None:
-        object_gather_list[: pg.size()] = gathered
+        object_gather_list[: len(pg.ranks)] = gathered
 
 
 def broadcast_object_list(
@@ -157,9 +157,9 @@ def scatter_object_list(
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
     given = scatter_object_input_list
-    if pg.rank() == root and (not isinstance(given, list) or len(given) != pg.size()):
+    if pg.rank() == root and (not isinstance(given, list) or len(given) != len(pg.ranks)):
         raise ValueError(
-            f"Argument ``scatter_object_input_list`` must be a list of {pg.size()} objects, one a rank, on source "
+            f"Argument ``scatter_object_input_list`` must be a list of {len(pg.ranks)} objects, one a rank, on source "
             f"rank {root}; got {given!r:.80}"
         )
     way = carrier(pg, "scatter_object_list")

@@ -46,6 +46,8 @@ class MPIBackend(PicklingBackend):
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._all_reduce = comm.Allreduce
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
+        # op, dtype, and MPI's op and type: of the last all_reduce that needs nothing but MPI's call
+        self._direct: tuple[Any, ...] = (None, None)
         self.unfinished = deque()
         self._sharing = Sharing(comm, self._notice, self._is_background)
         self._least = self._sharing.least  # bytes: one comparison keeps small messages out of shared memory
@@ -81,9 +83,9 @@ class MPIBackend(PicklingBackend):
                 return
             if row is ALL_REDUCE and send is recv and nbytes <= COUNT_MAX:  # the shortest way, for latency
                 assert send is not None
-                how = self._plans.get((send.dtype, id(op)))
-                if how is not None and how.is_direct:
-                    self._all_reduce(IN_PLACE, [address(send.data_ptr(), nbytes), how.datatype], how.op)
+                direct = self._direct
+                if direct[0] is op and direct[1] is send.dtype:
+                    self._all_reduce(IN_PLACE, [address(send.data_ptr(), nbytes), direct[2]], direct[3])
                     return
             if row.reduces:
                 self._reduce(row, send, recv, op, root, counts)
@@ -129,6 +131,8 @@ class MPIBackend(PicklingBackend):
         assert send is not None
         how = self._plans.get((send.dtype, id(op))) or self._plan(row, send.dtype, op)
         if how.in_memory:
+            if how.is_direct and op.__class__ is RedOpType:
+                self._direct = (op, send.dtype, how.datatype, how.op)
             self._reduce_in_memory(row, send, recv, how, root, counts)
             if how.averages and recv is not None:
                 how.after(recv, recv, self.size)
