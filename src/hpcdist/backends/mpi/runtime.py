@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from hpcdist.backends.mpi.leftovers import unlink_segments
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
 
@@ -66,6 +67,7 @@ def world() -> Any:
         atexit.register(finalize)
         sys.excepthook = abort_on_exception
     check_world(MPI, detect())
+    unlink_segments(MPI)
     return MPI.COMM_WORLD
 
 
@@ -137,6 +139,7 @@ def duplicate(comm: Any) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
     own = checked(comm).Dup()
+    unlink_segments(MPI)
     own.Set_errhandler(MPI.ERRORS_RETURN)
     return own
 
