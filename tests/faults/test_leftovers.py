@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, LAUNCHERS, LIBRARY, Job, is_alive
+from launch import HERE, LIBRARY, PLAIN, Job, is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 START_SECONDS, END_SECONDS = 90.0, 20.0
-PLAIN = [each for each in LAUNCHERS if each != "openmpi-ulfm"]  # there the others live on
 SHARED = ("/dev/shm/", "/tmp/")
 
 
