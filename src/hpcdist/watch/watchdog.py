@@ -174,7 +174,7 @@ class Watchdog:
         places = self.channel.places
         self.channel.places = {new: places[old] for new, old in enumerate(remaining) if old in places}
         self.rank = remaining.index(self.rank)
-        logs.set_up(self.rank, len(remaining))
+        logs.locate(self.rank, len(remaining))
 
     def dump(self) -> str:
         """Write this rank's trace; a failure to write must not hide what it is written for."""
@@ -274,9 +274,10 @@ def begin(group: ProcessGroup) -> Watchdog:
     One collective on the group lets the ranks know where the others listen.
     """
     rank = group.ranks[group.rank()]
-    logs.set_up(rank, group.size())
+    logs.locate(rank, group.size())
     first = not RUNNING
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
+    group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.rank = rank
     if group.size() > 1:
         places = group.any_backend().all_gather_object(tuple(watchdog.channel.own))
@@ -288,5 +289,5 @@ def begin(group: ProcessGroup) -> Watchdog:
         RUNNING.append(watchdog)
         watchdog.start()
     Explanation.of = staticmethod(watchdog.explain)
-    logs.LOG.info("default group of %d ranks, %s", group.size(), group.config)
+    logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=logs.of(group))
     return watchdog
