@@ -18,7 +18,7 @@ import hpcdist as dist
 
 VICTIM = 1
 SECONDS = float(os.environ.get("FAULT_TIMEOUT", "2"))
-tensor = torch.ones(8)
+tensor = torch.ones(int(os.environ.get("FAULT_COUNT", "8")))
 
 
 def tell(event: str, **more: object) -> None:
@@ -54,11 +54,21 @@ def go_wrong(fault: str, call: str) -> None:
         raise ZeroDivisionError("the victim's own")
     elif fault == "exit":
         sys.exit(3)
+    elif fault == "leave":  # past Python's exit, and MPI's
+        os._exit(3)
     elif fault == "other":  # a collective that the others do not call
         dist.reduce(tensor, 0) if call != "recv" else dist.barrier()
     elif fault == "shape":
         tensor = torch.ones(16)
         CALLS[call]()
+
+
+def leave(seconds: float) -> None:
+    """Let all but one rank leave the program, and that one later."""
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+        tell("late", failed=dist.failed_ranks())
+    dist.destroy_process_group()
 
 
 def main(fault: str, call: str) -> None:
@@ -81,6 +91,9 @@ def main(fault: str, call: str) -> None:
             values = torch.ones(4)
             dist.all_reduce(values)
             tell("shrunk", seconds=took, rank_now=dist.get_rank(), size=dist.get_world_size(), sum=values.tolist())
+            if seconds := os.environ.get("FAULT_LEAVE"):
+                leave(float(seconds))
+                return
     else:
         tell("passed")
     signal.pause()

@@ -39,6 +39,27 @@ LAUNCHERS = {
 
 IS_WHOLE = os.environ.get("HPCDIST_FAULTS") == "all"  # every case, not only those that a change must pass
 FIRST = list(LAUNCHERS) if IS_WHOLE else list(LAUNCHERS)[:1]  # for what does not depend on how MPI was started
+PLAIN = [each for each in LAUNCHERS if each != "openmpi-ulfm"]  # a rank's death ends the job
+
+
+def settings(**environment: str) -> dict[str, str]:
+    """Return the environment of a job."""
+    return {
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(SOURCE),
+        **environment,
+    }
+
+
+def command(
+    launcher: str, ranks: int, script: Path, arguments: list[str], options: list[str] | None = None
+) -> list[str]:
+    """Return the command line that starts a job."""
+    given = [*LAUNCHERS[launcher], *(options or []), "-n", str(ranks)]
+    return [str(MPIRUN), *given, sys.executable, str(script), *arguments]
 
 
 class Job:
@@ -50,19 +71,15 @@ class Job:
         self.launcher = launcher
         self.folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
         self.output, self.errors = self.folder / "out", self.folder / "err"
-        settings = {
-            **os.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(SOURCE),
-            "TORCH_FR_DUMP_TEMP_FILE": f"{self.folder}/trace_",
-            **environment,
-        }
-        command = [str(MPIRUN), *LAUNCHERS[launcher], "-n", str(ranks), sys.executable, str(script), *arguments]
+        traces = {"TORCH_FR_DUMP_TEMP_FILE": f"{self.folder}/trace_"}
         with open(self.output, "wb") as out, open(self.errors, "wb") as err:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=settings, start_new_session=True
+                command(launcher, ranks, script, arguments),
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env=settings(**traces, **environment),
+                start_new_session=True,
             )
         self.ended: float | None = None
 

@@ -13,6 +13,7 @@ import pytest
 from launch import HERE, LAUNCHERS, SOURCE, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -40,7 +41,7 @@ def test_a_rank_late_for_the_first_objects_of_a_group_is_reported(launcher: str,
         assert "has not ended after 1.0 s" in job.stderr()
 
 
-@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each == "openmpi-ulfm"])
+@pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
     with Job(launcher, 4, [fault, "all_reduce"], FAULT_SHRINK="1") as job:
@@ -50,6 +51,46 @@ def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
         if path := os.environ.get("HPCDIST_FAULTS_FIGURES"):
             with open(path, "a") as file:
                 file.write(f'{{"shrink": "{fault}", "seconds": {max(each["seconds"] for each in shrunk)}}}\n')
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("count", [8, 100, 100_000], ids="{} elements".format)
+@pytest.mark.parametrize(("fault", "timeout"), [("leave", 60), ("stop", 2)])
+def test_a_rank_that_ulfm_does_not_count_as_dead_ends_the_wait(
+    launcher: str, fault: str, timeout: int, count: int
+) -> None:
+    """The others raise; or where MPI is stuck in a send to that rank (100 elements), the job is aborted.
+
+    A rank that ended by os._exit is noticed long before the timeout.
+    """
+    with Job(launcher, 3, [fault, "all_reduce"], FAULT_TIMEOUT=str(timeout), FAULT_COUNT=str(count)) as job:
+        job.wait("fault", 1, 90)
+        start = time.time()
+        raised = job.wait("raised", 2, 2 + 5 + 8)
+        assert time.time() - start < 2 + 5 + 8
+        assert "rank 1 has not entered all_reduce" in job.stderr()
+        assert ("its process has ended" if fault == "leave" else "its process is stopped") in job.stderr()
+        assert len(raised) == 2 or "a call that was interrupted has not ended" in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+def test_ranks_that_go_on_leave_together_and_in_bounded_time(launcher: str) -> None:
+    """MPI_Finalize may hang after a death; and who leaves without it must not look dead to who is still busy."""
+    with Job(launcher, 4, ["kill", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="3") as job:
+        assert len(job.wait("shrunk", 3, 120)) == 3, job.stderr()
+        start = time.time()
+        job.finish(3 + 20)
+        assert time.time() - start >= 3
+        late = job.events("late")
+        assert [each["failed"] for each in late] == [[]], job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+def test_nobody_waits_at_the_end_for_a_rank_that_left_without_a_word(launcher: str) -> None:
+    environment = {"FAULT_TIMEOUT": "60", "FAULT_SHRINK": "1", "FAULT_LEAVE": "0"}
+    with Job(launcher, 3, ["leave", "all_reduce"], **environment) as job:
+        assert len(job.wait("shrunk", 2, 120)) == 2, job.stderr()
+        assert job.finish(30) == 3
 
 
 def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:

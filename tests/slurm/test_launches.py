@@ -38,11 +38,7 @@ def test_host_lists_place_each_rank_where_slurm_did(size, distribution, cluster)
     assert [host for _, host, *_ in shown] == expected
 
 
-# MPICH 5.0 unlinks the segment of a node's ranks in MPI_Finalize alone: a killed job leaves it, 1 MiB a rank.
-LEAVES_ITS_SEGMENT = pytest.mark.xfail(reason="MPICH leaves /dev/shm/mpich_shm_* of a killed job", strict=True)
-
-
-@pytest.mark.parametrize("mpi", ["Open MPI", pytest.param("MPICH", marks=LEAVES_ITS_SEGMENT)])
+@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
 def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, request):
     environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
     number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **environment)

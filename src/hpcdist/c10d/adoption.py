@@ -15,6 +15,7 @@ from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import WORLD
+from hpcdist.watch import logs
 
 
 def create(options: Any, pg_options: Any) -> ProcessGroup:
@@ -48,6 +49,7 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
 
 def create_world(options: Any, pg_options: Any) -> ProcessGroup:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
+    logs.set_up()
     launch = torch_bridge.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi

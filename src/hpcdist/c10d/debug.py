@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pdb
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
 from hpcdist.watch import fingerprints, report
+from hpcdist.watch.debugger import RankDebugger
 from hpcdist.watch.watchdog import RUNNING
 
 BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
@@ -210,46 +209,36 @@ SKIPPED: dict[tuple[str, int], int] = {}  # how often each line with a breakpoin
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
     """Open pdb on one rank while the others wait; every rank of the default group calls this.
 
+    ``continue`` lets all go on, ``next`` and ``step`` then stop at this rank's next line, ``quit`` ends the job.
+
     Args:
-        rank: which rank's terminal.
+        rank: which rank's terminal. Launchers forward what is typed to rank 0, unless told otherwise: Open MPI by
+            ``mpirun --stdin RANK``; srun forwards to all; MPICH's mpirun to rank 0 alone.
         skip: pass the breakpoint so many times first.
         timeout_s: no call times out for so many seconds; None leaves the timeouts as they are.
+
+    Raises:
+        ValueError: no rank of the default group, or it is not initialised.
+        bdb.BdbQuit: pdb was told to quit; on the rank it was opened on.
     """
     caller = sys._getframe(1)
+    default = world.default_group()
+    if rank not in default.ranks:
+        raise ValueError(f"breakpoint on rank {rank}: the default group has ranks 0 to {default.size() - 1}")
     here = (caller.f_code.co_filename, caller.f_lineno)
     SKIPPED[here] = SKIPPED.get(here, 0) + 1
     if SKIPPED[here] <= skip:
         return
     if timeout_s is not None and RUNNING:
         RUNNING[0].waits_until = time.monotonic() + timeout_s
-    default = world.default_group()
-    if default.ranks[default.rank()] == rank:
-        debugger = TerminalPdb()
-        debugger.message(
-            f"\n!!! ATTENTION !!!\n\nThis is rank {rank}. Type 'up' to get to the frame that called "
-            f"dist.breakpoint(rank={rank})\n"
-        )
-        debugger.reset()
-        debugger.interaction(caller, None)
+    debugger = RankDebugger(rank) if default.ranks[default.rank()] == rank else None
+    if debugger is not None:
+        debugger.open(caller)
     issue(BARRIER, default, None, None)
     if timeout_s is not None and RUNNING:
         RUNNING[0].waits_until = 0.0
-
-
-class TerminalPdb(pdb.Pdb):
-    """pdb on the terminal itself where there is one: launchers give the ranks no standard input."""
-
-    def __init__(self) -> None:
-        if sys.stdin is None or not sys.stdin.isatty():
-            try:
-                terminal = open("/dev/tty", "r+", encoding="utf-8", buffering=1)  # noqa: SIM115  pdb keeps it
-            except OSError:
-                terminal = None
-            if terminal is not None and os.isatty(terminal.fileno()):
-                super().__init__(stdin=terminal, stdout=terminal)
-                self.use_rawinput = False
-                return
-        super().__init__()
+    if debugger is not None:
+        debugger.go_on(caller)
 
 
 def stop_requested(group: ProcessGroup | None = None) -> bool:

@@ -20,6 +20,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+from hpcdist.watch.logs import LOG, of
 
 
 def check_timeout(timeout: timedelta | None) -> None:
@@ -333,6 +334,7 @@ def add(
     group = ProcessGroup(tuple(ranks), rank, backends, config, name, description or "undefined", timeout)
     group.bound_device_id = device_id or parent.bound_device_id
     WORLD.add(group)
+    LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra=of(group))
     return group
 
 

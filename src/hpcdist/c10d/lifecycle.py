@@ -21,7 +21,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
-from hpcdist.watch import watchdog
+from hpcdist.watch import logs, watchdog
 from hpcdist.watch.departure import DEPARTURE
 
 BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
@@ -66,13 +66,15 @@ def init_process_group(
             yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left alone.
 
     Raises:
-        ValueError: called twice, or an unknown backend, or a rank or size that does not fit.
+        ValueError: called twice, or an unknown backend, or a rank or size that does not fit, or HPCDIST_LOG names
+            no level.
         TypeError: a timeout that is no timedelta, or a comm that is no communicator.
         DistBackendError: no MPI library, or one that does not belong to the launcher.
     """
     if WORLD.default is not None:
         raise ValueError("trying to initialize the default process group twice!")
     check_timeout(timeout)
+    logs.set_up()
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
     if store is not None and (world_size <= 0 or rank < 0):
@@ -213,7 +215,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if pg is not WORLD.default:
         WORLD.remove(pg)
         pg.close()
+        logs.LOG.debug("destroyed", extra=logs.of(pg))
         return
     for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last
         each.close()
+        logs.LOG.debug("destroyed", extra=logs.of(each))
     WORLD.clear()

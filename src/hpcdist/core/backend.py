@@ -181,6 +181,10 @@ class Backend(TensorObjects):
         """
         return None
 
+    def abandon(self) -> bool:
+        """Leave the job without a rank that has ended; False where the farewell itself goes on without it."""
+        return False
+
     def abort(self, status: int) -> None:
         """End this process, and with it the job: the launcher ends the others."""
         os._exit(status)

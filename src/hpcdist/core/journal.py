@@ -48,10 +48,23 @@ class Ring:
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)
+        self.listener: Callable[[tuple[Any, ...]], None] | None = None  # hears of each call too (the log, at debug)
 
     def resize(self, length: int) -> None:
-        """Keep another number of calls; for groups made from now on."""
+        """Keep another number of calls; for journals that follow from now on."""
         self.calls = deque(self.calls, maxlen=length)
+
+    def pusher(self) -> Callable[[tuple[Any, ...]], None]:
+        """Return what a journal adds its calls with."""
+        append, listener = self.calls.append, self.listener
+        if listener is None:
+            return append
+
+        def append_and_tell(call: tuple[Any, ...]) -> None:
+            append(call)
+            listener(call)
+
+        return append_and_tell
 
 
 RING = Ring()
@@ -86,9 +99,13 @@ class Journal:
         self.messages = 0
         self.current: tuple[Any, ...] | None = None
         self.waited: Any = None
-        self.push = RING.calls.append
         self.before = SCRUTINY.check
         self.group = group
+        self.follow()
+
+    def follow(self) -> None:
+        """Add calls to the ring as it is now."""
+        self.push = RING.pusher()
 
     def collective(
         self, what: Row | str, tensor: torch.Tensor | None = None, root: int | None = None

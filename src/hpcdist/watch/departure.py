@@ -3,7 +3,7 @@
 MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
 collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
 barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
-without this rank is the sign to end the job.
+without this rank is the sign to end the job. One that has ended without a farewell is waited for no longer.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Departure:
         next_ask = time.monotonic() + FIRST_ASK
         pause, nap = FIRST_ASK, 0.0005
         suspects: set[tuple[int, str, int]] = set()
+        lacks_one = False
         while not everyone_leaves():
             if time.monotonic() >= next_ask:
                 now = waiting_for(watchdog)
@@ -58,6 +59,11 @@ class Departure:
                     watchdog.say(f"this rank has left the program, and the job is aborted:\n{lines}")
                     watchdog.dump()
                     self.backend.abort(ABORT_STATUS)
+                if watchdog.channel.any_ended():
+                    # at the second look: it did not end just now, with all others
+                    if lacks_one and self.backend.abandon():
+                        return
+                    lacks_one = True
                 suspects = set(now)
                 pause = min(LONGEST_PAUSE, pause if now else 2 * pause)
                 next_ask = time.monotonic() + pause

@@ -1,13 +1,20 @@
 """How does a log line say which rank and group it comes from?
 
 By the standard library: the logger is ``hpcdist``, and ``HPCDIST_LOG=debug`` (or info, warning, error) gives it
-a handler of its own on stderr. A record may name its group with ``extra={"group": ...}``.
+a handler of its own on stderr. A record may name its group with ``extra={"group": ...}``. At ``debug`` each call is
+logged as it begins, with its number and what it carries, and each group as it is made and destroyed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.core.journal import RING, Call
+
+if TYPE_CHECKING:
+    from hpcdist.core.group import ProcessGroup
 
 VARIABLE = "HPCDIST_LOG"
 LEVELS = {
@@ -37,13 +44,12 @@ class Origin(logging.Filter):
 ORIGIN = Origin()
 
 
-def set_up(rank: int, size: int) -> None:
-    """Tell the logger which rank this is, and give it a handler where the environment asks for one.
+def set_up() -> None:
+    """Give the logger a handler where the environment asks for one; at ``debug`` it hears of each call.
 
     Raises:
         ValueError: a level that is none.
     """
-    ORIGIN.rank, ORIGIN.size = rank, size
     wanted = os.environ.get(VARIABLE, "").lower()
     if not wanted or any(ORIGIN in handler.filters for handler in LOG.handlers):
         return
@@ -55,3 +61,23 @@ def set_up(rank: int, size: int) -> None:
     LOG.addHandler(handler)
     LOG.setLevel(LEVELS[wanted])
     LOG.propagate = False
+    if LOG.isEnabledFor(logging.DEBUG):
+        RING.listener = log_call
+
+
+def locate(rank: int, size: int) -> None:
+    """Tell the logger which rank this is."""
+    ORIGIN.rank, ORIGIN.size = rank, size
+
+
+def of(group: ProcessGroup) -> dict[str, str]:
+    """Return what names a record's group: ``extra`` of the logger's methods."""
+    return {"group": group.group_name}
+
+
+def log_call(record: tuple[Any, ...]) -> None:
+    """Log a call of this rank as it begins."""
+    call = Call(*record)
+    tensor = "" if call.shape is None else f" of {str(call.dtype).removeprefix('torch.')} {list(call.shape)}"
+    with_rank = "" if call.root is None else f", {'peer' if call.is_message else 'root'} {call.root}"
+    LOG.debug("%s #%d%s%s", call.name, call.number, tensor, with_rank, extra={"group": call.journal.group})

@@ -87,6 +87,7 @@ class SideChannel:
             socket.gethostname(),
         )
         self.places: dict[int, Place] = {}  # by global rank
+        self.left_out: list[Place] = []  # of ranks that the world was shrunk by
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
@@ -167,6 +168,27 @@ class SideChannel:
                 continue
             if waiting.pop(rank, None) is not None:
                 answers[rank] = answer
+
+    def renumber(self, remaining: list[int]) -> None:
+        """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
+        self.left_out += [place for rank, place in self.places.items() if rank not in remaining]
+        self.places = {new: self.places[old] for new, old in enumerate(remaining) if old in self.places}
+
+    def has_ended(self, place: Place | None) -> bool:
+        """Tell whether a rank's process is known to have ended; only on this machine can that be seen."""
+        if place is None or place.machine != self.own.machine:
+            return False
+        try:
+            os.kill(place.pid, 0)  # no signal: asks whether the process is there
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def any_ended(self) -> bool:
+        """Tell whether any rank of the job, also one that was left out, is known to have ended."""
+        return any(map(self.has_ended, [*self.places.values(), *self.left_out]))
 
     def judge(self, rank: int) -> str:
         """Return in words why a rank gives no answer, as far as it shows from here."""

@@ -1,13 +1,14 @@
 """Who notices that a call never ends, and what happens then?
 
 One thread a process. At each tick it looks at what blocks (``whereabouts``); what it has seen for longer than
-the group's timeout is overdue. It asks the other ranks where they are (``side_channel``), writes the report
-(``report``) and the trace (``flight_recorder``), and then ends the wait in the gentlest way there is:
+the group's timeout is overdue, and so is at once what waits for a rank of this machine that has ended. It asks
+the other ranks where they are (``side_channel``), writes the report (``report``) and the trace
+(``flight_recorder``), and then ends the wait in the gentlest way there is:
 
 1. the library raises by itself (gloo): nothing more;
 2. a queued call or a receive: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
-4. else the job is aborted, because MPI cannot be taken out of a blocking call.
+4. else, or where it does not raise, the job is aborted, because MPI cannot be taken out of a blocking call.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 CLASH_SECONDS = 0.1
+ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
+STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
 YIELD_SECONDS = 1.5  # how long a rank whose report another one writes waits before it ends the job
 ABORT_STATUS = 1
 
@@ -58,6 +61,7 @@ class Watchdog:
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._since: dict[int, tuple[Any, float]] = {}  # by id of the call's record: the record, when first seen
         self._handled: dict[int, tuple[Any, str]] = {}  # the overdue ones: the record, "asking" or "reported"
+        self._interrupted: dict[int, tuple[Any, float]] = {}  # those that the library was told to end: the record, when
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
@@ -101,13 +105,23 @@ class Watchdog:
             _, first = since[id(record)] = self._since.get(id(record), (record, now))
             limit = each.group.timeout.total_seconds()
             has_own_limit = each.work is not None and not each.in_background and each.work._limit is not None
+            if now - first >= ENDED_SECONDS and self._lacks_process(each.group):
+                limit = ENDED_SECONDS
             if now - first >= limit and now >= self.waits_until and not has_own_limit:
                 overdue.append((each, now - first))
         self._since = since
         self._handled = {key: value for key, value in self._handled.items() if key in since}
+        self._interrupted = {key: value for key, value in self._interrupted.items() if key in since}
         for each, seconds in overdue:
             if id(self._record(each)) not in self._handled:
                 self._expire(each, seconds)
+            elif now - self._interrupted.get(id(self._record(each)), (None, now))[1] >= STUCK_SECONDS:
+                self.say("the job is aborted: a call that was interrupted has not ended")
+                each.group.any_backend().abort(ABORT_STATUS)
+
+    def _lacks_process(self, group: ProcessGroup) -> bool:
+        """Tell whether a rank of a group has ended, so that its calls cannot."""
+        return any(self.channel.has_ended(self.channel.places.get(rank)) for rank in group.ranks)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
@@ -171,10 +185,9 @@ class Watchdog:
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
-        places = self.channel.places
-        self.channel.places = {new: places[old] for new, old in enumerate(remaining) if old in places}
+        self.channel.renumber(remaining)
         self.rank = remaining.index(self.rank)
-        logs.set_up(self.rank, len(remaining))
+        logs.locate(self.rank, len(remaining))
 
     def dump(self) -> str:
         """Write this rank's trace; a failure to write must not hide what it is written for."""
@@ -251,7 +264,12 @@ class Watchdog:
         if each.work is not None and each.work._interrupt(reason):
             return
         backend = each.group.cpu if each.group.cpu is not None else each.group.any_backend()
-        if backend.ends_waits or backend.interrupt(reason):
+        if backend.ends_waits:
+            return
+        record = self._record(each)
+        if backend.interrupt(reason):
+            # Open MPI's revocation does not end a send that shared memory holds back, to a rank that takes nothing
+            self._interrupted[id(record)] = (record, time.monotonic())
             return
         if is_reported:
             time.sleep(YIELD_SECONDS)
@@ -274,9 +292,10 @@ def begin(group: ProcessGroup) -> Watchdog:
     One collective on the group lets the ranks know where the others listen.
     """
     rank = group.ranks[group.rank()]
-    logs.set_up(rank, group.size())
+    logs.locate(rank, group.size())
     first = not RUNNING
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
+    group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.rank = rank
     if group.size() > 1:
         places = group.any_backend().all_gather_object(tuple(watchdog.channel.own))
@@ -288,5 +307,5 @@ def begin(group: ProcessGroup) -> Watchdog:
         RUNNING.append(watchdog)
         watchdog.start()
     Explanation.of = staticmethod(watchdog.explain)
-    logs.LOG.info("default group of %d ranks, %s", group.size(), group.config)
+    logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=logs.of(group))
     return watchdog

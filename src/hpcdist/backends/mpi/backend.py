@@ -298,8 +298,12 @@ class MPIBackend(PicklingBackend):
         return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
 
     def farewell(self) -> Callable[[], bool] | None:
-        """Begin to leave the job; nobody can be waited for where a rank has died."""
-        return None if fault_tolerance.failed(runtime.world()) else runtime.farewell()
+        """Begin to leave the job."""
+        return runtime.farewell()
+
+    def abandon(self) -> bool:
+        """Leave without MPI_Finalize, which would wait; not where MPI knows who has died."""
+        return runtime.abandon()
 
     def abort(self, status: int) -> None:
         """End the job."""

@@ -8,6 +8,7 @@ blocked one. Elsewhere a dead process ends the job, and only a receive can be ma
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -57,6 +58,14 @@ def end(request: MPI.Request) -> bool:
     except MPI.Exception as error:
         return error.Get_error_class() == MPI.ERR_REVOKED
     return False
+
+
+AGREED = array("i", [1])  # MPI_Comm_iagree's flag, which nobody reads; it must outlive the request
+
+
+def begin_agreement(comm: MPI.Intracomm) -> MPI.Request:
+    """Begin what ends once every rank of a communicator has come here or died."""
+    return comm.Iagree(AGREED)
 
 
 def is_loss(error: MPI.Exception) -> bool:

@@ -1,0 +1,39 @@
+"""What would a killed job leave on the node, and how does it not?
+
+MPICH 5 names the memory that the ranks of a node share, and takes the name away in MPI_Finalize alone: a job that is
+killed leaves a file in /dev/shm, 1 MiB a rank. Nobody opens it after MPI_Init, which returns once every
+rank of the node has mapped it (MPICH's posix ``comm_bootstrap`` waits for a flag of each). So the name can go at
+once; the memory lives as long as a process maps it.
+
+Open MPI and Intel MPI need nothing: the launcher of the one removes what a rank leaves, the other takes the names away
+by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LIBRARY = "MPICH Version"  # what MPI_Get_library_version begins with; derived libraries share in their own ways
+SEGMENT = "/dev/shm/mpich_shm_"
+MAPS = Path("/proc/self/maps")
+
+
+@cache
+def unlink_segments(MPI: Any) -> None:
+    """Take away the names of the segments that MPICH's MPI_Init has mapped in this process; any rank, any time after.
+
+    A file that this process does not map is another job's, also where it has the name of one of ours.
+    """
+    if not MPI.Get_library_version().startswith(LIBRARY):
+        return
+    with suppress(OSError):  # no /proc, no files: nothing is found
+        for line in MAPS.read_text().splitlines():
+            _, _, _, _, inode, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(SEGMENT):
+                with suppress(FileNotFoundError):  # a rank of this node was quicker
+                    if os.stat(path[0]).st_ino == int(inode):
+                        os.unlink(path[0])

@@ -1,0 +1,66 @@
+"""How does one rank's pdb talk to the terminal that the job was started from?
+
+Through what the launcher forwards: a pipe to the standard input of one rank, and whole lines of its output. So the
+prompt ends its line where the input is no terminal, or it would be shown only with the answer.
+"""
+
+from __future__ import annotations
+
+import bdb
+import pdb
+import sys
+from types import FrameType
+
+HINT = (
+    "What is typed reaches rank 0 under mpirun, others by Open MPI's `mpirun --stdin {rank}` (MPICH's has no such "
+    "option), and all ranks, or one by `--input={rank}`, under srun."
+)
+
+
+class RankDebugger(pdb.Pdb):
+    """pdb of one rank, which stops where it is opened."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self.has_input = True
+        if not self.has_terminal:
+            self.use_rawinput = False
+            self.prompt = f"(Pdb of rank {rank})\n"
+
+    def open(self, frame: FrameType) -> None:
+        """Talk at a frame, until it is told to go on.
+
+        Raises:
+            bdb.BdbQuit: it was told to quit.
+        """
+        self.message(f"\n!!! ATTENTION !!!\n\nThis is rank {self.rank}, in the line that called breakpoint.")
+        if not self.has_terminal:
+            self.message(HINT.format(rank=self.rank))
+        self.reset()
+        self.botframe = callers(frame)[-1]  # where stepping ends
+        self.interaction(frame, None)
+        if self.quitting and self.has_input:
+            raise bdb.BdbQuit
+
+    def go_on(self, frame: FrameType) -> None:
+        """Step or run on as it was told, from the frame's next line."""
+        if self.has_input and (self.stoplineno != -1 or self.breaks):
+            for each in callers(frame):
+                each.f_trace = self.trace_dispatch
+            sys.settrace(self.trace_dispatch)
+
+    def do_EOF(self, arg: str) -> bool | None:
+        """Go on: the launcher forwards no input to this rank."""
+        self.has_input = False
+        self.message(f"rank {self.rank} has no input, and goes on")
+        return self.do_continue(arg)
+
+
+def callers(frame: FrameType) -> list[FrameType]:
+    """Return a frame and all that it was called from."""
+    found = [frame]
+    while (outer := found[-1].f_back) is not None:
+        found.append(outer)
+    return found

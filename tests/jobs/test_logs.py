@@ -1,0 +1,73 @@
+"""Does HPCDIST_LOG say what each rank does, and which rank and group said it?"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from tests.programs import mpirun, run
+
+PROGRAM = """
+import logging
+import torch
+import hpcdist as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+pair = dist.new_group([0, 2])
+if rank != 1:
+    dist.all_reduce(torch.ones(2, 3), group=pair)
+dist.broadcast(torch.ones(4, dtype=torch.int64), 1)
+if rank == 0:
+    dist.send(torch.ones(5), 2)
+if rank == 2:
+    dist.recv(torch.ones(5), 0)
+logging.getLogger("hpcdist").warning("of the program")
+dist.destroy_process_group()
+"""
+LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ \[rank (\d) of 3(?: group (\S+))?\] (\w+) (.*)$", re.MULTILINE)
+
+
+def lines(level: str) -> set[tuple[str, str, str, str]]:
+    """Return rank, group, level and text of what a job logs."""
+    result = mpirun(3, ["-c", PROGRAM], HPCDIST_LOG=level)
+    assert result.returncode == 0, result.stderr
+    return set(LINE.findall(result.stderr))
+
+
+def test_debug_tells_of_each_call_with_rank_and_group() -> None:
+    told = lines("debug")
+    assert {(rank, "0", "DEBUG", "broadcast #2 of int64 [4], root 1") for rank in "012"} <= told
+    assert {rank for rank, group, _, text in told if text == "all_reduce #1 of float32 [2, 3]" and group == "1"} == {
+        "0",
+        "2",
+    }
+    assert ("0", "0", "DEBUG", "send #1 of float32 [5], peer 2") in told
+    assert ("2", "0", "DEBUG", "recv #1 of float32 [5], peer 0") in told
+    assert {(rank, "1", "DEBUG", "made of ranks [0, 2], timeout 0:30:00") for rank in "02"} <= told
+    assert {(rank, "0", "INFO", "default group of 3 ranks, mpi") for rank in "012"} <= told
+    assert {(rank, "0", "DEBUG", "destroyed") for rank in "012"} <= told
+    assert {(rank, "", "WARNING", "of the program") for rank in "012"} <= told
+
+
+@pytest.mark.parametrize(("level", "told"), [("info", {"INFO", "WARNING"}), ("WARNING", {"WARNING"}), ("error", set())])
+def test_a_level_keeps_out_what_is_below_it(level: str, told: set[str]) -> None:
+    assert {each[2] for each in lines(level)} == told
+
+
+def test_an_unknown_level_is_an_error_that_names_the_known_ones() -> None:
+    program = "import hpcdist as dist\ndist.init_process_group('loopback')"
+    result = run([sys.executable, "-c", program], HPCDIST_LOG="loud")
+    assert result.returncode == 1
+    assert "HPCDIST_LOG='loud' is no level (known: debug, info, warning, error)" in result.stderr
+
+
+def test_it_ends_a_job_of_many_ranks_too() -> None:
+    result = mpirun(2, ["-c", PROGRAM], HPCDIST_LOG="loud")
+    assert result.returncode != 0
+    assert "HPCDIST_LOG='loud' is no level" in result.stderr
+
+
+def test_nothing_is_logged_unasked() -> None:
+    assert not lines("")
