@@ -16,6 +16,7 @@ pytest.importorskip("mpi4py")
 import hpcdist as dist
 from hpcdist.backends.mpi import crossover, runtime
 from hpcdist.backends.mpi.shared_memory import NodeShared
+from hpcdist.backends.mpi.sharing import SHARED_CALLS
 
 SEED = 21
 
@@ -54,9 +55,15 @@ def test_override(monkeypatch):
         crossover.override()
 
 
-def test_the_table_is_not_below_its_least():
-    for library in crossover.BYTES.values():
-        assert all(least >= crossover.LEAST for pair in library.values() for least in pair)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("library", [*crossover.BYTES, "another"])
+def test_the_floor_keeps_out_nothing_that_the_table_lets_in(library, ranks):
+    for row in SHARED_CALLS:
+        op = "SUM" if row.reduces else None
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+            least = crossover.min_bytes(row.name, dtype, op, ranks, library)
+            sent = least // ranks if row.name == "all_gather_single" else least
+            assert crossover.floor_bytes(row, ranks, library) <= sent
 
 
 def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi import fault_tolerance, large, runtime
+from hpcdist.backends.mpi.crossover import NEVER
 from hpcdist.backends.mpi.datatypes import COUNT_MAX, memory, message, shares
 from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
@@ -50,7 +51,7 @@ class MPIBackend(PicklingBackend):
         self._direct: tuple[Any, ...] = (None, None)
         self.unfinished = deque()
         self._sharing = Sharing(comm, self._notice, self._is_background)
-        self._least = self._sharing.least  # bytes: one comparison keeps small messages out of shared memory
+        self._floors = self._sharing.floors  # one comparison keeps small messages out of shared memory
         self._receiving: MPI.Request | None = None  # the receive that blocks now
         self.interruption: str | None = None  # why a blocked call was made to raise
 
@@ -76,7 +77,7 @@ class MPIBackend(PicklingBackend):
         try:
             nbytes = 0 if send is None else send.nbytes
             if (
-                nbytes >= self._least
+                nbytes >= self._floors.get(row, NEVER)
                 and send is not None
                 and self._sharing.run(row, send, recv if recv is not None else send, op, root)
             ):

@@ -18,6 +18,7 @@ import sys
 import torch
 
 from hpcdist.backends.mpi.node_arithmetic import KINDS, WIDER
+from hpcdist.core.table import Row, Shape
 
 VARIABLE = "HPCDIST_SHM"
 NODE_KEY_VARIABLE = "HPCDIST_NODE_KEY"
@@ -28,23 +29,23 @@ KIB, MIB = 1 << 10, 1 << 20
 BYTES: dict[str, dict[str, tuple[int, int]]] = {
     "Open MPI": {
         "all_reduce": (16 * KIB, 1 * MIB),
-        "broadcast": (4 * MIB, 256 * KIB),
-        "all_gather_single": (16 * MIB, 256 * KIB),
+        "broadcast": (4 * MIB, 1 * MIB),
+        "all_gather_single": (64 * MIB, 256 * KIB),
         "reduce_scatter_single": (256 * KIB, 1 * MIB),
         "all_to_all_single": (16 * MIB, NEVER),
     },
     "MPICH": {
         "all_reduce": (16 * KIB, 1 * MIB),
         "broadcast": (4 * MIB, 1 * MIB),
-        "all_gather_single": (16 * MIB, 1 * MIB),
-        "reduce_scatter_single": (4 * MIB, 4 * MIB),
+        "all_gather_single": (NEVER, 1 * MIB),
+        "reduce_scatter_single": (4 * MIB, 16 * MIB),
         "all_to_all_single": (16 * MIB, NEVER),
     },
     "Intel MPI": {
-        "all_reduce": (4 * MIB, NEVER),
-        "broadcast": (NEVER, NEVER),
-        "all_gather_single": (NEVER, NEVER),
-        "reduce_scatter_single": (4 * MIB, NEVER),
+        "all_reduce": (4 * MIB, 16 * MIB),
+        "broadcast": (NEVER, 4 * MIB),
+        "all_gather_single": (NEVER, 4 * MIB),
+        "reduce_scatter_single": (1 * MIB, 16 * MIB),
         "all_to_all_single": (NEVER, NEVER),
     },
 }
@@ -52,7 +53,6 @@ BYTES: dict[str, dict[str, tuple[int, int]]] = {
 # MPI has no half types: the alternative is to widen, reduce and round, which doubles what MPI moves
 HALF_BYTES = 16 * KIB
 ACROSS_NODES = ("all_reduce",)  # the other collectives stay in one node
-LEAST = 16 * KIB  # no row of the table is below; one comparison keeps small messages out
 
 
 def override() -> int | None:
@@ -78,12 +78,11 @@ def node_key() -> str | None:
     return os.environ.get(NODE_KEY_VARIABLE)
 
 
-def least_bytes(world_size: int) -> int:
-    """Return the size below which no collective uses shared memory, whatever its dtype."""
-    chosen = override()
-    if world_size == 1:
-        return NEVER
-    return LEAST if chosen is None else chosen
+def floor_bytes(row: Row, world_size: int, library: str) -> int:
+    """Return how many bytes a rank sends at least where a collective uses shared memory, whatever its dtype."""
+    op = "SUM" if row.reduces else None
+    least = min(min_bytes(row.name, dtype, op, world_size, library) for dtype in (torch.float32, torch.bfloat16))
+    return least if row.shape is not Shape.GATHER or least == NEVER else least // world_size
 
 
 def min_bytes(name: str, dtype: torch.dtype, op: str | None, world_size: int, library: str) -> int:

@@ -1,7 +1,7 @@
 """Which calls of a group go through node-shared memory, and what happens where there is none?
 
-A call below `least` bytes is decided by that one comparison in the backend. Others look up their own crossover, which
-is computed once for a collective, dtype and op. The window is made by the first call that uses it.
+A call below its collective's `floors` entry is decided by that one comparison in the backend. Others look up their own
+crossover, which is computed once for a collective, dtype and op. The window is made by the first call that uses it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Sharing:
     def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
         self.comm = comm
         self.size: int = comm.Get_size()
-        self.least = crossover.least_bytes(self.size)
+        # row -> bytes sent below which it never uses shared memory, whatever the dtype; rows not here never do
+        vendor = MPI.get_vendor()[0]
+        self.floors = {row: crossover.floor_bytes(row, self.size, vendor) for row in SHARED_CALLS}
         self.shared: NodeShared | None = None
         self._poll = poll
         self._is_background = is_background
@@ -59,14 +61,13 @@ class Sharing:
 
     def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> bool:
         """Run one collective through node-shared memory where it is faster, and tell whether it was."""
-        call = SHARED_CALLS.get(row)
-        if call is None or (op is not None and op.__class__ is not RedOpType):
+        if op is not None and op.__class__ is not RedOpType:
             return False
         key = (row.name, send.dtype, id(op))
         least = self._crossovers.get(key)
         if least is None:
             least = self._crossovers[key] = self._crossover(row, send.dtype, op)
-        if max(send.nbytes, recv.nbytes) < max(least, self.least):
+        if max(send.nbytes, recv.nbytes) < least:
             return False
         if send is not recv and overlap(send, recv):
             own = recv.data_ptr() + self.comm.Get_rank() * send.nbytes
@@ -77,7 +78,7 @@ class Sharing:
             try:
                 shared = self.shared = NodeShared(self.comm, crossover.node_key())
             except RuntimeError as error:
-                self.least = crossover.NEVER
+                self.floors.clear()
                 warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
                 return False
             shared.poll = self._poll
@@ -85,7 +86,7 @@ class Sharing:
             self._crossovers[key] = crossover.NEVER
             return False
         shared.window.is_background = self._is_background()
-        call(shared, send, recv, op, root)
+        SHARED_CALLS[row](shared, send, recv, op, root)
         return True
 
     def _crossover(self, row: Row, dtype: torch.dtype, op: Any) -> int:
