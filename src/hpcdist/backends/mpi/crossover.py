@@ -45,7 +45,7 @@ BYTES: dict[str, dict[str, tuple[int, int]]] = {
         "all_reduce": (4 * MIB, 16 * MIB),
         "broadcast": (NEVER, 4 * MIB),
         "all_gather_single": (NEVER, 4 * MIB),
-        "reduce_scatter_single": (1 * MIB, 16 * MIB),
+        "reduce_scatter_single": (4 * MIB, 16 * MIB),
         "all_to_all_single": (NEVER, NEVER),
     },
 }
