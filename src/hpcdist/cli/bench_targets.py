@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from rich.table import Table
 import hpcdist as dist
 from hpcdist.cli import bench_collectives, bench_groups, bench_init, bench_objects, bench_overlap, bench_p2p
 from hpcdist.cli.bench_timing import Bench, Figure
+from hpcdist.core.journal import Journal
+from hpcdist.core.table import ALL_REDUCE
 
 KIB, MIB = 1 << 10, 1 << 20
 LATENCY = 1.5  # microseconds that a call of ours may add to MPI's
@@ -121,7 +124,29 @@ def imports(bench: Bench) -> list[Verdict]:
     return [Verdict("import hpcdist after torch, no MPI", "≤ 150 ms", found, bool(figure and figure.median <= 150e3))]
 
 
-CHECKS = (all_reduces, moves, messages, objects, groups, coalesced, overlaps, imports)
+def records(bench: Bench) -> list[Verdict]:
+    """Check what a call leaves for the watchdog and the flight recorder, with the statements of ``core.issue``."""
+    journal, tensor, count = Journal("bench"), torch.zeros(1), 20_000
+
+    def seconds(is_recorded: bool) -> float:
+        began = time.perf_counter()
+        if is_recorded:
+            for _ in range(count):
+                journal.sequence = number = journal.sequence + 1
+                journal.current = call = (journal, number, ALL_REDUCE, tensor.shape, tensor.dtype, None)
+                journal.push(call)
+                journal.current = None
+        else:
+            for _ in range(count):
+                pass
+        return time.perf_counter() - began
+
+    each = min(seconds(True) - seconds(False) for _ in range(7)) / count * 1e6
+    each = max(bench.comm.allgather(each))
+    return [Verdict("the record of a call, for the watchdog", "≤ 0.2 µs", f"{each:.2f} µs", each <= 0.2)]
+
+
+CHECKS = (all_reduces, moves, messages, objects, groups, coalesced, overlaps, records, imports)
 
 
 def measure(bench: Bench) -> int:
