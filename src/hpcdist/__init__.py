@@ -13,7 +13,7 @@ Layout; imports point down only:
     hpcdist.launch   which rank am I, and how do I find the others
     hpcdist.torch_bridge shows our groups to torch.distributed; the only place that knows what torch keeps private
     stores           key-value stores for launches without MPI; a package of its own
-    hpcdist_autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
+    hpcdist.autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
 
 Importing hpcdist initialises no MPI.
 """
