@@ -122,7 +122,15 @@ def test_wrong_sums_are_a_problem():
 
 
 def test_srun_without_the_pmi_that_the_mpi_needs():
-    inside = {"srun": "/usr/bin/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True}
+    inside = {
+        "srun": "/usr/bin/srun",
+        "job": "7",
+        "step": "0",
+        "nodes": "n1",
+        "tasks": "4",
+        "answers": True,
+        "mpi": None,
+    }
     ranks = [{"slurm": {**inside, "pmis": ["none", "pmi2"]}, "mpi_library": {"library": "Open MPI v5.0.11"}}]
     assert found(slurm_step.judge(ranks), "Open MPI needs pmix").level == PROBLEM
     ranks[0]["mpi_library"]["library"] = "MPICH 5.0.2"
