@@ -63,7 +63,7 @@ def test_the_floor_keeps_out_nothing_that_the_table_lets_in(library, ranks):
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
             least = crossover.min_bytes(row.name, dtype, op, ranks, library)
             sent = least // ranks if row.name == "all_gather_single" else least
-            assert crossover.floor_bytes(row, ranks, library) <= sent
+            assert least == crossover.NEVER or crossover.floor_bytes(row, ranks, library) <= sent
 
 
 def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):
