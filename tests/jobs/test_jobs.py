@@ -86,3 +86,29 @@ def test_heat_equals_the_serial_result(ranks):
     result = mpirun(ranks, [HEAT, "--size", "50", "--steps", "200", "--check"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "largest difference" in result.stdout
+
+
+@pytest.mark.parametrize("level", ["single", "funneled", "serialized"])
+def test_an_application_whose_mpi_has_no_threads(level, tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import threading\n"
+        "import mpi4py\n"
+        f"mpi4py.rc.thread_level = {level!r}\n"
+        "from mpi4py import MPI\n"
+        "import torch, hpcdist as dist\n"
+        "assert MPI.Query_thread() < MPI.THREAD_MULTIPLE\n"
+        "dist.init_process_group()\n"
+        "tensors = [torch.ones(size) for size in (3, 100_000)]\n"
+        "works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]\n"
+        "works.append(dist.broadcast(torch.ones(2, 2).t(), 0, async_op=True))\n"
+        "assert all(work.is_completed() and work.wait() for work in works)\n"
+        "assert all(bool((tensor == 2).all()) for tensor in tensors)\n"
+        "assert works[0].get_future().wait()[0] is not None\n"
+        "print('threads', sorted(thread.name for thread in threading.enumerate()))\n"
+        "dist.destroy_process_group()\n"
+    )
+    result = mpirun(2, [program])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("threads") == 2
+    assert "hpcdist-mpi" not in result.stdout

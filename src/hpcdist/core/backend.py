@@ -57,6 +57,7 @@ class Backend(TensorObjects):
     queue: Queue | None = None  # made by the first asynchronous call
     peer: Backend | None = None  # the group's CPU backend, where this one carries another device
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
+    has_threads: bool = True  # whether the library may be called from a thread of ours
     ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
     unfinished: deque[Work]  # messages under way
 

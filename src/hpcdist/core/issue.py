@@ -18,7 +18,7 @@ from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_reading, for_writing, is_plain, same_dtype
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, Row
-from hpcdist.core.work import Work
+from hpcdist.core.work import DoneWork, Work
 from hpcdist.core.world import WORLD, is_member, resolve
 
 RedOpType = ReduceOp.RedOpType
@@ -179,14 +179,14 @@ def dispatch(
     result: list[torch.Tensor],
     finish: Callable[[], None] | None,
 ) -> Work | None:
-    """Hand a checked call to its backend."""
+    """Hand a checked call to its backend; where that allows no other thread, an asynchronous one ends in here."""
     journal = pg.journal
     if journal.before is not None:
         journal.before(pg, backend, row, send, recv, op, root, counts)
     call = journal.collective(row, send if send is not None else recv, root)
     event = profiling.begin(backend.name, row.name, send, recv)
-    if async_op:
-        work = backend.start(row, send, recv, op, root, counts, result, finish)
+    if async_op and backend.has_threads:
+        work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
         work._call = call
         work._ends(event)
         return work
@@ -200,7 +200,7 @@ def dispatch(
         event.__exit__(None, None, None)
     if finish is not None:
         finish()
-    return None
+    return DoneWork(result) if async_op else None
 
 
 def canonical(op: Any) -> Any:

@@ -44,6 +44,7 @@ class MPIBackend(PicklingBackend):
         self.comm = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._all_reduce = comm.Allreduce
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
@@ -240,7 +241,9 @@ class MPIBackend(PicklingBackend):
             return self
         from hpcdist.backends.mpi.staging import StagedBackend
 
-        return StagedBackend(self)
+        staged = StagedBackend(self)
+        staged.has_threads = self.has_threads
+        return staged
 
     # -- point to point ------------------------------------------------------------------------------
 
