@@ -93,6 +93,14 @@ def test_nobody_waits_at_the_end_for_a_rank_that_left_without_a_word(launcher: s
         assert job.finish(30) == 3
 
 
+@pytest.mark.parametrize("launcher", ULFM)
+def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job_for_ever(launcher: str) -> None:
+    with Job(launcher, 3, ["stop", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="0") as job:
+        assert len(job.wait("shrunk", 2, 120)) == 2, job.stderr()
+        assert job.finish(30) != 0
+        assert "is stopped, so that the job cannot end" in job.stderr()
+
+
 def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(

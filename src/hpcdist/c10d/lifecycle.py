@@ -118,7 +118,7 @@ def watch(group: ProcessGroup) -> None:
         atexit.register(DEPARTURE.leave)
         DEPARTURE.hook = sys.excepthook
         sys.excepthook = DEPARTURE.on_exception
-    DEPARTURE.backend = group.any_backend()
+    DEPARTURE.backend, DEPARTURE.limit = group.any_backend(), group.timeout.total_seconds()
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:

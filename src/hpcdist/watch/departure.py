@@ -3,7 +3,8 @@
 MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
 collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
 barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
-without this rank is the sign to end the job. One that has ended without a farewell is waited for no longer.
+without this rank is the sign to end the job. One that has ended without a farewell is waited for no longer,
+one that is stopped until the timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hpcdist.watch import report
 from hpcdist.watch.watchdog import ABORT_STATUS, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
-LAST_NAP = 0.02
+SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
 QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
 
 
@@ -29,6 +30,7 @@ class Departure:
 
     def __init__(self) -> None:
         self.backend: Backend | None = None  # the last default group's
+        self.limit = 0.0  # its timeout, in seconds
         self.failed = False  # an uncaught exception is on its way
 
     def leave(self) -> None:
@@ -47,26 +49,13 @@ class Departure:
         everyone_leaves = self.backend.farewell()
         if everyone_leaves is None:
             return
-        next_ask = time.monotonic() + FIRST_ASK
-        pause, nap = FIRST_ASK, 0.0005
-        suspects: set[tuple[int, str, int]] = set()
-        lacks_one = False
+        looks = Looks(watchdog, self.backend, self.limit)
+        next_look, nap = time.monotonic() + looks.pause, SHORTEST_NAP
         while not everyone_leaves():
-            if time.monotonic() >= next_ask:
-                now = waiting_for(watchdog)
-                if lasting := {key: text for key, text in now.items() if key in suspects}:
-                    lines = "\n".join(f"  {text}" for text in lasting.values())
-                    watchdog.say(f"this rank has left the program, and the job is aborted:\n{lines}")
-                    watchdog.dump()
-                    self.backend.abort(ABORT_STATUS)
-                if watchdog.channel.any_ended():
-                    # at the second look: it did not end just now, with all others
-                    if lacks_one and self.backend.abandon():
-                        return
-                    lacks_one = True
-                suspects = set(now)
-                pause = min(LONGEST_PAUSE, pause if now else 2 * pause)
-                next_ask = time.monotonic() + pause
+            if time.monotonic() >= next_look:
+                if looks.look():
+                    return
+                next_look = time.monotonic() + looks.pause
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
 
@@ -81,6 +70,43 @@ class Departure:
             traceback.print_exc()
 
     hook = staticmethod(sys.__excepthook__)
+
+
+class Looks:
+    """What a rank that leaves has seen of the others, look by look.
+
+    Attributes:
+        pause: seconds to the next look.
+    """
+
+    def __init__(self, watchdog: Watchdog, backend: Backend, limit: float) -> None:
+        self.watchdog, self.backend, self.limit = watchdog, backend, limit
+        self.pause = FIRST_ASK
+        self.suspects: set[tuple[int, str, int]] = set()  # calls that waited for this rank at the last look
+        self.lacks_one = False  # whether a process was gone at the last look
+        self.moved = time.monotonic()  # when no process was stopped, last
+
+    def look(self) -> bool:
+        """Abort the job where it cannot end otherwise; tell whether to wait for the others no longer."""
+        now = waiting_for(self.watchdog)
+        if lasting := [text for key, text in now.items() if key in self.suspects]:
+            self._abort("\n  ".join(["this rank has left the program, and the job is aborted:", *lasting]))
+        stopped = self.watchdog.channel.stopped()
+        self.moved = self.moved if stopped else time.monotonic()
+        if time.monotonic() - self.moved >= self.limit:
+            pids = ", ".join(map(str, stopped))
+            self._abort(f"process {pids} is stopped, so that the job cannot end; it is aborted")
+        lacks_one = self.watchdog.channel.any_ended()
+        if lacks_one and self.lacks_one and self.backend.abandon():  # it did not end just now, with all others
+            return True
+        self.suspects, self.lacks_one = set(now), lacks_one
+        self.pause = min(LONGEST_PAUSE, self.pause if now else 2 * self.pause)
+        return False
+
+    def _abort(self, reason: str) -> None:
+        self.watchdog.say(reason)
+        self.watchdog.dump()
+        self.backend.abort(ABORT_STATUS)
 
 
 DEPARTURE = Departure()

@@ -25,6 +25,7 @@ LARGEST = 60_000  # bytes of a datagram, under UDP's limit
 AGAIN_SECONDS = 0.25  # a question unanswered for so long is asked again: datagrams may be lost
 
 PROCESS_STATES = {
+    "": "its process has ended",
     "T": "its process is stopped (SIGSTOP or a debugger)",
     "t": "its process is stopped by a debugger",
     "Z": "its process has ended",
@@ -52,6 +53,14 @@ def machine() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return secrets.token_hex(8)
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state as ``/proc`` shows it; nothing where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -190,6 +199,11 @@ class SideChannel:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
         return any(map(self.has_ended, [*self.places.values(), *self.left_out]))
 
+    def stopped(self) -> list[int]:
+        """Return the processes of the job, also of ranks that were left out, that are stopped on this machine."""
+        places = [place for place in (*self.places.values(), *self.left_out) if place.machine == self.own.machine]
+        return [place.pid for place in places if process_state(place.pid) in ("T", "t")]
+
     def judge(self, rank: int) -> str:
         """Return in words why a rank gives no answer, as far as it shows from here."""
         place = self.places.get(rank)
@@ -197,11 +211,8 @@ class SideChannel:
             return NO_ANSWER
         if place.machine != self.own.machine:
             return f"{NO_ANSWER} (process {place.pid} on {place.host})"
-        try:
-            state = Path(f"/proc/{place.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return "its process has ended"
-        return PROCESS_STATES.get(state, NO_ANSWER) + f" (process {place.pid})"
+        state = process_state(place.pid)
+        return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {place.pid})" if state else "")
 
     def close(self) -> None:
         """Close the socket."""
