@@ -44,9 +44,12 @@ def message(tensor: torch.Tensor) -> list[Any]:
 
 def shares(tensor: torch.Tensor, nbytes: int) -> list[Any]:
     """Return the memory of a tensor as the buffer of an MPI call that moves ``nbytes`` to or from each rank."""
-    if nbytes <= COUNT_MAX:
-        return [memory(tensor), nbytes, MPI.BYTE]
-    return [memory(tensor), 1, block(nbytes)]
+    return [memory(tensor), *run(nbytes)]
+
+
+def run(nbytes: int) -> tuple[int, MPI.Datatype]:
+    """Return a run of bytes as a count and a datatype that fit MPI's int."""
+    return (nbytes, MPI.BYTE) if nbytes <= COUNT_MAX else (1, block(nbytes))
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.datatypes import COUNT_MAX, PIECE, block, memory
+from hpcdist.backends.mpi.datatypes import PIECE, memory, run
 from hpcdist.core.backend import Counts
 from hpcdist.core.table import REDUCE, Row, Shape
 
@@ -67,7 +67,7 @@ def whole(tensor: torch.Tensor, types: Sequence[MPI.Datatype]) -> list[object]:
 
 def share(made: ExitStack, offset: int, nbytes: int) -> MPI.Datatype:
     """Return a datatype for ``nbytes`` bytes that begin ``offset`` bytes into the buffer."""
-    count, of = (nbytes, MPI.BYTE) if nbytes <= COUNT_MAX else (1, block(nbytes))
-    datatype = MPI.Datatype.Create_struct([count], [offset], [of]).Commit()
+    count, run_type = run(nbytes)
+    datatype = MPI.Datatype.Create_struct([count], [offset], [run_type]).Commit()
     made.callback(datatype.Free)
     return datatype
