@@ -22,6 +22,26 @@ def test_srun_without_mpi_is_an_error_not_lonely_worlds(cluster, jobs, pythons):
         assert "--mpi=pmix for Open MPI, --mpi=pmi2 for MPICH" in result.stderr, f"{name}: {result.stderr}"
 
 
+STEP_OF_TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("hpcdist")
+total = torch.ones(3)
+dist.all_reduce(total)
+print("torch", dist.get_backend(), dist.get_world_size(), total.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
+def test_torchs_own_init_process_group_under_srun(mpi, cluster, request):
+    """No address, no port, and no import of hpcdist."""
+    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
+    command = ["srun", "--nodes=2", "--ntasks=2", f"--mpi={environment['HPCDIST_MPI']}", environment["HPCDIST_PYTHON"]]
+    result = cluster.run(*command, "-c", STEP_OF_TORCH, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["torch hpcdist 2 [2.0, 2.0, 2.0]"] * 2
+
+
 SHOW = "echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_STEP_NODELIST $SLURM_STEP_TASKS_PER_NODE"
 
 
