@@ -89,8 +89,7 @@ def monitored_barrier(
     limit = timeout if timeout is not None else pg.timeout
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     backend = pg.any_backend()
-    if backend.queue is not None:
-        backend.queue.drain()
+    backend.settle()
     with own_limit(pg, "monitored_barrier"):
         number = torch.tensor([pg.journal.sequence])
         deadline = time.monotonic() + seconds

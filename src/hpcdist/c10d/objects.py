@@ -24,8 +24,7 @@ def carrier(group: Any, call: str) -> tuple[ProcessGroup, Backend] | None:
         return None
     pg = world.resolve(group)
     backend = pg.any_backend()
-    if backend.queue is not None:
-        backend.queue.drain()
+    backend.settle()
     if pg.journal.before is not None and call not in MESSAGES:
         pg.journal.before(pg, backend, call)
     return pg, backend

@@ -106,6 +106,11 @@ class Backend(TensorObjects):
 
         return self.queue.put(call, result)
 
+    def settle(self) -> None:
+        """Wait for what is queued: two threads may not call collectives of one communicator at once (MPI 6.14)."""
+        if self.queue is not None:
+            self.queue.drain()
+
     def check_reduction(self, row: Row, dtype: torch.dtype, op: ReduceOp) -> None:
         """Raise c10d's error where the library cannot reduce, before anything is sent."""
         reduction.check(row, dtype, op)

@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.core import profiling
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
+from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.core.world import group_rank, is_member, resolve, route
@@ -30,7 +30,7 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
     staged = for_writing(target)
 
     def finish() -> None:
-        target.copy_(staged)
+        put(staged, target)
 
     return carrier(pg, staged), staged, None if staged is target else finish
 

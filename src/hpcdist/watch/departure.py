@@ -4,11 +4,12 @@ MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_gr
 collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
 barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
 without this rank is the sign to end the job. One that has ended without a farewell is waited for no longer,
-one that is stopped until the timeout.
+one that is stopped until the timeout. A forked child is no rank, and just leaves.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -58,6 +59,11 @@ class Departure:
                 next_look = time.monotonic() + looks.pause
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
+
+    def forget(self) -> None:
+        """Forget the job, in a forked child: its threads and its MPI are the parent's."""
+        self.backend = None
+        RUNNING.clear()
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
@@ -110,6 +116,7 @@ class Looks:
 
 
 DEPARTURE = Departure()
+os.register_at_fork(after_in_child=DEPARTURE.forget)
 
 
 def is_stuck() -> bool:

@@ -317,6 +317,7 @@ class MPIBackend(PicklingBackend):
 
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
         """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
+        self.settle()
         color, key = MPI.UNDEFINED, 0
         for index, ranks in enumerate(subgroups):
             if self.rank in ranks:
@@ -329,6 +330,7 @@ class MPIBackend(PicklingBackend):
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> MPIBackend:
         """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2)."""
+        self.settle()
         whole = self.comm.Get_group()
         members = whole.Incl(list(ranks))
         # the tag keeps apart two groups that threads make at once; it must be the same on all members

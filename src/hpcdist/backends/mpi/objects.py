@@ -2,7 +2,8 @@
 
 Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
 Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot says how
-many bytes its object has, so that all ranks see alike whether another round is needed.
+many bytes its object has, so that all ranks see alike whether another round is needed. An object is pickled before
+anyone else is asked: mpi4py would raise on that rank alone, between two messages that the others wait for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mpi4py.util import pkl5
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.objects import packed, unpacked
 
 SLOT = 512  # bytes
 ROOM = SLOT - 2  # the first two say how many of the others are used
@@ -67,33 +69,56 @@ class PicklingBackend(Backend):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
-        apart: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=apart.append)
+        data, apart, failure = packed(value, self.rank)
         used = TOO_LARGE if apart or len(data) > ROOM else len(data)
         slots = bytearray(SLOT * self.size)
+        gathered = None
         with self._translating("all_gather_object"):
             slot = used.to_bytes(2, "little") + data[:ROOM]
             self.comm.Allgather([slot.ljust(SLOT), MPI.BYTE], [slots, MPI.BYTE])
             lengths = [int.from_bytes(slots[at : at + 2], "little") for at in range(0, len(slots), SLOT)]
             if TOO_LARGE in lengths:
                 gathered = self.pickling.allgather([pickle.PickleBuffer(data), *apart])
-                return [pickle.loads(parts[0], buffers=parts[1:]) for parts in gathered]
-        return [pickle.loads(slots[2 + at * SLOT : 2 + at * SLOT + used]) for at, used in enumerate(lengths)]
+        if failure is not None:
+            raise failure
+        if gathered is not None:
+            return [unpacked(*parts) for parts in gathered]
+        return [unpacked(slots[2 + at * SLOT : 2 + at * SLOT + used]) for at, used in enumerate(lengths)]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
+        data, apart, failure = packed(value, self.rank)
         with self._translating("gather_object"):
-            return self.pickling.gather(value, root)
+            gathered = self.pickling.gather([pickle.PickleBuffer(data), *apart], root)
+        if failure is not None:
+            raise failure
+        return None if gathered is None else [unpacked(*parts) for parts in gathered]
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Hand the root's object to all ranks."""
+        parts, failure = None, None
+        if self.rank == root:
+            data, apart, failure = packed(value, root)
+            parts = [pickle.PickleBuffer(data), *apart]
         with self._translating("broadcast_object"):
-            return self.pickling.bcast(value, root)
+            received = self.pickling.bcast(parts, root)
+        if failure is not None:
+            raise failure
+        return value if self.rank == root else unpacked(*received)
 
     def scatter_object(self, values: list[Any] | None, root: int) -> Any:
         """Hand each rank its object of the root's list."""
+        parts, failure = None, None
+        if self.rank == root and values is not None:
+            each_packed = [packed(value, root) for value in values]
+            bad = next((each for each in each_packed if each[2] is not None), None)  # nobody gets an object then
+            failure = bad[2] if bad is not None else None
+            parts = [[pickle.PickleBuffer(data), *apart] for data, apart, _ in (bad or each for each in each_packed)]
         with self._translating("scatter_object"):
-            return self.pickling.scatter(values, root)
+            received = self.pickling.scatter(parts, root)
+        if failure is not None:
+            raise failure
+        return unpacked(*received)
 
     def send_object(self, value: Any, dst: int) -> None:
         """Send an object."""
