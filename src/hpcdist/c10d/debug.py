@@ -91,6 +91,8 @@ def monitored_barrier(
     backend = pg.any_backend()
     backend.settle()
     with own_limit(pg, "monitored_barrier"):
+        if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
+            return
         number = torch.tensor([pg.journal.sequence])
         deadline = time.monotonic() + seconds
         if pg.rank() == 0:

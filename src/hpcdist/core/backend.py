@@ -164,6 +164,10 @@ class Backend(TensorObjects):
         messages = list(getattr(self, "unfinished", ()))
         return [*queued, *(work for work in messages if not work._done)]
 
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
+        """Run the library's own barrier that says who is missing; False where it has none."""
+        return False
+
     def interrupt(self, reason: str) -> bool:
         """Make the call that blocks on this communicator raise; return False where the library cannot."""
         return False

@@ -111,7 +111,7 @@ def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: tor
 
 
 def as_splits(given: Any) -> list[int] | None:
-    """Return split sizes, which may be a list, an array or a tensor, as a list; TypeError where they are no integers."""
+    """Return split sizes, a list, an array or a tensor, as a list; TypeError where they are no integers."""
     return None if given is None else [operator.index(each) for each in given]
 
 

@@ -29,7 +29,9 @@ class Unpicklable(NamedTuple):
     reason: str
 
 
-def packed(value: Any, rank: int, *, is_whole: bool = False) -> tuple[bytes, list[pickle.PickleBuffer], Exception | None]:
+def packed(
+    value: Any, rank: int, *, is_whole: bool = False
+) -> tuple[bytes, list[pickle.PickleBuffer], Exception | None]:
     """Pickle an object that other ranks wait for.
 
     Args:

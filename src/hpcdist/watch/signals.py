@@ -36,6 +36,7 @@ class Signals:
         self.is_asked = False  # whether the program asks for them itself, by stop_requested
         self._theirs = -1  # the descriptor that was set before ours
         self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
+        self._forking = threading.local()  # the mask of a thread that forks
         self._installed = False
 
     def install(self) -> None:
@@ -47,7 +48,14 @@ class Signals:
             if signal.getsignal(number) in replaced:
                 self._replaced[number] = signal.signal(number, self._note)
         self._installed = True
-        os.register_at_fork(after_in_child=self._remove)
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._remove)
+
+    def _block(self) -> None:
+        """Hold signals back while a child may still have what is this process's."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _remove(self) -> None:
         """Undo ``install``."""
@@ -55,6 +63,7 @@ class Signals:
         for number, before in self._replaced.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
+        self._unblock()
 
     def _note(self, number: int, frame: object) -> None:
         self.received.add(number)
