@@ -87,7 +87,7 @@ def test_children_of_an_initialised_rank(tmp_path):
 def test_forked_children_are_no_ranks(tmp_path):
     program = tmp_path / "forks.py"
     program.write_text(FORKS)
-    done = mpirun(2, [program])
+    done = mpirun(2, [program], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("whole") == 2
 
