@@ -28,6 +28,8 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
         return carrier(pg, tensor), tensor, None
     target = dense(as_tensor(tensor, "tensor", writable=True))
     staged = for_writing(target)
+    if staged is not target:
+        staged.copy_(target)  # a shorter message leaves the rest as it was
 
     def finish() -> None:
         put(staged, target)
