@@ -228,10 +228,11 @@ def test_warnings_are_not_given_to_members(rank, size):
 
 def test_groups_are_made_behind_queued_calls(rank, size):
     queued = [torch.full((50_000,), float(rank)) for _ in range(10)]
-    for tensor in queued:
-        dist.all_reduce(tensor, async_op=True)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in queued]
     group = dist.new_group()
     pair = dist.new_subgroups(1)[0]
+    for work in works:
+        work.wait()
     assert all(tensor[-1] == sum(range(size)) for tensor in queued)
     assert total(group, 1) == size
     assert total(pair, rank) == rank
