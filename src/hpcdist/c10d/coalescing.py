@@ -46,9 +46,9 @@ def all_reduce_coalesced(
         TypeError: no list of tensors.
         ValueError: dtypes that differ; otherwise as for ``all_reduce``.
     """
-    if not world.is_member(group, "all_reduce_coalesced"):
+    pg = world.joined(group, "all_reduce_coalesced")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not async_op and pg.coalescing is None and reduce_plain(pg, listed, op):
         return None
@@ -94,9 +94,9 @@ def all_gather_coalesced(
         TypeError: no list of lists of tensors.
         ValueError: lengths, sizes or dtypes that do not fit.
     """
-    if not world.is_member(group, "all_gather_coalesced"):
+    pg = world.joined(group, "all_gather_coalesced")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     inputs = as_tensors(input_tensor_list, "input_tensor_list")
     if not isinstance(output_tensor_lists, list):
         raise TypeError("Invalid function argument: output_tensor_lists should be a list")
