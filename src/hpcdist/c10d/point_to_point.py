@@ -12,7 +12,7 @@ from typing import Any
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing
+from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -42,7 +42,7 @@ def send(
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
-    event = profiling.begin(backend.name, "send", data)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
     try:
@@ -83,7 +83,7 @@ def recv(
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
-    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
     try:

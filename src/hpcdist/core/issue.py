@@ -188,7 +188,7 @@ def dispatch(
     if journal.before is not None:
         journal.before(pg, backend, row, send, recv, op, root, counts)
     call = journal.collective(row, send if send is not None else recv, root)
-    event = profiling.begin(backend.name, row.name, send, recv)
+    event = profiling.begin(backend.name, row.name, send, recv) if profiling.is_on() else None
     if async_op and backend.has_threads:
         work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
         work._call = call

@@ -51,7 +51,7 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    event = profiling.begin(backend.name, "send", data)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
     return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag), event)
 
 
@@ -62,8 +62,13 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
         return None
     pg, source = way
     backend, data, finish = incoming(pg, tensor)
-    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
     return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish), event)
+
+
+def title(source: int | None) -> str:
+    """Return what c10d calls the event of a receive."""
+    return "recvAnySource" if source is None else "recv"
 
 
 def recorded(

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 from mpi4py.util import pkl5
 
+from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
-
-BYTE = MPI.BYTE
 
 SLOT = 512  # bytes
 TOO_LARGE = bytes(SLOT)  # no pickle begins with a zero, and none minds what follows its end
