@@ -100,7 +100,12 @@ def monitored_barrier(
             report_to_first(pg, number, deadline)
 
 
-setattr(ProcessGroup, "monitored_barrier", monitored_barrier)  # noqa: B010  # torch.distributed's own asks the group
+def of_group(self: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
+    monitored_barrier(self, timeout, wait_all_ranks)
+
+
+setattr(ProcessGroup, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
 
 
 @contextmanager
