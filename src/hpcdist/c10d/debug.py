@@ -83,9 +83,9 @@ def monitored_barrier(
     Raises:
         DistBackendError: a rank did not come in time; on rank 0 it says which.
     """
-    if not world.is_member(group, "monitored_barrier"):
+    pg = world.joined(group, "monitored_barrier")
+    if pg is None:
         return
-    pg = world.resolve(group)
     limit = timeout if timeout is not None else pg.timeout
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     backend = pg.any_backend()
@@ -101,7 +101,12 @@ def monitored_barrier(
             report_to_first(pg, number, deadline)
 
 
-setattr(ProcessGroup, "monitored_barrier", monitored_barrier)  # noqa: B010  # torch.distributed's own asks the group
+def of_group(self: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
+    monitored_barrier(self, timeout, wait_all_ranks)
+
+
+setattr(ProcessGroup, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.distributed
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing
+from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -44,14 +44,15 @@ def send(
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
-    event = profiling.begin(backend.name, "send", data)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
     try:
         backend.send(data, peer, tag)
     finally:
         journal.current = None
-        event.__exit__(None, None, None)
+        if event is not None:
+            event.__exit__(None, None, None)
 
 
 def recv(
@@ -77,27 +78,22 @@ def recv(
         ValueError: two senders, one outside the group, or this rank itself.
         DistBackendError: what was sent does not fit.
     """
-    source = None
-    if src is None and group_src is None:
-        if not world.is_member(group, "recv"):
-            return -1
-        pg = world.resolve(group)
-    else:
-        way = world.route(group, "recv", src, group_src)
-        if way is None:
-            return -1
-        pg, source = way
+    way = world.origin(group, "recv", src, group_src)
+    if way is None:
+        return -1
+    pg, source = way
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
-    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
     try:
         sender = backend.recv(data, source, tag)
     finally:
         journal.current = None
-        event.__exit__(None, None, None)
+        if event is not None:
+            event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return pg.ranks[sender]
