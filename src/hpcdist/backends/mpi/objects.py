@@ -1,8 +1,8 @@
 """How do objects travel over MPI? By pickle protocol 5 with out-of-band buffers, through ``mpi4py.util.pkl5``.
 
 Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
-Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot says how
-many bytes its object has, so that all ranks see alike whether another round is needed. An object is pickled before
+Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot of zeros
+says that its object needs more, so that all ranks see alike whether another round follows. An object is pickled before
 anyone else is asked: mpi4py would raise on that rank alone, between two messages that the others wait for.
 """
 
