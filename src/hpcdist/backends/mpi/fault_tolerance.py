@@ -68,11 +68,15 @@ def begin_agreement(comm: MPI.Intracomm) -> MPI.Request:
     return comm.Iagree(AGREED)
 
 
-def is_loss(error: MPI.Exception) -> bool:
-    """Tell whether MPI reports a dead process or a revoked communicator."""
+def is_loss(error: MPI.Exception, comm: MPI.Intracomm) -> bool:
+    """Tell whether MPI reports a dead process or a revoked communicator.
+
+    Open MPI 5.0.11 gives MPI_ERR_OTHER to a barrier of 4 to 6 ranks that is revoked, so the communicator is asked too.
+    """
     if not is_tolerant():
         return False
-    return error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    known = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    return error.Get_error_class() in known or comm.Is_revoked() or bool(failed(comm))
 
 
 def failed(comm: MPI.Intracomm) -> list[int]:
@@ -95,7 +99,7 @@ def failure(backend: MPIBackend, call: str, error: MPI.Exception) -> DistBackend
     call would not learn of it otherwise.
     """
     where = f"{call} on rank {backend.rank} of {backend.size}"
-    if not is_loss(error):
+    if not is_loss(error, backend.comm):
         return DistBackendError(f"{where} failed in MPI: {error.Get_error_string()} (class {error.Get_error_class()})")
     comm = backend.comm
     revoke(backend)
@@ -161,7 +165,7 @@ def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool
             try:
                 return comm.Create_group(members, tag)
             except MPI.Exception as error:
-                if not is_loss(error):
+                if not is_loss(error, comm):
                     raise
         if are_dead(comm, excluded):
             made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
