@@ -182,6 +182,10 @@ class Backend(TensorObjects):
         """Make a communicator of the ranks that are not excluded; only they call."""
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
 
+    def knows_death(self) -> bool:
+        """Tell whether the library knows that a rank of the job has died; it need not be one of this group."""
+        return False
+
     def farewell(self) -> Callable[[], bool] | None:
         """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
 

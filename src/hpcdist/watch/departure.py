@@ -22,6 +22,7 @@ from hpcdist.watch import report
 from hpcdist.watch.watchdog import ABORT_STATUS, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
+LACKING_PAUSE = 1.0  # the longest where a process has ended
 SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
 ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
 QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
@@ -86,7 +87,7 @@ class Looks:
         self.watchdog, self.backend, self.limit = watchdog, backend, limit
         self.pause = FIRST_ASK
         self.suspects: set[tuple[int, str, int]] = set()  # calls that waited for this rank at the last look
-        self.lacks_one = False  # whether a process was gone at the last look
+        self.lacks_one = False  # whether a process was gone at the last look, or MPI knew of one
         self.moved = time.monotonic()  # when no process was stopped, last
         self.asked = 0  # how many were asked in turn
 
@@ -101,12 +102,12 @@ class Looks:
         if time.monotonic() - self.moved >= self.limit:
             pids = ", ".join(map(str, stopped))
             self._abort(f"process {pids} is stopped, so that the job cannot end; it is aborted")
-        lacks_one = channel.any_ended()
+        lacks_one = channel.any_ended() or self.backend.knows_death()
         if lacks_one and self.lacks_one and not self._others():  # it did not end just now, with all others
             self.backend.abandon()
             return True
         self.suspects, self.lacks_one = set(now), lacks_one
-        self.pause = min(LONGEST_PAUSE, self.pause if now or lacks_one else 2 * self.pause)
+        self.pause = min(LACKING_PAUSE if lacks_one else LONGEST_PAUSE, self.pause if now else 2 * self.pause)
         return False
 
     def _others(self) -> list[int]:

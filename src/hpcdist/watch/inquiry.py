@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hpcdist.watch.report import Answers, collectives
+from hpcdist.watch.side_channel import SideChannel
 from hpcdist.watch.whereabouts import UnderWay
 
 TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
@@ -141,6 +143,30 @@ class Inquiries:
         """Forget everything: the ranks have other numbers now."""
         for each in (self._askers, self._swept, self._verdicts):
             each.clear()
+
+
+def witnessed(
+    channel: SideChannel, ranks: Sequence[int], answers: Answers, ask: Callable[..., Answers]
+) -> Callable[[int], str]:
+    """Return what says why a rank gave no answer: what is seen from here, or by a rank of its own node.
+
+    Args:
+        channel: who is where.
+        ranks: who was asked.
+        answers: who answered what.
+        ask: asks ranks, as ``judge`` to judge others.
+    """
+    silent = [rank for rank in ranks if rank not in answers and rank in channel.places]
+    unseen = [rank for rank in silent if not channel.sees(channel.places[rank])]
+    by_sight = {channel.places[rank].sight: rank for rank in answers}
+    witnesses = {by_sight[sight] for rank in unseen if (sight := channel.places[rank].sight) in by_sight}
+    judged: dict[int, str] = {}
+    for witness, answer in ask(sorted(witnesses), judge=unseen).items() if witnesses else ():
+        seen = channel.places[witness].sight
+        for rank, said in answer["judged"]:
+            if channel.places[rank].sight == seen:
+                judged[rank] = f"{said} on {channel.places[rank].host}"
+    return lambda rank: judged.get(rank) or channel.judge(rank)
 
 
 def remember(where: dict[Any, Any], key: Any, value: Any) -> None:

@@ -58,6 +58,11 @@ class Place(NamedTuple):
         """What names the process on all nodes, however its rank is numbered."""
         return self.machine, self.pid
 
+    @property
+    def sight(self) -> tuple[str, str]:
+        """What is the same for the processes that see each other."""
+        return self.machine, self.node
+
 
 def machine() -> str:
     """Return what is the same for all processes that share this kernel and its process ids."""
@@ -153,18 +158,16 @@ class SideChannel:
     ) -> dict[int, dict[str, Any]]:
         """Ask ranks and return the answers that come in time, by rank.
 
-        ``reply`` answers the others meanwhile: for the thread that does so otherwise. Without ranks to ask that
-        is all.
+        ``reply`` answers the others meanwhile: for the thread that does so otherwise.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
-        is_pause = not waiting
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.bind(("", 0))
             asking.setblocking(False)
             again = 0.0
-            while (waiting or is_pause) and (now := time.monotonic()) < deadline:
+            while waiting and (now := time.monotonic()) < deadline:
                 if now >= again:
                     again = now + AGAIN_SECONDS
                     for count, (rank, place) in enumerate(list(waiting.items()), 1):
@@ -211,7 +214,7 @@ class SideChannel:
 
     def sees(self, place: Place) -> bool:
         """Tell whether a rank's process can be looked at from here."""
-        return (place.machine, place.node) == (self.own.machine, self.own.node)
+        return place.sight == self.own.sight
 
     def has_ended(self, place: Place | None) -> bool:
         """Tell whether a rank's process is known to have ended: it is seen on this node, and told by others."""

@@ -31,7 +31,8 @@ from hpcdist.core.journal import Call, Explanation
 from hpcdist.core.world import WORLD
 from hpcdist.watch import logs, report, whereabouts
 from hpcdist.watch.flight_recorder import Recorder
-from hpcdist.watch.inquiry import Inquiries, Subject, Verdict, turn
+from hpcdist.watch.inquiry import Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, SideChannel
 from hpcdist.watch.signals import Signals, end_by
 from hpcdist.watch.whereabouts import UnderWay
@@ -164,7 +165,7 @@ class Watchdog:
         Args:
             question: ``from``, and what it may hold besides: the ``group`` that it is about; ``dump`` asks for a trace
                 too; ``about``, a call that the asker waits in; ``verdict``, what it found out; ``left``, that it makes
-                no more calls; ``ended``, processes of its node that are gone.
+                no more calls; ``ended``, processes of its node that are gone; ``judge``, ranks that do not answer.
         """
         group = WORLD.groups.get(question.get("group", ""))
         if question.get("dump"):
@@ -194,18 +195,14 @@ class Watchdog:
             "main": whereabouts.main_line(),
             "leaving": self.leaving,
             "left": self.has_left,
+            "judged": [(rank, self.channel.judge(rank)) for rank in question.get("judge", ())],
         }
 
-    def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> dict[int, dict[str, Any]]:
+    def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> Answers:
         """Ask other ranks where they are; ``more`` is what else the question holds, as ``reply`` reads it."""
         question = {"from": self.rank, "group": group, **more}
-        is_watchdog = threading.current_thread() is self._thread
-        return self.channel.ask(
-            [rank for rank in ranks if rank != self.rank],
-            question,
-            seconds,
-            self.reply if is_watchdog else None,
-        )
+        reply = self.reply if threading.current_thread() is self._thread else None
+        return self.channel.ask([rank for rank in ranks if rank != self.rank], question, seconds, reply)
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
@@ -236,7 +233,7 @@ class Watchdog:
                 if verdict := self.inquiries.verdict(subject, ANSWER_SECONDS):
                     return "; ".join(verdict.lines)
         answers = self.ask(asked, group.group_name, ANSWER_SECONDS / 2, about=subject)
-        lines = report.compose(mine, self.rank, group.ranks, answers, self.channel.judge)
+        lines = self._compose(mine, asked, group, answers)
         if subject is not None:
             self._tell(Verdict(subject, self.rank, report.title(mine), lines, False), answers)
         return "; ".join(lines)
@@ -277,7 +274,7 @@ class Watchdog:
             self._handled[id(record)] = (record, "due", time.monotonic())
             return  # a lower rank asks about the same call; its verdict comes
         headline = report.headline(mine, group.timeout.total_seconds())
-        lines = report.compose(mine, self.rank, group.ranks, answers, self.channel.judge)
+        lines = self._compose(mine, asked, group, answers)
         path = self.dump()
         reporter = None if subject is None else self.inquiries.reporter(subject.group, self.rank, answers)
         if reporter is None:
@@ -292,6 +289,10 @@ class Watchdog:
             self._tell(Verdict(subject, source, report.title(mine), lines, self._ends_all(each)), answers)
         self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
+    def _compose(self, mine: dict[str, Any], asked: Sequence[int], group: ProcessGroup, answers: Answers) -> list[str]:
+        judge = witnessed(self.channel, asked, answers, partial(self.ask, group=group.group_name, seconds=NEWS_SECONDS))
+        return report.compose(mine, self.rank, group.ranks, answers, judge)
+
     def _ends_all(self, each: UnderWay) -> bool:
         """Tell whether to end an overdue collective here ends it on all ranks: by ULFM, or with the job."""
         backends = list(each.group.backends.values())
@@ -299,7 +300,7 @@ class Watchdog:
             return False
         return not each.in_background or any(backend.interrupts_all() for backend in backends)
 
-    def _tell(self, verdict: Verdict, answers: dict[int, dict[str, Any]]) -> None:
+    def _tell(self, verdict: Verdict, answers: Answers) -> None:
         """Send a verdict to the ranks that it is for."""
         if meant := verdict.meant(answers):
             self.ask(meant, verdict.subject.group, NEWS_SECONDS, verdict=verdict.fitted(LARGEST // 2))

@@ -310,6 +310,10 @@ class MPIBackend(PicklingBackend):
         """Make a communicator without some ranks, dead ones where this MPI can."""
         return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
 
+    def knows_death(self) -> bool:
+        """Ask MPI for the dead of its world (ULFM)."""
+        return bool(fault_tolerance.failed(MPI.COMM_WORLD))
+
     def farewell(self) -> Callable[[], bool] | None:
         """Begin to leave the job."""
         return runtime.farewell()
