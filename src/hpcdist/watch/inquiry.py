@@ -24,6 +24,7 @@ from hpcdist.watch.whereabouts import UnderWay
 
 TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
 PATIENCE_SECONDS = 2.0  # how long after its question an asker's verdict may take
+RANK_SECONDS = 1e-4  # what a rank more adds to the time for answers; 10,000 questions and answers took 1.3 s
 FRESH_SECONDS = 5.0  # how long a verdict says where the ranks are
 KEPT = 64  # subjects that are remembered
 
@@ -87,15 +88,16 @@ class Inquiries:
     """Who has asked this rank about what, and the verdicts that have come."""
 
     def __init__(self) -> None:
-        self._askers: dict[Subject, tuple[int, float]] = {}  # the lowest rank that asked, and when
+        self._askers: dict[Subject, tuple[int, float]] = {}  # the lowest rank that asked, and until when it may take
         self._swept: dict[str, float] = {}  # by group: when all its ranks were last asked for their traces
         self._verdicts: dict[Subject, tuple[Verdict, float]] = {}
 
-    def note(self, subject: Subject, rank: int) -> None:
-        """Take note that a rank asks about a call."""
+    def note(self, subject: Subject, rank: int, size: int) -> None:
+        """Take note that a rank asks about a call on a group of so many."""
         lowest = self.asker(subject)
         if lowest is None or rank <= lowest:
-            remember(self._askers, subject, (rank, time.monotonic()))
+            # it asks, has the silent ones judged, and tells
+            remember(self._askers, subject, (rank, time.monotonic() + PATIENCE_SECONDS + 3 * size * RANK_SECONDS))
 
     def note_sweep(self, group: str) -> None:
         """Take note that all ranks of a group were asked for their traces."""
@@ -107,13 +109,13 @@ class Inquiries:
 
     def asker(self, subject: Subject) -> int | None:
         """Return the lowest rank that asks about a call, as long as its verdict may come."""
-        rank, when = self._askers.get(subject, (None, -math.inf))
-        return rank if time.monotonic() - when < PATIENCE_SECONDS else None
+        rank, until = self._askers.get(subject, (None, -math.inf))
+        return rank if time.monotonic() < until else None
 
     def next_turn(self, subject: Subject, rank: int) -> float:
         """Return the moment from which a rank of the group may ask about a call that another one asks about."""
-        _, when = self._askers.get(subject, (None, -math.inf))
-        return when + PATIENCE_SECONDS + turn(rank)
+        _, until = self._askers.get(subject, (None, -math.inf))
+        return until + turn(rank)
 
     def has_lower(self, subject: Subject, rank: int) -> bool:
         """Tell whether a rank before this one asks about a call."""

@@ -31,7 +31,7 @@ from hpcdist.core.journal import Call, Explanation
 from hpcdist.core.world import WORLD
 from hpcdist.watch import logs, report, whereabouts
 from hpcdist.watch.flight_recorder import Recorder
-from hpcdist.watch.inquiry import Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, SideChannel
 from hpcdist.watch.signals import Signals, end_by
@@ -172,7 +172,7 @@ class Watchdog:
             self.inquiries.note_sweep(question["group"])
             self.dump()
         if question.get("about"):
-            self.inquiries.note(Subject(*question["about"]), question["from"])
+            self.inquiries.note(Subject(*question["about"]), question["from"], group.size() if group else 0)
         if question.get("verdict"):
             self._hear(Verdict.read(question["verdict"]))
         if question.get("left"):
@@ -202,7 +202,8 @@ class Watchdog:
         """Ask other ranks where they are; ``more`` is what else the question holds, as ``reply`` reads it."""
         question = {"from": self.rank, "group": group, **more}
         reply = self.reply if threading.current_thread() is self._thread else None
-        return self.channel.ask([rank for rank in ranks if rank != self.rank], question, seconds, reply)
+        others = [rank for rank in ranks if rank != self.rank]
+        return self.channel.ask(others, question, seconds + len(others) * RANK_SECONDS, reply)
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
