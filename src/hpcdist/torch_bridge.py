@@ -98,10 +98,12 @@ class TorchWorld:
             return
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
             table.pop(group, None)
-        world.pg_to_tag.pop(group, None)
-        for members in world.tags_to_pg.values():
+        for tag in ("", world.pg_to_tag.pop(group, "")):
+            members = world.tags_to_pg.get(tag, [])
             if group in members:
                 members.remove(group)
+            if not members:
+                world.tags_to_pg.pop(tag, None)
         bindings._unregister_process_group(c10d.GroupName(group.group_name))
 
     def clear(self) -> None:

@@ -192,14 +192,15 @@ def all_to_all_single(
         RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
         ValueError: dtypes that differ.
     """
-    if not world.is_member(group, "all_to_all_single"):
+    pg = world.joined(group, "all_to_all_single")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     size = len(pg.ranks)
     if not output_split_sizes and not input_split_sizes:
-        for name, tensor in (("output", output), ("input", input)):
-            if tensor.__class__ is not torch.Tensor or not tensor.shape or tensor.shape[0] % size:
-                rows_of(as_tensor(tensor, name), None, size, name)
+        if output.__class__ is not torch.Tensor or output.dim() != 1:  # of one dimension, its elements are its rows
+            rows_of(as_tensor(output, "output"), None, size, "output")
+        if input.__class__ is not torch.Tensor or input.dim() != 1:
+            rows_of(as_tensor(input, "input"), None, size, "input")
         return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op)
     sent = rows_of(as_tensor(input, "input"), input_split_sizes, size, "input")
     received = rows_of(as_tensor(output, "output"), output_split_sizes, size, "output")
@@ -258,9 +259,9 @@ def barrier(
         )
     if timeout is None and not device_ids:
         return issue(BARRIER, group, None, None, None, None, async_op)
-    if not world.is_member(group, "barrier"):
+    pg = world.joined(group, "barrier")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     work: Work | None
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
         work = dispatch(pg, pg.backend("cuda"), BARRIER, None, None, None, None, True, None, [], None)

@@ -83,9 +83,9 @@ def monitored_barrier(
     Raises:
         DistBackendError: a rank did not come in time; on rank 0 it says which.
     """
-    if not world.is_member(group, "monitored_barrier"):
+    pg = world.joined(group, "monitored_barrier")
+    if pg is None:
         return
-    pg = world.resolve(group)
     limit = timeout if timeout is not None else pg.timeout
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     backend = pg.any_backend()

@@ -44,9 +44,9 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
         TypeError: no list of tensors.
         ValueError: a list of another length than the group, or dtypes or sizes that do not fit.
     """
-    if not world.is_member(group, "all_gather"):
+    pg = world.joined(group, "all_gather")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     outputs = as_tensors(tensor_list, "tensor_list", writable=True)
     given = as_tensor(tensor, "tensor")
     same_dtype(given, *outputs)
@@ -85,9 +85,10 @@ def gather(
         TypeError: no tensor, or no list of tensors.
         ValueError: a list on another rank than the destination, none there, or one that does not fit.
     """
-    if not world.is_member(group, "gather"):
+    way = rooted(group, "gather", dst, group_dst)
+    if way is None:
         return None
-    pg, root = rooted(group, dst, group_dst)
+    pg, root = way
     given = as_tensor(tensor, "tensor")
     if pg.rank() != root:
         if gather_list:
@@ -131,9 +132,10 @@ def scatter(
         TypeError: no tensor, or no list of tensors.
         ValueError: a list on another rank than the source, none there, or one that does not fit.
     """
-    if not world.is_member(group, "scatter"):
+    way = rooted(group, "scatter", src, group_src)
+    if way is None:
         return None
-    pg, root = rooted(group, src, group_src)
+    pg, root = way
     output = as_tensor(tensor, "tensor", writable=True)
     if pg.rank() != root:
         if scatter_list:
@@ -170,9 +172,9 @@ def reduce_scatter(
         TypeError: no tensor, or no list of tensors.
         ValueError: a list of another length than the group, or dtypes or sizes that do not fit.
     """
-    if not world.is_member(group, "reduce_scatter"):
+    pg = world.joined(group, "reduce_scatter")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     target = as_tensor(output, "output", writable=True)
     inputs = as_tensors(input_list, "input_list")
     same_dtype(target, *inputs)
@@ -202,9 +204,9 @@ def all_to_all(
         TypeError: no lists of tensors.
         ValueError: lists of another length than the group, or dtypes that differ.
     """
-    if not world.is_member(group, "all_to_all"):
+    pg = world.joined(group, "all_to_all")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     outputs = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
     inputs = as_tensors(input_tensor_list, "input_tensor_list")
     same_dtype(*outputs, *inputs)
@@ -218,12 +220,9 @@ def all_to_all(
     return issue_any(ALL_TO_ALL, pg, joined(inputs), flat, None, None, async_op, counts, then, outputs)
 
 
-def rooted(group: Any, rank: int | None, rank_in_group: int | None) -> tuple[ProcessGroup, int]:
-    """Return the group and its root, by default the group's view of global rank 0."""
-    pg = world.resolve(group)
-    if rank is None and rank_in_group is None:
-        rank = 0
-    return pg, world.group_rank(pg, rank, rank_in_group)
+def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[ProcessGroup, int] | None:
+    """Return the group and its root, by default the group's view of global rank 0; None outside the group."""
+    return world.route(group, call, 0 if rank is None and rank_in_group is None else rank, rank_in_group)
 
 
 def check_length(call: str, name: str, tensors: list[torch.Tensor], pg: ProcessGroup) -> None:

@@ -64,9 +64,9 @@ def broadcast_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    if not world.is_member(group, "broadcast_multigpu"):
+    pg = world.joined(group, "broadcast_multigpu")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     given = checked("broadcast_multigpu", tensor_list, "tensor_list")
     flat = given[src_tensor].clone()
 
@@ -92,7 +92,8 @@ def all_reduce_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    if not world.is_member(group, "all_reduce_multigpu"):
+    pg = world.joined(group, "all_reduce_multigpu")
+    if pg is None:
         return None
     given, how = checked("all_reduce_multigpu", tensor_list, "tensor_list"), canonical(op)
     total = combined(given, how)
@@ -101,7 +102,7 @@ def all_reduce_multigpu(
         for tensor in given:
             tensor.copy_(total)
 
-    return issue_any(ALL_REDUCE, world.resolve(group), total, total, how, None, async_op, None, copy, given)
+    return issue_any(ALL_REDUCE, pg, total, total, how, None, async_op, None, copy, given)
 
 
 @deprecated(INSTEAD.format("reduce"), category=FutureWarning)
@@ -121,9 +122,9 @@ def reduce_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    if not world.is_member(group, "reduce_multigpu"):
+    pg = world.joined(group, "reduce_multigpu")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     root = world.group_rank(pg, dst, None)
     given, how = checked("reduce_multigpu", tensor_list, "tensor_list"), canonical(op)
     total = combined(given, how)
@@ -154,9 +155,9 @@ def all_gather_multigpu(
     Raises:
         ValueError: a list of another length.
     """
-    if not world.is_member(group, "all_gather_multigpu"):
+    pg = world.joined(group, "all_gather_multigpu")
+    if pg is None:
         return None
-    pg = world.resolve(group)
     given = checked("all_gather_multigpu", input_tensor_list, "input_tensor_list")
     outputs = [as_tensors(each, "output_tensor_lists", writable=True) for each in output_tensor_lists]
     expected = pg.size() * len(given)
@@ -196,9 +197,10 @@ def reduce_scatter_multigpu(
     Raises:
         ValueError: a list of another length.
     """
-    if not world.is_member(group, "reduce_scatter_multigpu"):
+    pg = world.joined(group, "reduce_scatter_multigpu")
+    if pg is None:
         return None
-    pg, how = world.resolve(group), canonical(op)
+    how = canonical(op)
     outputs = checked("reduce_scatter_multigpu", output_tensor_list, "output_tensor_list")
     inputs = [as_tensors(each, "input_tensor_lists") for each in input_tensor_lists]
     expected = pg.size() * len(outputs)

@@ -18,17 +18,14 @@ from hpcdist.core.group import ProcessGroup
 from hpcdist.core.journal import MESSAGES
 
 
-def carrier(group: Any, call: str) -> tuple[ProcessGroup, Backend] | None:
-    """Return the group and the backend that carries its objects; None on ranks outside the group."""
-    if not world.is_member(group, call):
-        return None
-    pg = world.resolve(group)
+def carrier(pg: ProcessGroup, call: str) -> Backend:
+    """Return the backend that carries a group's objects, free of queued calls and, for the level DETAIL, checked."""
     backend = pg.any_backend()
     if backend.queue is not None:
         backend.queue.drain()
     if pg.journal.before is not None and call not in MESSAGES:
         pg.journal.before(pg, backend, call)
-    return pg, backend
+    return backend
 
 
 def check_list(value: Any, name: str, length: int, what: str) -> None:
@@ -51,13 +48,14 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
         TypeError: no list, or an object that cannot be pickled.
         ValueError: a list shorter than the group.
     """
-    way = carrier(group, "all_gather_object")
-    if way is None:
+    pg = world.joined(group, "all_gather_object")
+    if pg is None:
         return
-    pg, backend = way
-    check_list(object_list, "object_list", len(pg.ranks), "one a rank of the group")
+    size = len(pg.ranks)
+    check_list(object_list, "object_list", size, "one a rank of the group")
+    backend = carrier(pg, "all_gather_object")
     with pg.journal.during("all_gather_object"):
-        object_list[: len(pg.ranks)] = backend.all_gather_object(obj)
+        object_list[:size] = backend.all_gather_object(obj)
 
 
 def gather_object(
@@ -79,19 +77,19 @@ def gather_object(
     Raises:
         ValueError: a list on another rank than the destination, none there, or one too short.
     """
-    if not world.is_member(group, "gather_object"):
+    way = rooted(group, "gather_object", dst, group_dst)
+    if way is None:
         return
-    pg, root = rooted(group, dst, group_dst)
+    pg, root = way
     if pg.rank() == root:
         if not object_gather_list:
             raise ValueError(f"Argument ``object_gather_list`` must be specified on destination rank {root}")
         check_list(object_gather_list, "object_gather_list", len(pg.ranks), "one a rank of the group")
     elif object_gather_list:
         raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
-    way = carrier(pg, "gather_object")
-    assert way is not None
+    backend = carrier(pg, "gather_object")
     with pg.journal.during("gather_object", root):
-        gathered = way[1].gather_object(obj, root)
+        gathered = backend.gather_object(obj, root)
     if gathered is not None and object_gather_list is not None:
         object_gather_list[: len(pg.ranks)] = gathered
 
@@ -116,14 +114,14 @@ def broadcast_object_list(
         TypeError: no list, or an object that cannot be pickled.
         RuntimeError: lists of different lengths.
     """
-    if not world.is_member(group, "broadcast_object_list"):
+    way = rooted(group, "broadcast_object_list", src, group_src)
+    if way is None:
         return
-    pg, root = rooted(group, src, group_src)
+    pg, root = way
     check_list(object_list, "object_list", 0, "any number")
-    way = carrier(pg, "broadcast_object_list")
-    assert way is not None
+    backend = carrier(pg, "broadcast_object_list")
     with pg.journal.during("broadcast_object_list", root):
-        objects = way[1].broadcast_object(object_list, root)
+        objects = backend.broadcast_object(object_list, root)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"broadcast_object_list: the source's list has {len(objects)} entries, `object_list` on rank "
@@ -151,9 +149,10 @@ def scatter_object_list(
     Raises:
         ValueError: no output list of at least one entry, or an input list that does not fit.
     """
-    if not world.is_member(group, "scatter_object_list"):
+    way = rooted(group, "scatter_object_list", src, group_src)
+    if way is None:
         return
-    pg, root = rooted(group, src, group_src)
+    pg, root = way
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
     given = scatter_object_input_list
@@ -162,10 +161,9 @@ def scatter_object_list(
             f"Argument ``scatter_object_input_list`` must be a list of {len(pg.ranks)} objects, one a rank, on source "
             f"rank {root}; got {given!r:.80}"
         )
-    way = carrier(pg, "scatter_object_list")
-    assert way is not None
+    backend = carrier(pg, "scatter_object_list")
     with pg.journal.during("scatter_object_list", root):
-        scatter_object_output_list[0] = way[1].scatter_object(scatter_object_input_list, root)
+        scatter_object_output_list[0] = backend.scatter_object(scatter_object_input_list, root)
 
 
 def send_object_list(
@@ -189,16 +187,16 @@ def send_object_list(
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself.
     """
-    way = carrier(group, "send_object_list")
+    way = world.route(group, "send_object_list", dst, group_dst)
     if way is None:
         return
-    pg, backend = way
-    peer = world.group_rank(pg, dst, group_dst)
+    pg, peer = way
     if peer == pg.rank():
         raise ValueError(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
     check_list(object_list, "object_list", 0, "any number")
+    backend = carrier(pg, "send_object_list")
     with pg.journal.during("send_object_list", peer):
         backend.send_object(object_list, peer)
 
@@ -228,12 +226,12 @@ def recv_object_list(
         ValueError: two senders, or one outside the group.
         RuntimeError: lists of different lengths.
     """
-    way = carrier(group, "recv_object_list")
+    way = world.origin(group, "recv_object_list", src, group_src)
     if way is None:
         return -1
-    pg, backend = way
+    pg, source = way
     check_list(object_list, "object_list", 0, "any number")
-    source = None if src is None and group_src is None else world.group_rank(pg, src, group_src)
+    backend = carrier(pg, "recv_object_list")
     with pg.journal.during("recv_object_list", source):
         objects, sender = backend.recv_object(source)
     if len(objects) != len(object_list):

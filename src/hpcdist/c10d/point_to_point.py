@@ -49,7 +49,8 @@ def send(
         backend.send(data, peer, tag)
     finally:
         journal.current = None
-        event.__exit__(None, None, None)
+        if event is not None:
+            event.__exit__(None, None, None)
 
 
 def recv(
@@ -75,16 +76,10 @@ def recv(
         ValueError: two senders, one outside the group, or this rank itself.
         DistBackendError: what was sent does not fit.
     """
-    source = None
-    if src is None and group_src is None:
-        if not world.is_member(group, "recv"):
-            return -1
-        pg = world.resolve(group)
-    else:
-        way = world.route(group, "recv", src, group_src)
-        if way is None:
-            return -1
-        pg, source = way
+    way = world.origin(group, "recv", src, group_src)
+    if way is None:
+        return -1
+    pg, source = way
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
@@ -95,7 +90,8 @@ def recv(
         sender = backend.recv(data, source, tag)
     finally:
         journal.current = None
-        event.__exit__(None, None, None)
+        if event is not None:
+            event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return pg.ranks[sender]

@@ -71,14 +71,16 @@ class Bench:
 
     def calls_for(self, call: Callable[[], Any]) -> int:
         """Say how many calls fill the time of one round, the same number on every rank."""
-        for _ in range(WARM_UP):
-            call()
-        self.comm.Barrier()
-        began = time.perf_counter()
-        call()
-        call()
-        each = max(self.comm.allgather((time.perf_counter() - began) / 2))
-        return max(1, min(MOST_CALLS, int(self.options.seconds / each)))
+        count = WARM_UP  # so few calls of a fast one say little, least of all the first: double until they do
+        while True:
+            self.comm.Barrier()
+            began = time.perf_counter()
+            for _ in range(count):
+                call()
+            taken = max(self.comm.allgather(time.perf_counter() - began))
+            if taken > self.options.seconds / 4 or count >= MOST_CALLS:
+                return max(1, min(MOST_CALLS, int(self.options.seconds / taken * count)))
+            count *= 2
 
     def compare(
         self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]], operations: int = 1

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hpcdist.core.table import Row
     from hpcdist.core.work import Queue, Work
 
+ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
+
 Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
 
 
@@ -129,7 +131,7 @@ class Backend(TensorObjects):
     def hold(self, work: Work) -> Work:
         """Keep a message's Work, and with it its buffer, until it has ended, though the caller may drop it."""
         unfinished = self.unfinished
-        while unfinished and unfinished[0].is_completed():
+        while unfinished and (unfinished[0]._done or (len(unfinished) > ASKED_FROM and unfinished[0].is_completed())):
             unfinished.popleft()
         unfinished.append(work)
         return work

@@ -19,7 +19,7 @@ from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_reading, for_writin
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, Row
 from hpcdist.core.work import DoneWork, Work
-from hpcdist.core.world import WORLD, is_member, resolve
+from hpcdist.core.world import WORLD, joined
 
 RedOpType = ReduceOp.RedOpType
 
@@ -68,7 +68,11 @@ def issue(
         and pg.coalescing is None
         and (journal := pg.journal).before is None
         and not profiling.is_on()
-        and ((recv is send and row.is_in_place) or is_shaped(row, pg, send, recv, counts))
+        and (
+            (recv is send and row.is_in_place)
+            or (counts is None and row.fits(send.numel(), recv.numel(), len(pg.ranks)))
+            or is_shaped(row, pg, send, recv, counts)
+        )
     ):
         if backend.queue is not None:
             backend.queue.drain()
@@ -109,9 +113,9 @@ def issue_any(
     ``then`` runs when the output is there, and ``result`` is what the Work shows in its place: for calls on
     lists, whose collective works on one tensor of all.
     """
-    if not is_member(group, row.name):
+    pg = joined(group, row.name)
+    if pg is None:
         return None
-    pg = resolve(group)
     if pg.coalescing is not None:
         pg.coalescing.append(partial(issue_any, row, pg, send, recv, op, root, True, counts, then, result))
         return None
@@ -188,7 +192,8 @@ def dispatch(
     if async_op and backend.has_threads:
         work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
         work._call = call
-        work._ends(event)
+        if event is not None:
+            work._ends(event)
         return work
     if backend.queue is not None:
         backend.queue.drain()
@@ -197,7 +202,8 @@ def dispatch(
         backend.run(row, send, recv, op, root, counts)
     finally:
         journal.current = None
-        event.__exit__(None, None, None)
+        if event is not None:
+            event.__exit__(None, None, None)
     if finish is not None:
         finish()
     return DoneWork(result) if async_op else None

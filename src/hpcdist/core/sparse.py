@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from hpcdist.core.issue import canonical, issue
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE
 from hpcdist.core.work import DoneWork, Work
-from hpcdist.core.world import is_member, resolve
+from hpcdist.core.world import joined
 
 
 def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> Work | None:
@@ -26,9 +26,9 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
         RuntimeError: another op than SUM.
         ValueError: the ranks' tensors differ in shape.
     """
-    if not is_member(group, "all_reduce"):
+    pg = joined(group, "all_reduce")
+    if pg is None:
         return None
-    pg = resolve(group)
     if canonical(op) != ReduceOp.SUM:
         raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
     mine = tensor.detach().coalesce()

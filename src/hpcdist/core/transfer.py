@@ -12,33 +12,30 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.work import Work
-from hpcdist.core.world import group_rank, is_member, resolve, route
+from hpcdist.core.world import origin, route
 
 
 def outgoing(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor]:
     """Return the backend that carries a tensor and the contiguous tensor to send."""
-    if not is_plain(tensor):
-        tensor = for_reading(dense(as_tensor(tensor, "tensor")))
-    return carrier(pg, tensor), tensor
+    cpu = pg.cpu
+    if is_plain(tensor) and cpu is not None and tensor.is_cpu:
+        return cpu, tensor
+    data = for_reading(dense(as_tensor(tensor, "tensor")))
+    return pg.backend(data.device), data
 
 
 def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[], None] | None]:
     """Return the backend, the contiguous tensor to receive into, and what copies it to the caller's."""
-    if is_plain(tensor):
-        return carrier(pg, tensor), tensor, None
+    cpu = pg.cpu
+    if is_plain(tensor) and cpu is not None and tensor.is_cpu:
+        return cpu, tensor, None
     target = dense(as_tensor(tensor, "tensor", writable=True))
     staged = for_writing(target)
 
     def finish() -> None:
         target.copy_(staged)
 
-    return carrier(pg, staged), staged, None if staged is target else finish
-
-
-def carrier(pg: ProcessGroup, tensor: torch.Tensor) -> Backend:
-    """Return the backend that carries a tensor."""
-    cpu = pg.cpu
-    return cpu if cpu is not None and tensor.is_cpu else pg.backend(tensor.device)
+    return pg.backend(staged.device), staged, None if staged is target else finish
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,19 +57,20 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
     """Begin to receive, from anyone where neither source is given; None where this rank is not in the group."""
-    if not is_member(group, "irecv"):
+    way = origin(group, "irecv", src, group_src)
+    if way is None:
         return None
-    pg = resolve(group)
-    source = None if src is None and group_src is None else group_rank(pg, src, group_src)
+    pg, source = way
     backend, data, finish = incoming(pg, tensor)
     event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
     return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish), event)
 
 
 def recorded(
-    pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work, event: profiling.Event
+    pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work, event: profiling.Event | None
 ) -> Work:
     """Record a message that has begun."""
     work._call = pg.journal.message(call, tensor, peer)
-    work._ends(event)
+    if event is not None:
+        work._ends(event)
     return work

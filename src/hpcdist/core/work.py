@@ -14,7 +14,6 @@ import torch.distributed
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Explanation
-from hpcdist.core.profiling import NOTHING
 
 if TYPE_CHECKING:
     from hpcdist.core.profiling import Event
@@ -29,16 +28,18 @@ class Work(torch.distributed.Work):
     from any thread and more than once.
     """
 
+    # what most never set stays with the class: a message's Work costs as much as its call to MPI
+    _error: BaseException | None = None
+    _done = False
+    _future: torch.futures.Future | None = None
+    _call: tuple[Any, ...] | None = None  # its record in the group's journal
+    _limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
+    _event: Event | None = None
+
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result = result
-        self._error: BaseException | None = None
-        self._done = False
-        self._future: torch.futures.Future | None = None
-        self._call: tuple[Any, ...] | None = None  # its record in the group's journal
-        self._limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
         self._guard = allocate_lock()  # between finishing and asking for the future or the event's end
-        self._event: Event | None = None
 
     # -- for the one who carries the call out --------------------------------------------------------
 
@@ -55,8 +56,6 @@ class Work(torch.distributed.Work):
 
     def _ends(self, event: Event) -> None:
         """Let a profiler's event end when the call ends."""
-        if event is NOTHING:
-            return
         with self._guard:
             if not self._done:
                 self._event = event

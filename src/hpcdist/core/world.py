@@ -97,13 +97,20 @@ def resolve(group: Any) -> ProcessGroup:
     raise errors.destroyed(group)
 
 
-def is_member(group: Any, call: str) -> bool:
-    """Tell whether this rank is in ``group``; where it is not, warn as c10d does."""
+def joined(group: Any, call: str) -> ProcessGroup | None:
+    """Return the group that a caller means; where this rank is not in it, warn as c10d does and return None.
+
+    Raises:
+        ValueError: as ``resolve``.
+    """
+    pg = WORLD.default if group is None else group
+    if pg.__class__ is ProcessGroup and pg.backends:
+        return pg
     if group is None or isinstance(group, ProcessGroup) or group != NON_GROUP_MEMBER:
-        return True
+        return resolve(group)
     rank = -1 if WORLD.default is None else WORLD.default.rank()
     warnings.warn(f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3)
-    return False
+    return None
 
 
 def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[ProcessGroup, int] | None:
@@ -115,10 +122,18 @@ def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tu
     pg = WORLD.default if group is None else group
     if pg.__class__ is ProcessGroup and pg.backends and group_peer is None and peer in pg.group_ranks:
         return pg, pg.group_ranks[peer]
-    if not is_member(group, call):
+    pg = joined(group, call)
+    if pg is None:
         return None
-    pg = resolve(group)
     return pg, group_rank(pg, peer, group_peer)
+
+
+def origin(group: Any, call: str, src: int | None, group_src: int | None) -> tuple[ProcessGroup, int | None] | None:
+    """Return the group and a sender's rank in it, or None for anyone, where no sender is given; else as ``route``."""
+    if src is not None or group_src is not None:
+        return route(group, call, src, group_src)
+    pg = joined(group, call)
+    return None if pg is None else (pg, None)
 
 
 def group_rank(group: ProcessGroup, global_rank: int | None, rank_in_group: int | None) -> int:

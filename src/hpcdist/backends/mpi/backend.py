@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi import fault_tolerance, large, runtime
 from hpcdist.backends.mpi.crossover import NEVER
-from hpcdist.backends.mpi.datatypes import COUNT_MAX, memory, message, shares
+from hpcdist.backends.mpi.datatypes import COUNT_MAX, apart, memory, message, shares
 from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
@@ -31,6 +31,7 @@ from hpcdist.core.table import ALL_GATHER, ALL_REDUCE, ROWS, Row, Shape
 from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
+BYTE = MPI.BYTE
 address = MPI.buffer.fromaddress
 RedOpType = ReduceOp.RedOpType
 
@@ -46,7 +47,7 @@ class MPIBackend(PicklingBackend):
         self.size = comm.Get_size()
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
-        self._all_reduce = comm.Allreduce
+        self._all_reduce, self._broadcast = comm.Allreduce, comm.Bcast
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         # op, dtype, and MPI's op and type: of the last all_reduce that needs nothing but MPI's call
         self._direct: tuple[Any, ...] = (None, None)
@@ -96,7 +97,8 @@ class MPIBackend(PicklingBackend):
             elif row.buffers == 1:
                 assert send is not None
                 assert root is not None
-                self.comm.Bcast(message(send), root)
+                whole = (address(send.data_ptr(), nbytes), BYTE) if nbytes <= COUNT_MAX else message(send)
+                self._broadcast(whole, root)
             else:
                 self.comm.Barrier()
         except MPI.Exception as error:
@@ -163,16 +165,20 @@ class MPIBackend(PicklingBackend):
         if elements > COUNT_MAX:
             large.reduce(self, row, send, recv, how, root, counts)
             return
+        call = self._calls[row]
         if send is recv:
             sendbuf: Any = IN_PLACE
         else:
+            buffers = None if recv is None else apart(send, recv, how.datatype)
+            if buffers is not None and counts is None and not row.rooted:  # the short way, for latency
+                call(*buffers, how.op)
+                return
             if recv is not None and row.shape is not Shape.SAME and overlap(send, recv):
                 send = send.clone()
             sendbuf = [address(send.data_ptr(), send.nbytes), how.datatype]
         recvbuf: Any = None
         if recv is not None:
             recvbuf = [address(recv.data_ptr(), recv.nbytes), how.datatype]
-        call = self._calls[row]
         if row.rooted:
             call(sendbuf, recvbuf, how.op, root)
         elif counts is None:
@@ -188,6 +194,15 @@ class MPIBackend(PicklingBackend):
         root: int | None,
         counts: Counts | None,
     ) -> None:
+        call = self._calls[row]
+        if counts is None and send is not None and recv is not None:
+            buffers = apart(send, recv, BYTE)
+            if buffers is not None:  # the short way, for latency
+                if row.rooted:
+                    call(*buffers, root)
+                else:
+                    call(*buffers)
+                return
         sends: Any = send
         if send is not None and recv is not None and overlap(send, recv):
             mine = recv.data_ptr() + self.rank * send.nbytes
@@ -205,9 +220,9 @@ class MPIBackend(PicklingBackend):
         sendbuf = sends if sends is None or sends is IN_PLACE else shares(sends, share)
         recvbuf = None if recv is None else shares(recv, share)
         if row.rooted:
-            self._calls[row](sendbuf, recvbuf, root)
+            call(sendbuf, recvbuf, root)
         else:
-            self._calls[row](sendbuf, recvbuf)
+            call(sendbuf, recvbuf)
 
     def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
         assert recv is not None

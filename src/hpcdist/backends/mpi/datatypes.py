@@ -42,6 +42,20 @@ def message(tensor: torch.Tensor) -> list[Any]:
     return shares(tensor, nbytes)
 
 
+def apart(
+    send: torch.Tensor, recv: torch.Tensor, datatype: MPI.Datatype
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return two contiguous CPU tensors as the buffers of an MPI call, which divides them among the ranks itself.
+
+    None where they share memory, or where MPI's int does not count them.
+    """
+    first, second, sent, received = send.data_ptr(), recv.data_ptr(), send.nbytes, recv.nbytes
+    if (first < second + received and second < first + sent) or sent > COUNT_MAX or received > COUNT_MAX:
+        return None
+    address = MPI.buffer.fromaddress
+    return (address(first, sent), datatype), (address(second, received), datatype)
+
+
 def shares(tensor: torch.Tensor, nbytes: int) -> list[Any]:
     """Return the memory of a tensor as the buffer of an MPI call that moves ``nbytes`` to or from each rank."""
     return [memory(tensor), *run(nbytes)]

@@ -17,9 +17,10 @@ from mpi4py.util import pkl5
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 
+BYTE = MPI.BYTE
+
 SLOT = 512  # bytes
-ROOM = SLOT - 2  # the first two say how many of the others are used
-TOO_LARGE = 0xFFFF
+TOO_LARGE = bytes(SLOT)  # no pickle begins with a zero, and none minds what follows its end
 
 
 class Translation(NamedTuple):
@@ -68,17 +69,17 @@ class PicklingBackend(Backend):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
         apart: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=apart.append)
-        used = TOO_LARGE if apart or len(data) > ROOM else len(data)
+        data = pickle.dumps(value, 5, buffer_callback=apart.append)
         slots = bytearray(SLOT * self.size)
-        with self._translating("all_gather_object"):
-            slot = used.to_bytes(2, "little") + data[:ROOM]
-            self.comm.Allgather([slot.ljust(SLOT), MPI.BYTE], [slots, MPI.BYTE])
-            lengths = [int.from_bytes(slots[at : at + 2], "little") for at in range(0, len(slots), SLOT)]
-            if TOO_LARGE in lengths:
+        try:
+            slot = TOO_LARGE if apart or len(data) > SLOT else data.ljust(SLOT)
+            self.comm.Allgather((slot, BYTE), (slots, BYTE))
+            if 0 in slots[::SLOT]:
                 gathered = self.pickling.allgather([pickle.PickleBuffer(data), *apart])
                 return [pickle.loads(parts[0], buffers=parts[1:]) for parts in gathered]
-        return [pickle.loads(slots[2 + at * SLOT : 2 + at * SLOT + used]) for at, used in enumerate(lengths)]
+        except MPI.Exception as error:
+            raise self._failure("all_gather_object", error) from error
+        return [pickle.loads(slots[at : at + SLOT]) for at in range(0, len(slots), SLOT)]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from _thread import allocate_lock
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,8 @@ SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at a reques
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete."""
 
+    _reason: str | None = None  # why it was cancelled
+
     def __init__(
         self,
         request: MPI.Request,
@@ -30,8 +33,7 @@ class RequestWork(Work):
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
         self._status = MPI.Status()
-        self._reason: str | None = None  # why it was cancelled
-        self._turn = threading.RLock()  # one thread at a time may complete a request (MPI 11.6.2)
+        self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
 
     def _conclude(self, error: BaseException | None = None) -> None:
         if error is None and self._when_done is not None:
@@ -54,7 +56,7 @@ class RequestWork(Work):
         return True
 
     def _poll(self) -> None:
-        if self._turn.acquire(blocking=False):
+        if self._turn.acquire(False):
             try:
                 if not self._done:
                     self._complete(self._request.Test)

@@ -99,7 +99,7 @@ class NodeShared(NodeSlots):
         slots = []
         for slot in self._slots:
             views = [part[: numel * dtype.itemsize].view(dtype) for part in slot]
-            slots.append(([views[r][begin:end] for r in self._mates], views[rank][begin:end]))
+            slots.append([views[r][begin:end] for r in self._mates])
         sizes = [(r, bounds[r] * dtype.itemsize, (bounds[r + 1] - bounds[r]) * dtype.itemsize) for r in range(owners)]
         others = [piece for piece in sizes if piece[0] != rank and piece[2]]
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
@@ -122,8 +122,13 @@ class NodeShared(NodeSlots):
         across = self._across_nodes(fold)
         source, target, first = send.data_ptr(), recv.data_ptr(), self._turn
         begin, end = whole[0], whole[1]
-        own_parts = [send[i * stride + begin : i * stride + end] for i in range(count - 1)]
-        own_parts.append(send[(count - 1) * stride + rest[0] : min(numel, (count - 1) * stride + rest[1])])
+
+        def own(tensor: torch.Tensor) -> list[torch.Tensor]:
+            slices = [tensor[i * stride + begin : i * stride + end] for i in range(count - 1)]
+            return [*slices, tensor[(count - 1) * stride + rest[0] : min(numel, (count - 1) * stride + rest[1])]]
+
+        own_parts = own(send)
+        own_results = own_parts if send is recv else own(recv)
 
         def put(c: int) -> int:
             plan = whole if c < count - 1 else rest
@@ -151,15 +156,16 @@ class NodeShared(NodeSlots):
             window.wait(step)
             plan = whole if c < count - 1 else rest
             (low, high), slot = plan[2], (first + c) % SLOTS
-            parts, result = plan[4][slot]
             if low < high:
+                # into the caller's own memory, whose lines this core has, and on from there: to write sums to lines
+                # that mates have read costs a tenth of the whole
+                parts, result = [own_parts[c], *plan[4][slot]], own_results[c]
                 if across is None:
-                    fold.reduce([own_parts[c], *parts], result, scratch)
+                    fold.reduce(parts, result, scratch)
                 else:
-                    self._reduce_across(fold, across, [own_parts[c], *parts], result, scratch)
+                    self._reduce_across(fold, across, parts, result, scratch)
+                _move(addresses[slot][rank] + low, target + c * chunk + low, high - low)
             done = window.publish()
-            if low < high:
-                _move(target + c * chunk + low, addresses[slot][rank] + low, high - low)
             if c:
                 collect(c - 1, reduced)
             step, reduced = following, done

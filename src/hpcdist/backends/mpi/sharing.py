@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, A
 }
 
 
+@cache
+def floors(size: int, library: str, override: int | None) -> dict[Row, int]:
+    """Return the floors of a communicator's size, which are the same for all of that size."""
+    return {row: crossover.floor_bytes(row, size, library) for row in SHARED_CALLS}
+
+
 class Sharing:
     """Sends large collectives of one communicator through node-shared memory.
 
@@ -52,8 +59,7 @@ class Sharing:
         self.comm = comm
         self.size: int = comm.Get_size()
         # row -> bytes sent below which it never uses shared memory, whatever the dtype; rows not here never do
-        vendor = MPI.get_vendor()[0]
-        self.floors = {row: crossover.floor_bytes(row, self.size, vendor) for row in SHARED_CALLS}
+        self.floors = floors(self.size, MPI.get_vendor()[0], crossover.override()).copy()
         self.shared: NodeShared | None = None
         self._poll = poll
         self._is_background = is_background
