@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,9 @@ def stay_away(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "leave":
         os._exit(3)
+    elif kind == "monitored":  # a call that ends by itself
+        with suppress(dist.DistBackendError):
+            dist.monitored_barrier(timeout=8)
     time.sleep(60)
 
 

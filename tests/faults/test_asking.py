@@ -60,6 +60,19 @@ def test_one_rank_asks_for_all_that_block_inside_mpi(launcher: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_end_for_all_leaves_a_call_alone_that_ends_by_itself(launcher: str) -> None:
+    with Job(launcher, 3, ["monitored", "sync"], JOBS) as job:
+        job.wait("fault", 1, START_SECONDS)
+        if launcher in PLAIN:
+            assert job.finish(30) != 0
+        else:
+            assert len(job.wait("raised", 2, 20)) == 2, job.stderr()
+            time.sleep(1)
+        assert re.search(r"rank 1 .* monitored_barrier", job.stderr()), job.stderr()
+        assert "Traceback" not in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_another_rank_asks_where_the_one_that_asked_falls_silent(launcher: str) -> None:
     with Job(launcher, 4, ["sleep", "sync"], JOBS, ASKING_STOPS="0", ASKING_VICTIMS="3") as job:
         job.wait("fault", 1, START_SECONDS)

@@ -119,10 +119,9 @@ class Watchdog:
             record = self._record(each)
             _, first = since[id(record)] = self._since.get(id(record), (record, now))
             limit = each.group.timeout.total_seconds()
-            has_own_limit = each.work is not None and not each.in_background and each.work._limit is not None
             if now - first >= ENDED_SECONDS and self.channel.lacks(each.group.ranks):
                 limit = ENDED_SECONDS
-            if now - first >= limit and now >= self.waits_until and not has_own_limit:
+            if now - first >= limit and now >= self.waits_until and not each.has_own_limit:
                 overdue.append((each, now - first))
         self._since = since
         self._handled = {key: value for key, value in self._handled.items() if key in since}
@@ -313,11 +312,10 @@ class Watchdog:
             return
         for each in whereabouts.under_way():
             record = self._record(each)
-            is_meant = each.group.group_name == verdict.subject.group and not each.call.is_message
-            if record is None or not is_meant or self._handled.get(id(record), (None, ""))[1] == "reported":
-                continue
-            _, first = self._since.get(id(record), (record, time.monotonic()))
-            self._accept(each, time.monotonic() - first, verdict)
+            others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
+            if record is not None and not others and self._handled.get(id(record), (None, ""))[1] != "reported":
+                _, first = self._since.get(id(record), (record, time.monotonic()))
+                self._accept(each, time.monotonic() - first, verdict)
 
     def _accept(self, each: UnderWay, seconds: float, verdict: Verdict) -> None:
         """End a wait for what another rank found out."""
