@@ -76,8 +76,9 @@ def leave(seconds: float) -> None:
 def main(fault: str, call: str) -> None:
     CALLS["all_reduce"]()
     dist.barrier()
+    dist.group.WORLD.timeout = timedelta(seconds=SECONDS)
     tell("ready")
-    time.sleep(0.2)
+    time.sleep(1.1)  # the watchdog looks once a second until then
     try:
         if rank == SECOND:
             go_wrong("leave", call)
@@ -112,6 +113,6 @@ def imitate_nodes() -> None:
 
 if __name__ == "__main__":
     imitate_nodes()
-    dist.init_process_group(timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(timeout=timedelta(seconds=60))  # on a busy machine a rank may be late for the first calls
     rank, size = dist.get_rank(), dist.get_world_size()
     main(*sys.argv[1:])
