@@ -2,8 +2,9 @@
 
 One of them: if each asked all others, N ranks would send N² questions, and lose most of the answers. The rank that is
 overdue first asks, and who is asked about the call that it waits in itself asks nothing, but waits for the verdict: the
-lines of the report, which go back to every rank in that call. So 3 questions and answers a rank do. Of two that ask at
-once the lower rank goes on. An asker from which no verdict comes (stopped, killed) is followed by another.
+lines of the report, which go back to every rank in that call. Question, answer, verdict and receipt are 4 datagrams a
+rank. Of two that ask at once the lower rank goes on. An asker from which no verdict comes (stopped, killed) is followed
+by another.
 
 Nothing chooses the asker beforehand, because it would often be the very rank that is missing. Ranks that are overdue
 at the same moment take turns, `turn` apart: rank 0 of the group at once, and however many are missing from 0 on, the
