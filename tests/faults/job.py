@@ -113,6 +113,7 @@ def imitate_nodes() -> None:
 
 if __name__ == "__main__":
     imitate_nodes()
-    dist.init_process_group(timeout=timedelta(seconds=60))  # on a busy machine a rank may be late for the first calls
+    # on a busy machine a rank may be late for the first calls
+    dist.init_process_group(timeout=timedelta(seconds=float(os.environ.get("FAULT_START", "60"))))
     rank, size = dist.get_rank(), dist.get_world_size()
     main(*sys.argv[1:])

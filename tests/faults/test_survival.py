@@ -111,7 +111,7 @@ def test_nobody_waits_at_the_end_where_one_was_killed_and_another_left_without_a
 
 @pytest.mark.parametrize("launcher", ULFM)
 def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job_for_ever(launcher: str) -> None:
-    with Job(launcher, 3, ["stop", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="0") as job:
+    with Job(launcher, 3, ["stop", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="0", FAULT_START="5") as job:
         assert len(job.wait("shrunk", 2, 120)) == 2, job.stderr()
         assert job.finish(30) != 0
         assert "is stopped, so that the job cannot end" in job.stderr()

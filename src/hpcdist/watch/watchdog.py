@@ -349,7 +349,8 @@ class Watchdog:
             return
         if is_reported:
             backend.foretell(reason)
-            limit, step = YIELD_SECONDS, partial(self._end, each, described, reason, False)
+            limit = NEWS_SECONDS if backend.interrupts_all() else YIELD_SECONDS
+            step: Callable[[], None] = partial(self._end, each, described, reason, False)
         elif backend.interrupt(reason):
             # Open MPI's revocation does not end a send that shared memory holds back, to a rank that takes nothing
             limit, step = STUCK_SECONDS, partial(self._abort, backend, "a call that was interrupted has not ended")
