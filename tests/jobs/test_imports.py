@@ -42,6 +42,36 @@ if __name__ == "__main__":
 """
 
 
+FORKS = """
+import multiprocessing, os, sys, time
+import torch
+import hpcdist as dist
+
+dist.init_process_group("mpi")
+dist.all_reduce(torch.ones(2), async_op=True).wait()
+context = multiprocessing.get_context("fork")
+with context.Pool(2) as pool:  # it ends its workers by SIGTERM
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+process = context.Process(target=time.sleep, args=(60,))
+process.start()
+process.terminate()
+process.join(30)
+assert process.exitcode == -15, process.exitcode
+sys.stdout.flush()
+if (pid := os.fork()) == 0:
+    sys.exit(3)
+assert os.waitpid(pid, 0)[1] == 3 << 8
+if (pid := os.fork()) == 0:
+    sys.stderr = open(os.devnull, "w")
+    raise RuntimeError("of the child alone")
+assert os.waitpid(pid, 0)[1] == 1 << 8
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+assert tensor.item() == dist.get_world_size()
+print("whole")
+"""
+
+
 def test_import_initialises_no_mpi():
     result = run([sys.executable, "-c", UNTOUCHED])
     assert result.returncode == 0, result.stderr
@@ -52,6 +82,14 @@ def test_children_of_an_initialised_rank(tmp_path):
     program.write_text(CHILDREN)
     result = mpirun(1, [program])
     assert result.returncode == 0, result.stderr
+
+
+def test_forked_children_are_no_ranks(tmp_path):
+    program = tmp_path / "forks.py"
+    program.write_text(FORKS)
+    done = mpirun(2, [program], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("whole") == 2
 
 
 def test_import_is_quick():

@@ -23,6 +23,14 @@ def one(dtype=torch.float32):
 
 CASES = {
     "no tensor": (TypeError, lambda n: dist.all_reduce([1, 2]), "torch.Tensor"),
+    "no tensor at all": (TypeError, lambda n: dist.all_reduce(None), "torch.Tensor"),
+    "no tensor to broadcast": (TypeError, lambda n: dist.broadcast(None, 0), "torch.Tensor"),
+    "no tensor to reduce": (TypeError, lambda n: dist.reduce(None, 0), "torch.Tensor"),
+    "no output": (TypeError, lambda n: dist.all_gather_single(None, one()), "torch.Tensor"),
+    "no input": (TypeError, lambda n: dist.reduce_scatter_single(one(), None), "torch.Tensor"),
+    "no exchange": (TypeError, lambda n: dist.all_to_all_single(torch.ones(n), None), "torch.Tensor"),
+    "a word for a rank": (TypeError, lambda n: dist.broadcast(one(), "0"), "integer"),
+    "no whole splits": (TypeError, lambda n: dist.all_to_all_single(one(), one(), [1.0] * n, [1.0] * n), "integer"),
     "no op": (TypeError, lambda n: dist.all_reduce(one(), "sum"), "ReduceOp"),
     "no source": (ValueError, lambda n: dist.broadcast(one()), "Must specify"),
     "two sources": (ValueError, lambda n: dist.broadcast(one(), 0, group_src=0), "both"),
@@ -53,6 +61,32 @@ CASES = {
     "sparse broadcast": (TypeError, lambda n: dist.broadcast(torch.eye(2).to_sparse(), 0), "sparse"),
     "meta device": (RuntimeError, lambda n: dist.all_reduce(torch.ones(2, device="meta")), "device type meta"),
 }
+
+
+@pytest.mark.parametrize(
+    "case", ["a list too long", "dtypes", "sizes", "one size", "scattered size", "source outside", "negative source"]
+)
+def test_what_c10d_calls_a_runtime_error_in_some_places_is_one_too(case, size):
+    with pytest.raises(RuntimeError, match=CASES[case][2]):
+        CASES[case][1](size)
+
+
+METHODS = {
+    "all_gather": lambda pg, n: pg.allgather([[one()] * (n + 1)], [one()]),
+    "gather": lambda pg, n: pg.gather([[torch.ones(1), *[one()] * (n - 1)]], [one()]),
+    "scatter": lambda pg, n: pg.scatter([one()], [[one()] * (n + 1)]),
+    "reduce_scatter": lambda pg, n: pg.reduce_scatter([one()], [[one()] * (n + 1)]),
+    "all_to_all": lambda pg, n: pg.alltoall([one()] * (n + 1), [one()] * (n + 1)),
+    "no lists": lambda pg, n: pg.alltoall([], []),
+}
+
+
+@pytest.mark.parametrize("call", METHODS)
+def test_a_method_of_a_group_with_lists_that_do_not_fit(call, world, rank, size):
+    if rank and call in ("gather", "scatter"):
+        return  # the root alone has the list
+    with pytest.raises(RuntimeError, match="expected"):
+        METHODS[call](world, size)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -224,3 +224,28 @@ def test_warnings_are_not_given_to_members(rank, size):
         warnings.simplefilter("error")
         assert total(None, 1) == size
         assert total(dist.group.WORLD, 1) == size
+
+
+def test_groups_are_made_behind_queued_calls(rank, size):
+    queued = [torch.full((50_000,), float(rank)) for _ in range(10)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in queued]
+    group = dist.new_group()
+    pair = dist.new_subgroups(1)[0]
+    for work in works:
+        work.wait()
+    assert all(tensor[-1] == sum(range(size)) for tensor in queued)
+    assert total(group, 1) == size
+    assert total(pair, rank) == rank
+    dist.all_reduce(queued[0], async_op=True)
+    local = dist.new_group(list(range(size)), use_local_synchronization=True)
+    assert total(local, 1) == size
+
+
+def test_monitored_barrier(rank, size):
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    group = dist.new_group()
+    dist.monitored_barrier(group)
+    if rank == 0 and size > 1:
+        with pytest.raises(dist.DistBackendError, match="Rank 1 failed to pass monitoredBarrier"):
+            dist.monitored_barrier(group, timedelta(seconds=0.3))

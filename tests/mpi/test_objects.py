@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -141,3 +142,33 @@ def test_gathering_small_objects_beside_a_large_one(rank, size, large_rank, valu
         assert str(found) == str(value if r == large_rank % size else {"rank": r})
     if isinstance(gathered[large_rank], torch.Tensor):
         gathered[large_rank].add_(1)  # what arrived can be written to
+
+
+UNPICKLABLE = {
+    "all_gather_object": lambda value, who, size: dist.all_gather_object([None] * size, value),
+    "gather_object": lambda value, who, size: dist.gather_object(
+        value, [None] * size if dist.get_rank() == 0 else None, 0
+    ),
+    "broadcast_object_list": lambda value, who, size: dist.broadcast_object_list([value], who),
+    "scatter_object_list": lambda value, who, size: dist.scatter_object_list([None], [1] * (size - 1) + [value], who),
+}
+
+
+@pytest.mark.parametrize("call", UNPICKLABLE)
+def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(call, rank, size):
+    for who in range(size):
+        value = (lambda: None) if rank == who else "fine"
+        if rank == who:
+            with pytest.raises((pickle.PicklingError, AttributeError), match="pickle"):
+                UNPICKLABLE[call](value, who, size)
+        elif call != "gather_object" or rank == 0:  # its senders learn of nobody
+            with pytest.raises(RuntimeError, match=f"rank {who} of the group could not pickle its object"):
+                UNPICKLABLE[call](value, who, size)
+        else:
+            UNPICKLABLE[call](value, who, size)
+        everything = [None] * size
+        dist.all_gather_object(everything, payload(rank))
+        assert all(equal(each, r) for r, each in enumerate(everything))
+        mine = [payload(rank)]
+        dist.broadcast_object_list(mine, who)
+        assert equal(mine[0], who)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -146,3 +148,27 @@ def test_bad_peers(rank, size):
         dist.batch_isend_irecv([])
     with pytest.raises(TypeError):
         dist.isend("text", rank)
+
+
+@pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND", "mpi") != "mpi", reason="gloo takes the exact size only")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_short_message_leaves_the_rest_of_a_view_alone(is_async, rank, size):
+    if rank == 0 and size > 1:
+        dist.send(torch.ones(2), 1)
+    if rank == 1:
+        whole = torch.full((4, 2), 7.0)
+        work = dist.irecv(whole[:, 0], 0) if is_async else dist.recv(whole[:, 0], 0)
+        if is_async:
+            work.wait()
+        assert whole.tolist() == [[1, 7], [1, 7], [7, 7], [7, 7]]
+
+
+def test_ops_of_torch_in_a_batch(rank, size):
+    mine, theirs = torch.tensor([float(rank)]), torch.empty(1)
+    ops = [
+        dist.P2POp(torch.distributed.isend, mine, (rank + 1) % size),
+        dist.P2POp(torch.distributed.irecv, theirs, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert theirs.item() == (rank - 1) % size

@@ -46,13 +46,34 @@ def shared_files() -> int:
     )
 
 
-def test_override(monkeypatch):
-    for text, least in (("0", 1), ("64K", 65536), ("4M", 4 << 20), ("off", crossover.NEVER), ("", None)):
-        monkeypatch.setenv(crossover.VARIABLE, text)
-        assert crossover.override() == least
-    monkeypatch.setenv(crossover.VARIABLE, "lots")
+def test_override():
+    known = {"0": (1,), "64K": (65536,), "4M": (4 << 20,), "off": (), "OFF": (), "": None, "a.json": None}
+    assert {text: crossover.override(text) for text in known} == known
     with pytest.raises(ValueError, match="number of bytes such as 65536"):
-        crossover.override()
+        crossover.override("lots")
+
+
+def test_a_file_stands_in_for_the_table(monkeypatch, tmp_path):
+    path = str(tmp_path / "crossovers.json")
+    names = crossover.BYTES["MPICH"][2]
+    crossover.write(path, "Some MPI", 2, dict.fromkeys(names, (1 << 14, 1 << 20)))
+    crossover.write(path, "Some MPI", 8, dict.fromkeys(names, ()))
+    monkeypatch.setenv(crossover.VARIABLE, path)
+    for ranks, at in ((2, (1 << 14, 1 << 20)), (3, (1 << 14, 1 << 20)), (5, ()), (64, ())):
+        assert crossover.switches("all_reduce", torch.float32, "SUM", ranks, "Some MPI") == at
+    table = crossover.BYTES["Open MPI"][2]  # what the file does not tell
+    assert crossover.switches("broadcast", torch.float32, None, 2, "Open MPI") == table["broadcast"]
+    for nbytes, expected in ((1, False), (1 << 14, True), ((1 << 20) - 1, True), (1 << 20, False), (1 << 30, False)):
+        assert crossover.is_shared(nbytes, (1 << 14, 1 << 20)) is expected
+        assert crossover.is_shared(nbytes, ()) is False
+    for content in ("not JSON", "[]", '{"Some MPI": {"two": {}}}'):
+        wrong = tmp_path / "wrong.json"
+        wrong.write_text(content)
+        crossover.read.cache_clear()
+        with pytest.raises(ValueError, match="expected the file that"):
+            crossover.measured("Some MPI", 2, str(wrong))
+    with pytest.raises(ValueError, match="No such file"):
+        crossover.measured("Some MPI", 2, str(tmp_path / "absent.json"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -61,9 +82,9 @@ def test_the_floor_keeps_out_nothing_that_the_table_lets_in(library, ranks):
     for row in SHARED_CALLS:
         op = "SUM" if row.reduces else None
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
-            least = crossover.min_bytes(row.name, dtype, op, ranks, library)
-            sent = least // ranks if row.name == "all_gather_single" else least
-            assert least == crossover.NEVER or crossover.floor_bytes(row, ranks, library) <= sent
+            for least in crossover.switches(row.name, dtype, op, ranks, library)[:1]:
+                sent = least // ranks if row.name == "all_gather_single" else least
+                assert crossover.floor_bytes(row, ranks, library) <= sent
 
 
 def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):
@@ -74,8 +95,8 @@ def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):
     assert backend._sharing.shared is None
     dist.all_reduce(torch.ones(4 << 20), group=group)
     library = runtime.load().get_vendor()[0]
-    least = crossover.min_bytes("all_reduce", torch.float32, "SUM", comm.size, library)
-    assert (backend._sharing.shared is not None) == (least <= 16 << 20)
+    at = crossover.switches("all_reduce", torch.float32, "SUM", comm.size, library)
+    assert (backend._sharing.shared is not None) == crossover.is_shared(16 << 20, at)
     if backend._sharing.shared is not None:
         assert backend._sharing.shared.window.segment_bytes <= 8 << 20
     dist.destroy_process_group(group)

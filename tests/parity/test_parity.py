@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as td
@@ -100,8 +101,24 @@ def queries(d):
     return answers
 
 
+def shared_memory_of_elements(d):
+    expanded, columns = torch.ones(1).expand(4), torch.arange(3.0).expand(2, 3)
+    d.all_reduce(expanded)
+    d.broadcast(columns, 0)
+    return expanded, columns
+
+
+def numbers_of_other_types(d):
+    size = d.get_world_size()
+    given, output = torch.arange(2.0 * size), torch.empty(2 * size)
+    d.broadcast(given, torch.tensor(0))
+    d.broadcast(given, np.int64(0))
+    d.all_to_all_single(output, given, np.full(size, 2), np.full(size, 2))
+    return given, output
+
+
 CALLS = [all_reduce, broadcast, reduce, all_gather, all_gather_into_tensor, gather, scatter, all_to_all_single]
-CALLS += [objects, queries]
+CALLS += [objects, queries, shared_memory_of_elements, numbers_of_other_types]
 
 
 def equal(one, other):
@@ -131,6 +148,17 @@ ERRORS = {
     "complex max": lambda d: d.all_reduce(torch.ones(1, dtype=torch.complex64), d.ReduceOp.MAX),
     "float or": lambda d: d.all_reduce(torch.ones(1), d.ReduceOp.BOR),
     "no source": lambda d: d.broadcast(torch.ones(1)),
+    "source outside": lambda d: d.broadcast(torch.ones(1), 99),
+    "negative source": lambda d: d.broadcast(torch.ones(1), group_src=-1),
+    "a word for a source": lambda d: d.broadcast(torch.ones(1), "0"),
+    "nothing to reduce": lambda d: d.all_reduce(None),
+    "nothing to gather": lambda d: d.all_gather_into_tensor(torch.ones(2), None),
+    "list too long": lambda d: d.all_gather([torch.ones(1)] * (d.get_world_size() + 1), torch.ones(1)),
+    "list sizes": lambda d: d.all_gather([torch.ones(2)] * d.get_world_size(), torch.ones(1)),
+    "gathered size": lambda d: d.all_gather_into_tensor(torch.ones(3), torch.ones(4)),
+    "gathered dtype": lambda d: d.all_gather_into_tensor(torch.ones(d.get_world_size()).int(), torch.ones(1)),
+    "no inputs": lambda d: d.reduce_scatter(torch.ones(1), []),
+    "splits of fractions": lambda d: d.all_to_all_single(torch.ones(2), torch.ones(2), [1.0, 1.0], [1.0, 1.0]),
     "two sources": lambda d: d.broadcast(torch.ones(1), 0, group_src=0),
     "send to oneself": lambda d: d.send(torch.ones(1), d.get_rank()),
     "no list": lambda d: d.all_gather(torch.ones(1), torch.ones(1)),
@@ -153,14 +181,6 @@ ERRORS = {
     "split": lambda d: d.split_group(None, []),
     "uneven exchange": lambda d: d.all_to_all_single(torch.ones(5), torch.ones(5), [1], [1]),
 }
-
-
-def test_a_source_outside_is_a_value_error_in_every_group():
-    """The one known difference: torch checks this in subgroups alone, and lets gloo fail in the default group."""
-    with pytest.raises(ValueError, match="not part of group"):
-        dist.broadcast(torch.ones(1), 99)
-    with pytest.raises(RuntimeError):
-        td.broadcast(torch.ones(1), 99)
 
 
 def _raise_value():

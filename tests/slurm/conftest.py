@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,14 +11,12 @@ import pytest
 # pytest imports by importlib, which leaves a test's own folder off the path.
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import Cluster, why_not
+from mpis import MPIS, mpi_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # More Pythons than the one that runs the tests, separated by colons: the other MPI's environment.
 OTHERS = "HPCDIST_TEST_PYTHONS"
-ASK = "from mpi4py import MPI; print(MPI.Get_library_version())"
-# srun's --mpi= for each MPI, and what its version begins with
-MPIS = {"Open MPI": "pmix", "MPICH": "pmi2", "Intel(R) MPI": "pmi2"}
 
 
 def pytest_collection_modifyitems(items):
@@ -55,10 +52,8 @@ def pythons():
     """The Python of each MPI that can be found here."""
     found = {}
     for python in [sys.executable, *filter(None, os.environ.get(OTHERS, "").split(":"))]:
-        asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60, check=False)
-        for name in MPIS:
-            if asked.stdout.startswith(name):
-                found.setdefault(name, python)
+        if name := mpi_of(python):
+            found.setdefault(name, python)
     return found
 
 

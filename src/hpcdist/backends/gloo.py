@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as c10d
 
 from hpcdist.backends.foreign import ForeignBackend
 from hpcdist.core.backend import Bootstrap
+from hpcdist.core.errors import DistBackendError
 
 
 def process_group(bootstrap: Bootstrap) -> Any:
@@ -22,3 +24,11 @@ class GlooBackend(ForeignBackend):
 
     name: ClassVar[str] = "gloo"
     creator = staticmethod(process_group)
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
+        """Run gloo's: its messages cannot be asked, without waiting, whether they have come."""
+        try:
+            self.inner.monitored_barrier(timeout, wait_all_ranks)
+        except RuntimeError as error:
+            raise DistBackendError(str(error)) from error
+        return True

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensor
+from hpcdist.core.buffers import as_splits, as_tensor, rows_of
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import dispatch, issue
 from hpcdist.core.table import (
@@ -196,6 +196,8 @@ def all_to_all_single(
     if pg is None:
         return None
     size = len(pg.ranks)
+    if output_split_sizes is not None or input_split_sizes is not None:
+        output_split_sizes, input_split_sizes = as_splits(output_split_sizes), as_splits(input_split_sizes)
     if not output_split_sizes and not input_split_sizes:
         if output.__class__ is not torch.Tensor or output.dim() != 1:  # of one dimension, its elements are its rows
             rows_of(as_tensor(output, "output"), None, size, "output")
@@ -205,30 +207,6 @@ def all_to_all_single(
     sent = rows_of(as_tensor(input, "input"), input_split_sizes, size, "input")
     received = rows_of(as_tensor(output, "output"), output_split_sizes, size, "output")
     return issue(ALL_TO_ALL, pg, input, output, None, None, async_op, (sent, received))
-
-
-def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name: str) -> list[int]:
-    """Return the elements of each rank's rows of a tensor."""
-    rows = tensor.size(0) if tensor.dim() else tensor.numel()
-    width = tensor.numel() // rows if rows else 0
-    if not splits:
-        if rows % size:
-            raise RuntimeError(
-                f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows, the group "
-                f"{size} ranks; give {name}_split_sizes"
-            )
-        return [tensor.numel() // size] * size
-    if len(splits) != size:
-        raise RuntimeError(
-            f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)} entries, "
-            f"the group {size} ranks"
-        )
-    if sum(splits) != rows or min(splits) < 0:
-        raise RuntimeError(
-            f"Split sizes doesn't match total dim 0 size: {name}_split_sizes {list(splits)} add up to {sum(splits)}, "
-            f"{name} has {rows} rows"
-        )
-    return [length * width for length in splits]
 
 
 def barrier(

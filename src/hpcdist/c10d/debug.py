@@ -89,9 +89,10 @@ def monitored_barrier(
     limit = timeout if timeout is not None else pg.timeout
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     backend = pg.any_backend()
-    if backend.queue is not None:
-        backend.queue.drain()
+    backend.settle()
     with own_limit(pg, "monitored_barrier"):
+        if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
+            return
         number = torch.tensor([pg.journal.sequence])
         deadline = time.monotonic() + seconds
         if pg.rank() == 0:
@@ -100,7 +101,12 @@ def monitored_barrier(
             report_to_first(pg, number, deadline)
 
 
-setattr(ProcessGroup, "monitored_barrier", monitored_barrier)  # noqa: B010  # torch.distributed's own asks the group
+def of_group(self: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
+    monitored_barrier(self, timeout, wait_all_ranks)
+
+
+setattr(ProcessGroup, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
 
 
 @contextmanager

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensor, as_tensors, joined, joint, same_dtype, scattering
+from hpcdist.core.buffers import (
+    as_tensor,
+    as_tensors,
+    check_length,
+    check_sizes,
+    joined,
+    joint,
+    same_dtype,
+    scattering,
+)
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue_any
 from hpcdist.core.table import (
@@ -50,7 +58,7 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     outputs = as_tensors(tensor_list, "tensor_list", writable=True)
     given = as_tensor(tensor, "tensor")
     same_dtype(given, *outputs)
-    check_length("all_gather", "tensor_list", outputs, pg)
+    check_length("all_gather", "tensor_list", outputs, pg.size())
     check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], given)
     received = [output.numel() for output in outputs]
     flat = joint(outputs, outputs[0])
@@ -101,7 +109,7 @@ def gather(
         raise ValueError(f"Argument ``gather_list`` must be specified on destination rank {root}")
     outputs = as_tensors(gather_list, "gather_list", writable=True)
     same_dtype(given, *outputs)
-    check_length("gather", "gather_list", outputs, pg)
+    check_length("gather", "gather_list", outputs, pg.size())
     check_sizes("gather", "gather_list", outputs, given)
     flat = joint(outputs, given)
     return issue_any(GATHER, pg, given, flat, None, root, async_op, None, scattering(flat, outputs), outputs)
@@ -148,7 +156,7 @@ def scatter(
         raise ValueError(f"Argument ``scatter_list`` must be specified on source rank {root}")
     inputs = as_tensors(scatter_list, "scatter_list")
     same_dtype(output, *inputs)
-    check_length("scatter", "scatter_list", inputs, pg)
+    check_length("scatter", "scatter_list", inputs, pg.size())
     check_sizes("scatter", "scatter_list", inputs, output)
     return issue_any(SCATTER, pg, joined(inputs), output, None, root, async_op)
 
@@ -178,7 +186,7 @@ def reduce_scatter(
     target = as_tensor(output, "output", writable=True)
     inputs = as_tensors(input_list, "input_list")
     same_dtype(target, *inputs)
-    check_length("reduce_scatter", "input_list", inputs, pg)
+    check_length("reduce_scatter", "input_list", inputs, pg.size())
     check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
     sent = [tensor.numel() for tensor in inputs]
     if len(set(sent)) == 1:
@@ -210,8 +218,8 @@ def all_to_all(
     outputs = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
     inputs = as_tensors(input_tensor_list, "input_tensor_list")
     same_dtype(*outputs, *inputs)
-    check_length("all_to_all", "output_tensor_list", outputs, pg)
-    check_length("all_to_all", "input_tensor_list", inputs, pg)
+    check_length("all_to_all", "output_tensor_list", outputs, pg.size())
+    check_length("all_to_all", "input_tensor_list", inputs, pg.size())
     counts = ([each.numel() for each in inputs], [each.numel() for each in outputs])
     flat = joint(outputs, outputs[0])
     then = scattering(flat, outputs)
@@ -223,19 +231,3 @@ def all_to_all(
 def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[ProcessGroup, int] | None:
     """Return the group and its root, by default the group's view of global rank 0; None outside the group."""
     return world.route(group, call, 0 if rank is None and rank_in_group is None else rank, rank_in_group)
-
-
-def check_length(call: str, name: str, tensors: list[torch.Tensor], pg: ProcessGroup) -> None:
-    """Raise where a list has not one tensor a rank."""
-    if len(tensors) != pg.size():
-        raise ValueError(f"{call}: `{name}` has {len(tensors)} tensors; expected {pg.size()}, one a rank of the group")
-
-
-def check_sizes(call: str, name: str, tensors: list[torch.Tensor], like: torch.Tensor) -> None:
-    """Raise where tensors that belong together differ in size."""
-    for index, tensor in enumerate(tensors):
-        if tensor.numel() != like.numel():
-            raise ValueError(
-                f"{call}: a tensor of `{name}` (index {index}) has {tensor.numel()} elements {tuple(tensor.shape)}; "
-                f"expected {like.numel()}, as the tensor of shape {tuple(like.shape)} that goes with it"
-            )

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed
+
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing
+from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -42,7 +44,7 @@ def send(
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
-    event = profiling.begin(backend.name, "send", data)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
     try:
@@ -83,7 +85,7 @@ def recv(
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
-    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
     try:
@@ -135,11 +137,16 @@ def irecv(
     return begin_receive(group, tensor, src, group_src, tag)
 
 
+OPS: dict[Any, Callable[..., Work | None]] = {
+    each: ours for ours in (isend, irecv) for each in (ours, getattr(torch.distributed, ours.__name__))
+}
+
+
 class P2POp:
     """One send or receive of a ``batch_isend_irecv``.
 
     Args:
-        op: ``isend`` or ``irecv``.
+        op: ``isend`` or ``irecv``, of hpcdist or of torch.distributed.
         tensor: what to send or write to.
         peer: the other rank as a global rank; give this or ``group_peer``.
         group: the group; None for the default one.
@@ -168,7 +175,7 @@ class P2POp:
         group_peer: int | None = None,
     ) -> P2POp:
         """Check the arguments."""
-        if op not in (isend, irecv):
+        if not callable(op) or op not in OPS:
             raise ValueError(
                 f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
                 "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
@@ -187,7 +194,7 @@ class P2POp:
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:
-        self.op = op
+        self.op = OPS[op]
         self.tensor = tensor
         self.group = world.resolve(group)
         self.group_peer = world.group_rank(self.group, peer, group_peer)

@@ -25,6 +25,7 @@ SUBJECTS: dict[str, str] = {
     "overlap": "hpcdist.cli.bench_overlap",
     "init": "hpcdist.cli.bench_init",
     "targets": "hpcdist.cli.bench_targets",
+    "crossover": "hpcdist.cli.bench_crossover",
     "store": "hpcdist.cli.bench_store",
     "ddp": "hpcdist.cli.bench_ddp",
 }

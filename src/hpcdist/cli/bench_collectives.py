@@ -87,17 +87,24 @@ COLLECTIVES: dict[str, Callable[[Bench, torch.Tensor, torch.Tensor, torch.Tensor
 }
 
 
-def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[str, float]:
-    """Time one collective at one size; ``copy`` is one local copy of the tensor, the floor."""
+def buffers(
+    bench: Bench, name: str, dtype: torch.dtype, nbytes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a whole tensor of some bytes, another as large, and a rank's part, for one collective."""
     divided = name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     unit = bench.size if divided else 1
     numel = max(1, nbytes // dtype.itemsize // unit) * unit
-    whole, out = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
     part = torch.zeros(numel // bench.size or 1, dtype=dtype)
+    return torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), part
+
+
+def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[str, float]:
+    """Time one collective at one size; ``copy`` is one local copy of the tensor, the floor."""
+    whole, out, part = buffers(bench, name, dtype, nbytes)
     calls = COLLECTIVES[name](bench, whole, out, part)
     calls["copy"] = lambda: out.copy_(whole)
     asked = {side: call for side, call in calls.items() if side in bench.options.sides}
-    return bench.compare(name, str(dtype).removeprefix("torch."), numel * dtype.itemsize, asked)
+    return bench.compare(name, str(dtype).removeprefix("torch."), out.nbytes, asked)
 
 
 def measure(bench: Bench) -> None:

@@ -71,28 +71,36 @@ def table(bench: Bench) -> Table:
     return made
 
 
+def bands(switches: crossover.Switches) -> str:
+    """Say in words for which sizes shared memory is used."""
+    ends = [*(f"to below {size_name(size)}" for size in switches[1::2]), ""]
+    return (
+        ", ".join(f"from {size_name(first)} {end}".strip() for first, end in zip(switches[::2], ends, strict=False))
+        or "never"
+    )
+
+
 def explain(bench: Bench) -> None:
     """Print from which size on each collective uses node-shared memory here."""
     if bench.rank:
         return
     vendor = bench.library.rsplit(" ", 1)[0]
     console = Console(width=110)
-    made = Table(
-        title=f"Shared memory from this size on ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)"
-    )
+    made = Table(title=f"Through shared memory ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)")
     for name in ("collective", "float32", "bfloat16"):
         made.add_column(name)
-    for name in crossover.BYTES["MPICH"]:
+    setting = crossover.setting()
+    for name in crossover.measured(vendor, bench.size, setting):
         op = "SUM" if "reduce" in name else None
-        cells = []
-        for dtype in (torch.float32, torch.bfloat16):
-            least = crossover.min_bytes(name, dtype, op, bench.size, vendor)
-            cells.append("never" if least == crossover.NEVER else size_name(least) or "always")
-        made.add_row(name, *cells)
+        dtypes = (torch.float32, torch.bfloat16)
+        made.add_row(name, *(bands(crossover.switches(name, dtype, op, bench.size, vendor)) for dtype in dtypes))
     console.print(made)
-    known = vendor in crossover.BYTES
-    source = "measured for this library" if known else "not measured for this library: the row of MPICH stands in"
-    console.print(f"Source: {crossover.VARIABLE} is set" if crossover.override() is not None else f"Source: {source}.")
+    source = "measured for this library"
+    if setting:
+        source = f"{crossover.VARIABLE}={setting}"
+    elif vendor not in crossover.BYTES:
+        source = f"not measured for this library: the row of {crossover.STAND_IN} stands in"
+    console.print(f"Source: {source}.")
 
 
 def plot(bench: Bench, path: str) -> None:

@@ -16,13 +16,14 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from hpcdist.cli import bench_store_rows as rows
-from hpcdist.cli.bench_store_rows import PLACES, Server
+from hpcdist.cli.bench_store_rows import Server, Setting
 
 KINDS = {  # name -> (is the server ours, is the client ours)
     "torch": (False, False),
@@ -33,33 +34,39 @@ KINDS = {  # name -> (is the server ours, is the client ours)
 
 
 class Row(NamedTuple):
-    """What a row is measured in, and what was promised of it."""
+    """How a row is measured, in what unit, and what was promised of it."""
 
+    take: Callable[[Setting], float | None]  # None where a kind has no figure of its own
     unit: str
     most: float | None = None  # ours / torch's
     least: float | None = None  # ours / torch's
     most_alone: float | None = None  # ours
     least_alone: float | None = None  # ours
+    middle: Callable[[list[float]], float] = statistics.median  # of the rounds
 
 
 ON_TORCH_MOST = 1.3  # our client's time of a call over torch's, both on torch's server
-CALLS = {
-    "get": Row("us", most=1.0),
-    "add": Row("us", most=2.0),
-    "check": Row("us", most=2.0),
-    "set": Row("us"),
-    "multi_get of 1000": Row("us", most=1.0),
-    "wake-up": Row("us", most=2.0),
+CALLS = {  # name -> how it is measured on given cores, and the most that ours / torch's may be
+    "get": (rows.get, 1.0),
+    "add": (rows.add, 2.0),
+    "check": (rows.check, 2.0),
+    "set": (rows.set_, None),
+    "multi_get of 1000": (rows.multi_get, 1.0),
+    "wake-up": (rows.wake_up, 2.0),
 }
-ROWS = {f"{name}, {place}": row for name, row in CALLS.items() for place in PLACES} | {
-    "calls, 1 process": Row("1/s"),
-    "calls, 8 processes": Row("1/s", least=0.5),
-    "512 clients up": Row("ms", most=2.0),
-    "1024 clients up": Row("ms", most=2.0),
-    "memory a client": Row("KiB", most_alone=8.0),
-    "memory under lengths": Row("MiB", most_alone=32.0),
-    "get p99, busy owner": Row("ms", most_alone=2.0),
-    "rate kept, busy owner": Row("part", least_alone=0.5),
+ROWS = {
+    f"{name}, {place}": Row(partial(rows.placed, take, place), "us", most)
+    for name, (take, most) in CALLS.items()
+    for place in rows.PLACES
+} | {
+    "calls, 1 process": Row(partial(rows.rate, processes=1), "1/s"),
+    "calls, 8 processes": Row(partial(rows.rate, processes=8), "1/s", least=0.5),
+    "512 clients up": Row(partial(rows.bring_up, count=512), "ms", most=2.0),
+    "1024 clients up": Row(partial(rows.bring_up, count=1024), "ms", most=2.0),
+    "memory a client": Row(partial(rows.memory, count=1024), "KiB", most_alone=8.0, middle=max),
+    "memory under lengths": Row(rows.attack, "MiB", most_alone=32.0, middle=max),
+    "get p99, busy owner": Row(rows.slow_get, "ms", most_alone=2.0),
+    "rate kept, busy owner": Row(rows.kept_rate, "part", least_alone=0.5),
 }
 
 
@@ -77,43 +84,22 @@ def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "stores", "hpcdist.cli.bench_store_rows"])
     servers = {is_ours: Server(context, is_ours) for is_ours in (False, True)}
-    figures: dict[str, dict[str, list[float]]] = {row: {kind: [] for kind in KINDS} for row in ROWS}
-    wanted = [row for row in ROWS if only is None or only in row]
+    wanted = {name: row for name, row in ROWS.items() if only is None or only in name}
+    figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in wanted}
     try:
         with context.Pool(8) as pool:
             for _ in range(rounds):
-                for row in wanted:
+                for name, row in wanted.items():
                     for kind, (server_is_ours, client_is_ours) in KINDS.items():
-                        server = servers[server_is_ours]
-                        found = figures[row][kind]
-                        name, _, place = row.partition(", ")
-                        if name in CALLS:
-                            with rows.placed(server, place) as cores:
-                                if name == "wake-up":
-                                    found.append(rows.wake_up(server, client_is_ours, context, cores))
-                                else:
-                                    found.append(rows.call_time(name, server, client_is_ours))
-                        elif name == "calls":
-                            found.append(rows.rate(server, client_is_ours, pool, int(place.split()[0])))
-                        elif row.endswith("clients up"):
-                            took, memory = rows.bring_up(server, client_is_ours, int(row.split()[0]))
-                            found.append(took)
-                            figures["memory a client"][kind].append(memory)
-                        elif row == "memory under lengths":
-                            if server_is_ours == client_is_ours:
-                                found.append(rows.attack(server))
-                        elif row == "get p99, busy owner":
-                            found.append(rows.slow_get(server, client_is_ours))
-                        elif row == "rate kept, busy owner":
-                            found.append(rows.kept_rate(server, client_is_ours, pool))
+                        found = row.take(Setting(servers[server_is_ours], client_is_ours, context, pool))
+                        if found is not None:
+                            figures[name][kind].append(found)
     finally:
         for server in servers.values():
             server.stop()
-    worst: dict[str, Callable[[list[float]], float]] = {"memory a client": max, "memory under lengths": max}
     return {
-        row: {kind: float(worst.get(row, statistics.median)(values)) for kind, values in kinds.items() if values}
-        for row, kinds in figures.items()
-        if any(kinds.values())
+        name: {kind: float(ROWS[name].middle(values)) for kind, values in kinds.items() if values}
+        for name, kinds in figures.items()
     }
 
 

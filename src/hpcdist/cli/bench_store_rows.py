@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reports each refused connection at length
 import torch.distributed as dist
@@ -54,6 +54,7 @@ class Server:
     """Runs one server in a process of its own."""
 
     def __init__(self, context: Any, is_ours: bool) -> None:
+        self.is_ours = is_ours
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_own_server, args=(theirs, is_ours))
         self.process.start()
@@ -85,11 +86,24 @@ class Server:
         self.process.kill()
 
 
+class Setting(NamedTuple):
+    """Which server and whose client are measured, and where other processes come from."""
+
+    server: Server
+    is_ours: bool  # the client
+    context: Any
+    pool: multiprocessing.pool.Pool
+
+    def client(self) -> Any:
+        """Connect a client."""
+        return _client(self.server.port, self.is_ours)
+
+
 def _client(port: int, is_ours: bool) -> Any:
     return (stores if is_ours else dist).TCPStore("127.0.0.1", port, None, False, SOON)
 
 
-def _micros(call: Callable[[], Any], count: int) -> float:
+def _micros(call: Callable[[], Any], count: int = 2000) -> float:
     for _ in range(count // 10):
         call()
     start = time.perf_counter()
@@ -98,35 +112,51 @@ def _micros(call: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - start) / count * 1e6
 
 
-@contextmanager
-def placed(server: Server, place: str) -> Iterator[list[int]]:
-    """Pin this thread and a server to the cores of a place; yields this thread's."""
+def placed(take: Callable[[Setting, list[int]], float], place: str, at: Setting) -> float:
+    """Measure with this thread and the server pinned to the cores of a place."""
     mine, its = PLACES[place]
     os.sched_setaffinity(0, mine)
-    server.pin(its)
+    at.server.pin(its)
     try:
-        yield mine
+        return take(at, mine)
     finally:
         os.sched_setaffinity(0, CORES)
-        server.pin(CORES)
+        at.server.pin(CORES)
 
 
-def call_time(name: str, server: Server, is_ours: bool) -> float:
-    """Return the microseconds of one call."""
-    client = _client(server.port, is_ours)
+def get(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of a get of 32 bytes."""
+    client = at.client()
     client.set("key", b"x" * 32)
-    if name == "multi_get of 1000":
-        client.multi_set(NAMES, NAMES)
-        return _micros(lambda: client.multi_get(NAMES), 50)
-    calls: dict[str, Callable[[], Any]] = {
-        "get": lambda: client.get("key"),
-        "add": lambda: client.add("count", 1),
-        "check": lambda: client.check(["key"]),
-        "set": lambda: client.set("key", b"x" * 32),
-    }
-    result = _micros(calls[name], 2000)
+    return _micros(lambda: client.get("key"))
+
+
+def add(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of an add."""
+    client = at.client()
+    return _micros(lambda: client.add("count", 1))
+
+
+def check(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of a check of one key that is there."""
+    client = at.client()
+    client.set("key", b"x" * 32)
+    return _micros(lambda: client.check(["key"]))
+
+
+def set_(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of a set of 32 bytes, which has no answer."""
+    client = at.client()
+    result = _micros(lambda: client.set("key", b"x" * 32))
     client.get("key")  # what was set has been taken before the next kind is measured
     return result
+
+
+def multi_get(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of one multi_get of a thousand keys."""
+    client = at.client()
+    client.multi_set(NAMES, NAMES)
+    return _micros(lambda: client.multi_get(NAMES), 50)
 
 
 def _answer(port: int, is_ours: bool, count: int, tag: str, cores: list[int]) -> None:
@@ -137,12 +167,12 @@ def _answer(port: int, is_ours: bool, count: int, tag: str, cores: list[int]) ->
         client.set(f"{tag}/answer{i}", "1")
 
 
-def wake_up(server: Server, is_ours: bool, context: Any, cores: list[int]) -> float:
+def wake_up(at: Setting, cores: list[int]) -> float:
     """Let two processes on these cores wake each other in turn; half a round is one wake-up, in microseconds."""
     count, tag = 300, str(time.monotonic_ns())
-    other = context.Process(target=_answer, args=(server.port, is_ours, count, tag, cores))
+    other = at.context.Process(target=_answer, args=(at.server.port, at.is_ours, count, tag, cores))
     other.start()
-    client = _client(server.port, is_ours)
+    client = at.client()
     start = 0.0
     for i in range(count):
         if i == count // 10:
@@ -166,19 +196,19 @@ def _count_calls(port: int, is_ours: bool, start_at: float, seconds: float) -> i
     return count
 
 
-def rate(server: Server, is_ours: bool, pool: multiprocessing.pool.Pool, processes: int) -> float:
+def rate(at: Setting, processes: int) -> float:
     """Return the calls a second of several processes together."""
     seconds = 0.5
-    jobs = [(server.port, is_ours, time.time() + 0.2, seconds)] * processes
-    return sum(pool.starmap(_count_calls, jobs, chunksize=1)) / seconds
+    jobs = [(at.server.port, at.is_ours, time.time() + 0.2, seconds)] * processes
+    return sum(at.pool.starmap(_count_calls, jobs, chunksize=1)) / seconds
 
 
-def slow_get(server: Server, is_ours: bool) -> float:
+def slow_get(at: Setting) -> float:
     """Return the 99th percentile of a get's milliseconds while the server's owner spins in Python."""
-    client = _client(server.port, is_ours)
+    client = at.client()
     client.set("key", b"x" * 32)
     times = []
-    with server.busy_owner():
+    with at.server.busy_owner():
         for _ in range(2000):
             start = time.perf_counter()
             client.get("key")
@@ -186,27 +216,39 @@ def slow_get(server: Server, is_ours: bool) -> float:
     return statistics.quantiles(times, n=100)[98] * 1e3
 
 
-def kept_rate(server: Server, is_ours: bool, pool: multiprocessing.pool.Pool) -> float:
+def kept_rate(at: Setting) -> float:
     """Return which part of a process's calls a second is left while the server's owner spins in Python."""
-    idle = rate(server, is_ours, pool, 1)
-    with server.busy_owner():
-        return rate(server, is_ours, pool, 1) / idle
+    idle = rate(at, 1)
+    with at.server.busy_owner():
+        return rate(at, 1) / idle
 
 
-def bring_up(server: Server, is_ours: bool, count: int) -> tuple[float, float]:
-    """Return the milliseconds until many clients are connected, and the server's KiB for each."""
-    before = server.resident()
+def bring_up(at: Setting, count: int) -> float:
+    """Return the milliseconds until many clients are connected."""
     start = time.perf_counter()
-    clients = [_client(server.port, is_ours) for _ in range(count)]
+    clients = [at.client() for _ in range(count)]
     took = (time.perf_counter() - start) * 1e3
-    memory = (server.resident() - before) / count
     del clients
     time.sleep(0.1)  # the server takes note of the ends
-    return took, memory
+    return took
 
 
-def attack(server: Server) -> float:
-    """Announce 256 MiB in nine bytes and send halves of large values; return the MiB it cost."""
+def memory(at: Setting, count: int) -> float:
+    """Return the KiB for each of many clients of a server that had none before."""
+    server = Server(at.context, at.server.is_ours)
+    try:
+        before = server.resident()
+        clients = [at._replace(server=server).client() for _ in range(count)]
+        return (server.resident() - before) / len(clients)
+    finally:
+        server.stop()
+
+
+def attack(at: Setting) -> float | None:
+    """Announce 256 MiB in nine bytes and send halves of large values; return the MiB it cost, once a server."""
+    server = at.server
+    if server.is_ours is not at.is_ours:
+        return None
     rest = peak = server.resident()
     over = threading.Event()
 

@@ -108,6 +108,11 @@ class Backend(TensorObjects):
 
         return self.queue.put(call, result)
 
+    def settle(self) -> None:
+        """Wait for what is queued: two threads may not call collectives of one communicator at once (MPI 6.14)."""
+        if self.queue is not None:
+            self.queue.drain()
+
     def check_reduction(self, row: Row, dtype: torch.dtype, op: ReduceOp) -> None:
         """Raise c10d's error where the library cannot reduce, before anything is sent."""
         reduction.check(row, dtype, op)
@@ -160,6 +165,10 @@ class Backend(TensorObjects):
         queued = [] if self.queue is None else self.queue.pending()
         messages = list(getattr(self, "unfinished", ()))
         return [*queued, *(work for work in messages if not work._done)]
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
+        """Run the library's own barrier that says who is missing; False where it has none."""
+        return False
 
     def interrupt(self, reason: str) -> bool:
         """Make the call that blocks on this communicator raise; return False where the library cannot."""

@@ -7,11 +7,14 @@ it, and what the call wrote is copied back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from hpcdist.core.errors import MismatchError
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -82,13 +85,58 @@ def for_writing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_dtype(*tensors: torch.Tensor) -> None:
-    """Raise c10d's ValueError where dtypes differ; a complex type goes with its element type."""
+    """Raise c10d's error where dtypes differ; a complex type goes with its element type."""
     kinds = {tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype for tensor in tensors}
     if len(kinds) > 1:
-        raise ValueError(
+        raise MismatchError(
             "Invalid usage of tensors with different dtypes "
             f"Found {' and '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
         )
+
+
+def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raise where a list has not one tensor a rank."""
+    if len(tensors) != size:
+        raise MismatchError(f"{call}: `{name}` has {len(tensors)} tensors; expected {size}, one a rank of the group")
+
+
+def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
+    """Raise where tensors that belong together differ in size."""
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() != like.numel():
+            raise MismatchError(
+                f"{call}: a tensor of `{name}` (index {index}) has {tensor.numel()} elements {tuple(tensor.shape)}; "
+                f"expected {like.numel()}, as the tensor of shape {tuple(like.shape)} that goes with it"
+            )
+
+
+def as_splits(given: Any) -> list[int] | None:
+    """Return split sizes, a list, an array or a tensor, as a list; TypeError where they are no integers."""
+    return None if given is None else [operator.index(each) for each in given]
+
+
+def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name: str) -> list[int]:
+    """Return the elements of each rank's rows of a tensor."""
+    rows = tensor.size(0) if tensor.dim() else tensor.numel()
+    width = tensor.numel() // rows if rows else 0
+    if not splits:
+        if rows % size:
+            raise RuntimeError(
+                f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows, the group "
+                f"{size} ranks; give {name}_split_sizes"
+            )
+        return [tensor.numel() // size] * size
+    if len(splits) != size:
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size: {name}_split_sizes has {len(splits)} entries, "
+            f"the group {size} ranks"
+        )
+    if sum(splits) != rows or min(splits) < 0:
+        raise RuntimeError(
+            f"Split sizes doesn't match total dim 0 size: {name}_split_sizes {list(splits)} add up to {sum(splits)}, "
+            f"{name} has {rows} rows"
+        )
+    return [length * width for length in splits]
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -107,9 +155,18 @@ def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], 
     def copy() -> None:
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            put(part.view(tensor.shape), tensor)
 
     return copy
+
+
+def put(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy values to a tensor of the same shape; elements that share their memory (``expand``) are written once."""
+    if not target.is_contiguous():
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0 and target.size(dim) > 1:
+                values, target = values.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    target.copy_(values)
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

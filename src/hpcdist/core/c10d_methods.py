@@ -18,7 +18,7 @@ import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import table
-from hpcdist.core.buffers import joined, joint, scattering
+from hpcdist.core.buffers import as_splits, check_length, check_sizes, joined, joint, rows_of, scattering
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -69,19 +69,6 @@ def root_of(opts: Any, root: int | None) -> int:
     if root is not None:
         return root
     return opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
-
-
-def elements(tensor: torch.Tensor, splits: Any, size: int, name: str) -> list[int]:
-    """Return the elements of each rank's rows of a tensor; no splits stand for equal shares."""
-    rows = tensor.size(0) if tensor.dim() else tensor.numel()
-    if not splits:
-        if rows % size:
-            raise RuntimeError(f"Tensor's dim 0 does not divide equally across group size: {name} has {rows} rows")
-        return [tensor.numel() // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise RuntimeError(f"Split sizes doesn't match total dim 0 size: {list(splits)} for {name} of {rows} rows")
-    width = tensor.numel() // rows if rows else 0
-    return [length * width for length in splits]
 
 
 def as_torch(method: Any, name: str | None = None) -> Any:
@@ -182,6 +169,8 @@ class C10dMethods:
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         works = []
         for output, inputs in zip(output_tensors, input_tensors, strict=True):
+            check_length("reduce_scatter", "input_list", inputs, self.size())
+            check_sizes("reduce_scatter", "input_list", [inputs[self.rank()]], output)
             sent, flat = [each.numel() for each in inputs], joined(inputs)
             if len(set(sent)) == 1:
                 work = self._issue(table.REDUCE_SCATTER_SINGLE, flat, output, [output], op, None, is_async)
@@ -226,6 +215,8 @@ class C10dMethods:
         return self._all(works, [each for outputs, _ in pairs for each in outputs])
 
     def _gather_list(self, outputs: Tensors, given: torch.Tensor, is_async: bool) -> Work:
+        check_length("all_gather", "tensor_list", outputs, self.size())
+        check_sizes("all_gather", "tensor_list", [outputs[self.rank()]], given)
         received, flat = [each.numel() for each in outputs], joint(outputs, given)
         then = scattering(flat, outputs)
         if len(set(received)) == 1:
@@ -267,6 +258,8 @@ class C10dMethods:
         if self.rank() != root:
             return self._issue(table.GATHER, given, None, [], None, root, is_async)
         outputs = output_tensors if isinstance(output_tensors[0], torch.Tensor) else output_tensors[0]
+        check_length("gather", "gather_list", outputs, self.size())
+        check_sizes("gather", "gather_list", outputs, given)
         flat = joint(outputs, given)
         then = scattering(flat, outputs)
         return self._issue(table.GATHER, given, flat, list(outputs), None, root, is_async, None, then)
@@ -277,13 +270,18 @@ class C10dMethods:
         output = output_tensors if isinstance(output_tensors, torch.Tensor) else output_tensors[0]
         send = None
         if self.rank() == root:
-            send = joined(input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0])
+            inputs = input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0]
+            check_length("scatter", "scatter_list", inputs, self.size())
+            check_sizes("scatter", "scatter_list", inputs, output)
+            send = joined(inputs)
         return self._issue(table.SCATTER, send, output, [output], None, root, is_async)
 
     @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
         outputs = list(output_tensors)
+        check_length("all_to_all", "output_tensor_list", outputs, self.size())
+        check_length("all_to_all", "input_tensor_list", input_tensors, self.size())
         counts = ([each.numel() for each in input_tensors], [each.numel() for each in outputs])
         flat, is_async = joint(outputs, outputs[0]), getattr(opts, "asyncOp", True)
         then = scattering(flat, outputs)
@@ -293,15 +291,16 @@ class C10dMethods:
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
+        output_split_sizes: Any,
+        input_split_sizes: Any,
         opts: Any = None,
     ) -> Work:
         """Send a share to every rank and receive one from each; empty splits stand for equal shares."""
         size, is_async = self.size(), getattr(opts, "asyncOp", True)
-        sent = elements(input, input_split_sizes, size, "input")
-        received = elements(output, output_split_sizes, size, "output")
-        if not input_split_sizes and not output_split_sizes:
+        splits = as_splits(output_split_sizes), as_splits(input_split_sizes)
+        received = rows_of(output, splits[0], size, "output")
+        sent = rows_of(input, splits[1], size, "input")
+        if not any(splits):
             return self._issue(table.ALL_TO_ALL_SINGLE, input, output, [output], None, None, is_async)
         return self._issue(table.ALL_TO_ALL, input, output, [output], None, None, is_async, (sent, received))
 

@@ -15,10 +15,19 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "MismatchError",
     "QueueEmptyError",
     "destroyed",
     "not_initialized",
 ]
+
+
+class MismatchError(ValueError, RuntimeError):
+    """Sizes, dtypes or ranks that do not fit a call.
+
+    c10d checks some of them in Python (ValueError) and some in C++ (RuntimeError), and which one where depends on the
+    call and the backend; this is caught as either.
+    """
 
 
 def not_initialized() -> ValueError:

@@ -15,7 +15,8 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
-from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_reading, for_writing, is_plain, same_dtype
+from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_reading, for_writing, is_plain, put, same_dtype
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, Row
 from hpcdist.core.work import DoneWork, Work
@@ -122,17 +123,17 @@ def issue_any(
     if row.buffers == 0:
         return dispatch(pg, pg.any_backend(), row, None, None, op, root, async_op, counts, [], None)
     in_place = send is recv
-    output = as_tensor(recv, "tensor", writable=True) if recv is not None else None
-    given = output if in_place else as_tensor(send, "tensor") if send is not None else None
-    either = given if given is not None else output
-    assert either is not None
+    # a rooted call leaves one side out, on some ranks; nothing else stands for a tensor
+    output = None if recv is None and row.rooted else as_tensor(recv, "tensor", writable=True)
+    given = output if in_place else None if send is None and row.rooted else as_tensor(send, "tensor")
+    either = given if given is not None else as_tensor(output, "tensor")
     if given is not None and output is not None and not in_place:
         same_dtype(given, output)
         if given.dtype.is_complex != output.dtype.is_complex:
             given = torch.view_as_real(given) if given.dtype.is_complex else given
             output = torch.view_as_real(output) if output.dtype.is_complex else output
         if given.device.type != output.device.type:
-            raise ValueError(
+            raise MismatchError(
                 f"{row.name}: tensors must be on one device type, found {given.device} and {output.device}"
             )
         if not is_shaped(row, pg, given, output, counts):
@@ -161,7 +162,7 @@ def issue_any(
             assert staged is not None
 
             def finish() -> None:
-                target.copy_(staged)
+                put(staged, target)
                 if then is not None:
                     then()
 
@@ -188,7 +189,7 @@ def dispatch(
     if journal.before is not None:
         journal.before(pg, backend, row, send, recv, op, root, counts)
     call = journal.collective(row, send if send is not None else recv, root)
-    event = profiling.begin(backend.name, row.name, send, recv)
+    event = profiling.begin(backend.name, row.name, send, recv) if profiling.is_on() else None
     if async_op and backend.has_threads:
         work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
         work._call = call
@@ -225,10 +226,12 @@ def canonical(op: Any) -> Any:
     )
 
 
-def size_error(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> ValueError:
+def size_error(
+    row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None
+) -> MismatchError:
     """Return the error of buffers whose sizes do not fit the row."""
     expected = f"sum of the counts given, {counts}" if counts else row.shape.value
-    return ValueError(
+    return MismatchError(
         f"{row.name} on {len(pg.ranks)} ranks: input of {send.numel()} elements {tuple(send.shape)} and output of "
         f"{recv.numel()} elements {tuple(recv.shape)} do not fit (expected: {expected})"
     )

@@ -117,17 +117,21 @@ class Journal:
         self.push(call)
         return call
 
-    def message(self, what: str, tensor: torch.Tensor | None, peer: int | None) -> tuple[Any, ...]:
-        """Count and record a send or receive, and return its record."""
+    def message(self, what: str, tensor: torch.Tensor, peer: int | None) -> tuple[Any, ...]:
+        """Count and record a send or receive of a tensor, and return its record."""
         self.messages = number = self.messages + 1
-        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
-        call = (self, number, what, shape, dtype, peer)
+        call = (self, number, what, tensor.shape, tensor.dtype, peer)
         self.push(call)
         return call
 
     def during(self, what: str, root: int | None = None) -> Journal:
-        """Record a call that blocks inside the ``with`` block that this is given to."""
-        self.current = self.message(what, None, root) if what in MESSAGES else self.collective(what, None, root)
+        """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
+        if what in MESSAGES:
+            self.messages = number = self.messages + 1
+            self.current = call = (self, number, what, None, None, root)
+            self.push(call)
+        else:
+            self.current = self.collective(what, None, root)
         return self
 
     def __enter__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,17 +18,58 @@ if TYPE_CHECKING:
     from hpcdist.core.backend import Counts
     from hpcdist.core.table import Row
 
+REASON_LENGTH = 200  # of an error's text that travels
 TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
 
 
-def pickled(value: Any) -> torch.Tensor:
-    """Return an object as a tensor of bytes."""
-    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+class Unpicklable(NamedTuple):
+    """What travels in place of an object that its rank could not pickle, so that no one waits for that rank."""
+
+    rank: int
+    reason: str
+
+
+def packed(
+    value: Any, rank: int, *, is_whole: bool = False
+) -> tuple[bytes, list[pickle.PickleBuffer], Exception | None]:
+    """Pickle an object that other ranks wait for.
+
+    Args:
+        value: the object.
+        rank: this rank, for the message on the others.
+        is_whole: leave no buffer out of the pickle.
+
+    Returns:
+        The pickle, the buffers apart from it, and what this rank is to raise once the others have their answer.
+    """
+    apart: list[pickle.PickleBuffer] = []
+    try:
+        return pickle.dumps(value, 5, buffer_callback=None if is_whole else apart.append), apart, None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return pickle.dumps(Unpicklable(rank, reason[:REASON_LENGTH]), 5), [], error
+
+
+def unpacked(data: Any, *apart: Any) -> Any:
+    """Return the object of a pickle and the buffers apart from it.
+
+    Raises:
+        RuntimeError: its rank could not pickle it.
+    """
+    value = pickle.loads(data, buffers=apart)
+    if isinstance(value, Unpicklable):
+        raise RuntimeError(f"rank {value.rank} of the group could not pickle its object: {value.reason}")
+    return value
+
+
+def as_bytes(data: bytes) -> torch.Tensor:
+    """Return bytes as a tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpickled(data: torch.Tensor) -> Any:
     """Return the object that a tensor of bytes holds."""
-    return pickle.loads(data.cpu().numpy().data)
+    return unpacked(data.cpu().numpy().data)
 
 
 class TensorObjects(ABC):
@@ -58,6 +99,10 @@ class TensorObjects(ABC):
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive into a tensor and return the sender."""
 
+    def _packed(self, value: Any) -> tuple[torch.Tensor, Exception | None]:
+        data, _, failure = packed(value, self.rank, is_whole=True)
+        return as_bytes(data).to(self.device), failure
+
     def _lengths(self, length: int) -> list[int]:
         mine = torch.tensor([length], device=self.device)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
@@ -66,15 +111,17 @@ class TensorObjects(ABC):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
-        data = pickled(value).to(self.device)
+        data, failure = self._packed(value)
         lengths = self._lengths(data.numel())
         everything = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         self.run(ALL_GATHER, data, everything, None, None, ([data.numel()], lengths))
+        if failure is not None:
+            raise failure
         return [unpickled(part) for part in everything.split(lengths)]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
-        data = pickled(value).to(self.device)
+        data, failure = self._packed(value)
         lengths = self._lengths(data.numel())
         longest = max(lengths)  # GATHER moves equal shares
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
@@ -82,6 +129,8 @@ class TensorObjects(ABC):
         is_root = self.rank == root
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
         self.run(GATHER, padded, everything, None, root, None)
+        if failure is not None:
+            raise failure
         if everything is None:
             return None
         parts = everything.split(longest)
@@ -90,17 +139,24 @@ class TensorObjects(ABC):
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Hand the root's object to all ranks."""
         is_root = self.rank == root
-        data = pickled(value).to(self.device) if is_root else None
+        data, failure = self._packed(value) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self.device)
         self.run(BROADCAST, length, length, None, root, None)
         if data is None:
             data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.run(BROADCAST, data, data, None, root, None)
+        if failure is not None:
+            raise failure
         return value if is_root else unpickled(data)
 
     def scatter_object(self, values: list[Any] | None, root: int) -> Any:
         """Hand each rank its object of the root's list."""
-        parts = [pickled(value) for value in values] if values is not None and self.rank == root else None
+        parts, failure = None, None
+        if values is not None and self.rank == root:
+            made = [self._packed(value) for value in values]
+            bad = next((each for each in made if each[1] is not None), None)  # nobody gets an object then
+            failure = bad[1] if bad is not None else None
+            parts = [(bad or each)[0] for each in made]
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         if parts is not None:
             lengths = torch.tensor([part.numel() for part in parts], device=self.device)
@@ -113,11 +169,13 @@ class TensorObjects(ABC):
                 row[: part.numel()] = part
         mine = torch.empty(longest, dtype=torch.uint8, device=self.device)
         self.run(SCATTER, everything, mine, None, root, None)
+        if failure is not None:
+            raise failure
         return unpickled(mine[: int(lengths[self.rank])])
 
     def send_object(self, value: Any, dst: int) -> None:
         """Send an object."""
-        data = pickled(value).to(self.device)
+        data = as_bytes(pickle.dumps(value, 5)).to(self.device)
         self.send(torch.tensor([data.numel()], device=self.device), dst, TAG)
         self.send(data, dst, TAG)
 

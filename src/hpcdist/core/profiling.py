@@ -47,9 +47,7 @@ def install(running: Callable[[], bool], recorder: Callable[[str, Sequence[torch
     is_on, record = running, recorder
 
 
-def begin(backend: str, call: str, *tensors: torch.Tensor | None) -> Event | None:
-    """Begin the event of a call, None where no profiler runs; its input is the first tensor that is there."""
-    if not is_on():
-        return None
+def begin(backend: str, call: str, *tensors: torch.Tensor | None) -> Event:
+    """Begin the event of a call, where a profiler ``is_on()``; its input is the first tensor that is there."""
     given = next((tensor for tensor in tensors if tensor is not None), None)
     return record(f"{backend}:{TITLES.get(call, call)}", [] if given is None else [given])

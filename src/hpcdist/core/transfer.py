@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.core import profiling
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain
+from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.core.world import origin, route
@@ -31,9 +31,11 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
         return cpu, tensor, None
     target = dense(as_tensor(tensor, "tensor", writable=True))
     staged = for_writing(target)
+    if staged is not target:
+        staged.copy_(target)  # a shorter message leaves the rest as it was
 
     def finish() -> None:
-        target.copy_(staged)
+        put(staged, target)
 
     return pg.backend(staged.device), staged, None if staged is target else finish
 
@@ -51,7 +53,7 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     if way is None:
         return None
     backend, data = outgoing(way[0], tensor)
-    event = profiling.begin(backend.name, "send", data)
+    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
     return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag), event)
 
 
@@ -62,8 +64,13 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
         return None
     pg, source = way
     backend, data, finish = incoming(pg, tensor)
-    event = profiling.begin(backend.name, "recv" if source is not None else "recvAnySource", data)
+    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
     return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish), event)
+
+
+def title(source: int | None) -> str:
+    """Return what c10d calls the event of a receive."""
+    return "recvAnySource" if source is None else "recv"
 
 
 def recorded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,20 +142,24 @@ def group_rank(group: ProcessGroup, global_rank: int | None, rank_in_group: int 
 
     Raises:
         ValueError: both or neither are given, or the rank is not one of the group's.
+        TypeError: not an integer.
     """
     if rank_in_group is None:
         if global_rank is None:
             raise ValueError("Must specify global_rank or group_rank")
-        try:
-            return group.group_ranks[global_rank]
-        except KeyError:
-            raise ValueError(
+        rank = group.group_ranks.get(global_rank)
+        if rank is None:
+            rank = group.group_ranks.get(operator.index(global_rank))  # a tensor of one number, too
+        if rank is None:
+            raise errors.MismatchError(
                 f"Global rank {global_rank} is not part of group {group} (its global ranks: {listed(group.ranks)})"
-            ) from None
+            )
+        return rank
     if global_rank is not None:
         raise ValueError("Can't specify both group_rank and global_rank")
+    rank_in_group = operator.index(rank_in_group)
     if not 0 <= rank_in_group < len(group.ranks):
-        raise ValueError(
+        raise errors.MismatchError(
             f"Group rank {rank_in_group} is not part of group {group} (its ranks: 0 to {len(group.ranks) - 1})"
         )
     return rank_in_group

@@ -269,6 +269,7 @@ def store_of(group: Any) -> Store:
 
     if WORLD.store is None:
         carrier = group.any_backend()
+        carrier.settle()
         keys = carrier.all_gather_object(environment.node_key())
         WORLD.store = served(group.rank(), keys, carrier.broadcast_object, group.timeout)
     return WORLD.store

@@ -5,11 +5,12 @@ collective would wait in it for ever, and they for it. So a rank that leaves beg
 barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
 without this rank is the sign to end the job. Once a process has ended without a farewell, that barrier may never
 end: then this rank leaves when all others have ended or said that they leave. One that is stopped is waited for until
-the timeout.
+the timeout. A forked child is no rank, and just leaves.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -62,6 +63,11 @@ class Departure:
                 next_look = time.monotonic() + looks.pause
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
+
+    def forget(self) -> None:
+        """Forget the job, in a forked child: its threads and its MPI are the parent's."""
+        self.backend = None
+        RUNNING.clear()
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
@@ -132,6 +138,7 @@ class Looks:
 
 
 DEPARTURE = Departure()
+os.register_at_fork(after_in_child=DEPARTURE.forget)
 
 
 def is_stuck() -> bool:

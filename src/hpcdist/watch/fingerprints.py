@@ -102,8 +102,7 @@ def check(
     Raises:
         RuntimeError: the calls do not fit (c10d's class for it).
     """
-    if backend.queue is not None:
-        backend.queue.drain()
+    backend.settle()
     mine = of_call(pg, call, send, recv, op, root, counts)
     pg.journal.current = (pg.journal, mine.number, call, mine.shape, getattr(send, "dtype", None), root)
     try:

@@ -7,6 +7,9 @@ SIGUSR1 and SIGTERM make a dump and are remembered for ``stop_requested``. A pro
 ``stop_requested`` ends by SIGTERM as it always did, after the dump. A handler that the program has installed
 stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: until
 somebody listens it would end them.
+
+A forked child (``multiprocessing``, a DataLoader's worker) has no watchdog: there all is as it was before, so that a
+pool can end its workers by SIGTERM, and theirs is not taken for this process's.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import signal
 import socket
 import threading
+from typing import Any
 
 # what is watched, and which ways of dealing with it our handler replaces
 WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,)}
@@ -31,6 +35,8 @@ class Signals:
         self.received: set[int] = set()
         self.is_asked = False  # whether the program asks for them itself, by stop_requested
         self._theirs = -1  # the descriptor that was set before ours
+        self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
+        self._forking = threading.local()  # the mask of a thread that forks
         self._installed = False
 
     def install(self) -> None:
@@ -40,8 +46,24 @@ class Signals:
         self._theirs = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         for number, replaced in WATCHED.items():
             if signal.getsignal(number) in replaced:
-                signal.signal(number, self._note)
+                self._replaced[number] = signal.signal(number, self._note)
         self._installed = True
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._remove)
+
+    def _block(self) -> None:
+        """Hold signals back while a child may still have what is this process's."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _remove(self) -> None:
+        """Undo ``install``."""
+        signal.set_wakeup_fd(self._theirs)
+        for number, before in self._replaced.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+        self._unblock()
 
     def _note(self, number: int, frame: object) -> None:
         self.received.add(number)

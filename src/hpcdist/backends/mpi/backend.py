@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi import fault_tolerance, large, runtime
 from hpcdist.backends.mpi.crossover import NEVER
-from hpcdist.backends.mpi.datatypes import COUNT_MAX, apart, memory, message, shares
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, memory, message, shares
 from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
@@ -31,8 +31,6 @@ from hpcdist.core.table import ALL_GATHER, ALL_REDUCE, ROWS, Row, Shape
 from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
-BYTE = MPI.BYTE
-address = MPI.buffer.fromaddress
 RedOpType = ReduceOp.RedOpType
 
 
@@ -97,8 +95,7 @@ class MPIBackend(PicklingBackend):
             elif row.buffers == 1:
                 assert send is not None
                 assert root is not None
-                whole = (address(send.data_ptr(), nbytes), BYTE) if nbytes <= COUNT_MAX else message(send)
-                self._broadcast(whole, root)
+                self._broadcast(message(send), root)
             else:
                 self.comm.Barrier()
         except MPI.Exception as error:
@@ -231,11 +228,11 @@ class MPIBackend(PicklingBackend):
             return
         itemsize = send.itemsize
         sent, received = ([count * itemsize for count in side] for side in counts)
-        recvbuf = [memory(recv), received, starts(received), MPI.BYTE]
+        recvbuf = [memory(recv), received, starts(received), BYTE]
         if len(sent) == 1:
-            sendbuf: Any = [memory(send), sent[0], MPI.BYTE]
+            sendbuf: Any = [memory(send), sent[0], BYTE]
         else:
-            sendbuf = [memory(send), sent, starts(sent), MPI.BYTE]
+            sendbuf = [memory(send), sent, starts(sent), BYTE]
         self._calls[row](sendbuf, recvbuf)
 
     def _is_large(self, row: Row, send: torch.Tensor, recv: torch.Tensor) -> bool:
@@ -345,6 +342,7 @@ class MPIBackend(PicklingBackend):
 
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
         """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
+        self.settle()
         color, key = MPI.UNDEFINED, 0
         for index, ranks in enumerate(subgroups):
             if self.rank in ranks:
@@ -357,6 +355,7 @@ class MPIBackend(PicklingBackend):
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> MPIBackend:
         """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2)."""
+        self.settle()
         whole = self.comm.Get_group()
         members = whole.Incl(list(ranks))
         # the tag keeps apart two groups that threads make at once; it must be the same on all members

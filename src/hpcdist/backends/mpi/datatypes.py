@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+BYTE = MPI.BYTE
+address = MPI.buffer.fromaddress
+
 DATATYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.float64: MPI.DOUBLE,
     torch.float32: MPI.FLOAT,
@@ -31,14 +34,14 @@ PIECE = 2**30
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
     """Return the memory of a contiguous CPU tensor as mpi4py takes it."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return address(tensor.data_ptr(), tensor.nbytes)
 
 
 def message(tensor: torch.Tensor) -> list[Any]:
     """Return the bytes of a contiguous CPU tensor as the buffer of an MPI call, of any size."""
     nbytes = tensor.nbytes
     if nbytes <= COUNT_MAX:
-        return [MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), MPI.BYTE]
+        return [address(tensor.data_ptr(), nbytes), BYTE]
     return shares(tensor, nbytes)
 
 
@@ -52,7 +55,6 @@ def apart(
     first, second, sent, received = send.data_ptr(), recv.data_ptr(), send.nbytes, recv.nbytes
     if (first < second + received and second < first + sent) or sent > COUNT_MAX or received > COUNT_MAX:
         return None
-    address = MPI.buffer.fromaddress
     return (address(first, sent), datatype), (address(second, received), datatype)
 
 
@@ -63,7 +65,7 @@ def shares(tensor: torch.Tensor, nbytes: int) -> list[Any]:
 
 def run(nbytes: int) -> tuple[int, MPI.Datatype]:
     """Return a run of bytes as a count and a datatype that fit MPI's int."""
-    return (nbytes, MPI.BYTE) if nbytes <= COUNT_MAX else (1, block(nbytes))
+    return (nbytes, BYTE) if nbytes <= COUNT_MAX else (1, block(nbytes))
 
 
 @cache

@@ -1,8 +1,9 @@
 """How do objects travel over MPI? By pickle protocol 5 with out-of-band buffers, through ``mpi4py.util.pkl5``.
 
 Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
-Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot says how
-many bytes its object has, so that all ranks see alike whether another round is needed.
+Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot of zeros
+says that its object needs more, so that all ranks see alike whether another round follows. An object is pickled before
+anyone else is asked: mpi4py would raise on that rank alone, between two messages that the others wait for.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 from mpi4py.util import pkl5
 
+from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
-
-BYTE = MPI.BYTE
+from hpcdist.core.objects import packed, unpacked
 
 SLOT = 512  # bytes
 TOO_LARGE = bytes(SLOT)  # no pickle begins with a zero, and none minds what follows its end
@@ -68,33 +69,56 @@ class PicklingBackend(Backend):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
-        apart: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(value, 5, buffer_callback=apart.append)
+        data, apart, failure = packed(value, self.rank)
         slots = bytearray(SLOT * self.size)
+        gathered = None
         try:
             slot = TOO_LARGE if apart or len(data) > SLOT else data.ljust(SLOT)
             self.comm.Allgather((slot, BYTE), (slots, BYTE))
             if 0 in slots[::SLOT]:
                 gathered = self.pickling.allgather([pickle.PickleBuffer(data), *apart])
-                return [pickle.loads(parts[0], buffers=parts[1:]) for parts in gathered]
         except MPI.Exception as error:
             raise self._failure("all_gather_object", error) from error
-        return [pickle.loads(slots[at : at + SLOT]) for at in range(0, len(slots), SLOT)]
+        if failure is not None:
+            raise failure
+        if gathered is not None:
+            return [unpacked(*parts) for parts in gathered]
+        return [unpacked(slots[at : at + SLOT]) for at in range(0, len(slots), SLOT)]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
+        data, apart, failure = packed(value, self.rank)
         with self._translating("gather_object"):
-            return self.pickling.gather(value, root)
+            gathered = self.pickling.gather([pickle.PickleBuffer(data), *apart], root)
+        if failure is not None:
+            raise failure
+        return None if gathered is None else [unpacked(*parts) for parts in gathered]
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Hand the root's object to all ranks."""
+        parts, failure = None, None
+        if self.rank == root:
+            data, apart, failure = packed(value, root)
+            parts = [pickle.PickleBuffer(data), *apart]
         with self._translating("broadcast_object"):
-            return self.pickling.bcast(value, root)
+            received = self.pickling.bcast(parts, root)
+        if failure is not None:
+            raise failure
+        return value if self.rank == root else unpacked(*received)
 
     def scatter_object(self, values: list[Any] | None, root: int) -> Any:
         """Hand each rank its object of the root's list."""
+        parts, failure = None, None
+        if self.rank == root and values is not None:
+            each_packed = [packed(value, root) for value in values]
+            bad = next((each for each in each_packed if each[2] is not None), None)  # nobody gets an object then
+            failure = bad[2] if bad is not None else None
+            parts = [[pickle.PickleBuffer(data), *apart] for data, apart, _ in (bad or each for each in each_packed)]
         with self._translating("scatter_object"):
-            return self.pickling.scatter(values, root)
+            received = self.pickling.scatter(parts, root)
+        if failure is not None:
+            raise failure
+        return unpacked(*received)
 
     def send_object(self, value: Any, dst: int) -> None:
         """Send an object."""

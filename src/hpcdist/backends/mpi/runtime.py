@@ -32,6 +32,7 @@ INSTALL_HINT = (
 
 
 OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
+os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would end the parent's
 
 
 def load() -> Any:
@@ -110,6 +111,9 @@ def abandon() -> None:
 
 def abort_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print which rank failed and why, then end the whole job (MPI_Abort, status 1)."""
+    if not OWNED:  # a forked child's exception is its own
+        sys.__excepthook__(kind, error, trace)
+        return
     MPI = load()
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     text = "".join(traceback.format_exception(kind, error, trace))

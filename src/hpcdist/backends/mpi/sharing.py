@@ -41,8 +41,8 @@ SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, A
 
 
 @cache
-def floors(size: int, library: str, override: int | None) -> dict[Row, int]:
-    """Return the floors of a communicator's size, which are the same for all of that size."""
+def floors(size: int, library: str, setting: str) -> dict[Row, int]:
+    """Return the floors of a communicator's size, which are the same for all of that size and setting."""
     return {row: crossover.floor_bytes(row, size, library) for row in SHARED_CALLS}
 
 
@@ -59,21 +59,21 @@ class Sharing:
         self.comm = comm
         self.size: int = comm.Get_size()
         # row -> bytes sent below which it never uses shared memory, whatever the dtype; rows not here never do
-        self.floors = floors(self.size, MPI.get_vendor()[0], crossover.override()).copy()
+        self.floors = floors(self.size, MPI.get_vendor()[0], crossover.setting()).copy()
         self.shared: NodeShared | None = None
         self._poll = poll
         self._is_background = is_background
-        self._crossovers: dict[tuple[str, torch.dtype, int], int] = {}
+        self._switches: dict[tuple[str, torch.dtype, int], crossover.Switches] = {}
 
     def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> bool:
         """Run one collective through node-shared memory where it is faster, and tell whether it was."""
         if op is not None and op.__class__ is not RedOpType:
             return False
         key = (row.name, send.dtype, id(op))
-        least = self._crossovers.get(key)
-        if least is None:
-            least = self._crossovers[key] = self._crossover(row, send.dtype, op)
-        if max(send.nbytes, recv.nbytes) < least:
+        switches = self._switches.get(key)
+        if switches is None:
+            switches = self._switches[key] = self._find_switches(row, send.dtype, op)
+        if not crossover.is_shared(max(send.nbytes, recv.nbytes), switches):
             return False
         if send is not recv and overlap(send, recv):
             own = recv.data_ptr() + self.comm.Get_rank() * send.nbytes
@@ -89,18 +89,18 @@ class Sharing:
                 return False
             shared.poll = self._poll
         if shared.nodes > 1 and (row.name not in crossover.ACROSS_NODES or shared.nodes == self.size):
-            self._crossovers[key] = crossover.NEVER
+            self._switches[key] = ()
             return False
         shared.window.is_background = self._is_background()
         SHARED_CALLS[row](shared, send, recv, op, root)
         return True
 
-    def _crossover(self, row: Row, dtype: torch.dtype, op: Any) -> int:
+    def _find_switches(self, row: Row, dtype: torch.dtype, op: Any) -> crossover.Switches:
         name = None
         if op is not None:
             check(row, dtype, op)
             name = name_of(op)
-        return crossover.min_bytes(row.name, dtype, name, self.size, MPI.get_vendor()[0])
+        return crossover.switches(row.name, dtype, name, self.size, MPI.get_vendor()[0])
 
     def close(self) -> None:
         """Free the window; every rank of the communicator calls it.
