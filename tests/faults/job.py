@@ -15,8 +15,10 @@ from datetime import timedelta
 import torch
 
 import hpcdist as dist
+from hpcdist.launch import environment
 
 VICTIM = 1
+SECOND = int(os.environ.get("FAULT_SECOND", "-1"))  # a rank that ends by os._exit at the same time
 SECONDS = float(os.environ.get("FAULT_TIMEOUT", "2"))
 tensor = torch.ones(int(os.environ.get("FAULT_COUNT", "8")))
 
@@ -74,9 +76,12 @@ def leave(seconds: float) -> None:
 def main(fault: str, call: str) -> None:
     CALLS["all_reduce"]()
     dist.barrier()
+    dist.group.WORLD.timeout = timedelta(seconds=SECONDS)
     tell("ready")
-    time.sleep(0.2)
+    time.sleep(1.1)  # the watchdog looks once a second until then
     try:
+        if rank == SECOND:
+            go_wrong("leave", call)
         if rank == VICTIM:
             go_wrong(fault, call)
         else:
@@ -86,7 +91,7 @@ def main(fault: str, call: str) -> None:
         tell("raised", kind=type(error).__name__, text=str(error))
         if os.environ.get("FAULT_SHRINK") and rank != VICTIM:
             start = time.perf_counter()
-            dist.shrink_group([VICTIM])
+            dist.shrink_group([VICTIM] if SECOND < 0 else [VICTIM, SECOND])
             took = time.perf_counter() - start
             values = torch.ones(4)
             dist.all_reduce(values)
@@ -99,7 +104,16 @@ def main(fault: str, call: str) -> None:
     signal.pause()
 
 
+def imitate_nodes() -> None:
+    """Give each rank a node of its own choice, where FAULT_NODES says so ("a,a,b,b")."""
+    launch = environment.detect()
+    if launch is not None and (nodes := os.environ.get("FAULT_NODES")):
+        os.environ[environment.NODE_KEY] = nodes.split(",")[launch.rank]
+
+
 if __name__ == "__main__":
-    dist.init_process_group(timeout=timedelta(seconds=SECONDS))
+    imitate_nodes()
+    # on a busy machine a rank may be late for the first calls
+    dist.init_process_group(timeout=timedelta(seconds=float(os.environ.get("FAULT_START", "60"))))
     rank, size = dist.get_rank(), dist.get_world_size()
     main(*sys.argv[1:])

@@ -11,6 +11,8 @@ import torch
 
 import hpcdist as dist
 
+HELD = 5
+
 
 def tell(event: str, **more: object) -> None:
     os.write(1, f"\n{json.dumps({'rank': dist.get_rank(), 'event': event, 'pid': os.getpid(), **more})}\n".encode())
@@ -22,6 +24,22 @@ def stop() -> None:
     for step in range(100_000):
         dist.all_reduce(values)
         time.sleep(0.001 * dist.get_rank())
+        if dist.stop_requested():
+            tell("stopped", step=step)
+            return
+
+
+def block(path: str) -> None:
+    """Keep all ranks but 0 inside MPI until a file is there, at the step HELD."""
+    values = torch.ones(64)
+    for step in range(2 * HELD):
+        if dist.get_rank() == 0 and step == HELD:
+            tell("held")
+            while not os.path.exists(path):
+                time.sleep(0.01)
+        if step == HELD:
+            tell("blocks")
+        dist.all_reduce(values)
         if dist.stop_requested():
             tell("stopped", step=step)
             return
@@ -44,5 +62,5 @@ def wait() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group()
-    {"stop": stop, "wait": wait}[sys.argv[1]]()
+    {"stop": stop, "block": block, "wait": wait}[sys.argv[1]](*sys.argv[2:])
     dist.destroy_process_group()

@@ -10,15 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import FIRST, IS_WHOLE, Job, is_alive
+from launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
+from signal_job import HELD
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 JOBS = Path(__file__).with_name("signal_job.py")
 START_SECONDS = 90.0
 
 
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+
+
 @pytest.mark.parametrize("launcher", FIRST)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1] if IS_WHOLE else [signal.SIGTERM])
+@SIGNALS
 def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, number: int) -> None:
     with Job(launcher, 3, ["stop"], JOBS) as job:
         job.wait("ready", 3, START_SECONDS)
@@ -28,6 +32,27 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, numb
         assert len(stopped) == 3, job.stderr()
         assert len({each["step"] for each in stopped}) == 1
         assert job.finish(30) == 0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS if IS_WHOLE else FIRST)
+@SIGNALS
+def test_a_rank_inside_mpi_hears_of_it_and_all_stop_at_that_step(launcher: str, number: int, tmp_path: Path) -> None:
+    """Ranks 1 and 2 are in an all_reduce that rank 0 keeps from ending, while rank 2 gets the signal."""
+    gate = tmp_path / "gate"
+    with Job(launcher, 3, ["block", str(gate)], JOBS) as job:
+        job.wait("held", 1, START_SECONDS)
+        job.wait("blocks", 2, 20)
+        time.sleep(0.5)
+        os.kill(job.pids()[2], number)
+        deadline = time.monotonic() + 20
+        while not (job.folder / "trace_2").exists():  # the watchdog has heard it; the main thread is still in MPI
+            assert time.monotonic() < deadline, job.stderr()
+            time.sleep(0.02)
+        assert not job.events("stopped")
+        gate.touch()
+        stopped = job.wait("stopped", 3, 20)
+        assert [each["step"] for each in stopped] == [HELD] * 3, job.stderr()
+        assert job.finish(30) == 0, job.stderr()
 
 
 @pytest.mark.parametrize("launcher", FIRST)

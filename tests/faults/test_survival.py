@@ -94,8 +94,24 @@ def test_nobody_waits_at_the_end_for_a_rank_that_left_without_a_word(launcher: s
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("nodes", ["a,a,a,a", "a,b,b,a", "a,a,b,b"])
+@pytest.mark.parametrize("seconds", ["0", "3"], ids="rank 0 leaves {} s later".format)
+def test_nobody_waits_at_the_end_where_one_was_killed_and_another_left_without_a_word(
+    launcher: str, seconds: str, nodes: str
+) -> None:
+    """MPI knows of the one, so that it can agree on the end without it, and would wait for the other for ever."""
+    environment = {"FAULT_TIMEOUT": "60", "FAULT_SHRINK": "1", "FAULT_LEAVE": seconds, "FAULT_SECOND": "2"}
+    with Job(launcher, 4, ["kill", "all_reduce"], FAULT_NODES=nodes, **environment) as job:
+        assert len(job.wait("shrunk", 2, 120)) == 2, job.stderr()
+        start = time.time()
+        assert job.finish(int(seconds) + 15) == 3
+        assert time.time() - start >= int(seconds)
+        assert [each["failed"] for each in job.events("late")] == [[]], job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job_for_ever(launcher: str) -> None:
-    with Job(launcher, 3, ["stop", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="0") as job:
+    with Job(launcher, 3, ["stop", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="0", FAULT_START="5") as job:
         assert len(job.wait("shrunk", 2, 120)) == 2, job.stderr()
         assert job.finish(30) != 0
         assert "is stopped, so that the job cannot end" in job.stderr()

@@ -174,6 +174,13 @@ class Backend(TensorObjects):
         """Make the call that blocks on this communicator raise; return False where the library cannot."""
         return False
 
+    def foretell(self, reason: str) -> None:
+        """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
+
+    def interrupts_all(self) -> bool:
+        """Tell whether to interrupt a collective ends it on all ranks."""
+        return False
+
     def check_async(self) -> DistBackendError | None:
         """Return an error that the library met outside any call, which the watchdog asks for."""
         return None
@@ -186,6 +193,10 @@ class Backend(TensorObjects):
         """Make a communicator of the ranks that are not excluded; only they call."""
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
 
+    def knows_death(self) -> bool:
+        """Tell whether the library knows that a rank of the job has died; it need not be one of this group."""
+        return False
+
     def farewell(self) -> Callable[[], bool] | None:
         """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
 
@@ -193,9 +204,8 @@ class Backend(TensorObjects):
         """
         return None
 
-    def abandon(self) -> bool:
-        """Leave the job without a rank that has ended; False where the farewell itself goes on without it."""
-        return False
+    def abandon(self) -> None:
+        """Leave the job without the end that all ranks take part in: one has ended before, and none makes calls."""
 
     def abort(self, status: int) -> None:
         """End this process, and with it the job: the launcher ends the others."""

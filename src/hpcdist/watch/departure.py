@@ -3,8 +3,9 @@
 MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
 collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
 barrier), and until all have joined asks the others where they are: one that is in a call which cannot end
-without this rank is the sign to end the job. One that has ended without a farewell is waited for no longer,
-one that is stopped until the timeout. A forked child is no rank, and just leaves.
+without this rank is the sign to end the job. Once a process has ended without a farewell, that barrier may never
+end: then this rank leaves when all others have ended or said that they leave. One that is stopped is waited for until
+the timeout. A forked child is no rank, and just leaves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from hpcdist.watch import report
 from hpcdist.watch.watchdog import ABORT_STATUS, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
+LACKING_PAUSE = 1.0  # the longest where a process has ended
 SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
+ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
 QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
 
 
@@ -47,6 +50,7 @@ class Departure:
             for backend in list(group.backends.values()):
                 if backend.queue is not None:
                     backend.queue.close()
+        watchdog.has_left = True
         everyone_leaves = self.backend.farewell()
         if everyone_leaves is None:
             return
@@ -89,25 +93,43 @@ class Looks:
         self.watchdog, self.backend, self.limit = watchdog, backend, limit
         self.pause = FIRST_ASK
         self.suspects: set[tuple[int, str, int]] = set()  # calls that waited for this rank at the last look
-        self.lacks_one = False  # whether a process was gone at the last look
+        self.lacks_one = False  # whether a process was gone at the last look, or MPI knew of one
         self.moved = time.monotonic()  # when no process was stopped, last
+        self.asked = 0  # how many were asked in turn
 
     def look(self) -> bool:
         """Abort the job where it cannot end otherwise; tell whether to wait for the others no longer."""
-        now = waiting_for(self.watchdog)
+        channel = self.watchdog.channel
+        now = waiting_for(self.watchdog, self._asked())
         if lasting := [text for key, text in now.items() if key in self.suspects]:
             self._abort("\n  ".join(["this rank has left the program, and the job is aborted:", *lasting]))
-        stopped = self.watchdog.channel.stopped()
+        stopped = channel.stopped()
         self.moved = self.moved if stopped else time.monotonic()
         if time.monotonic() - self.moved >= self.limit:
             pids = ", ".join(map(str, stopped))
             self._abort(f"process {pids} is stopped, so that the job cannot end; it is aborted")
-        lacks_one = self.watchdog.channel.any_ended()
-        if lacks_one and self.lacks_one and self.backend.abandon():  # it did not end just now, with all others
+        lacks_one = channel.any_ended() or self.backend.knows_death()
+        if lacks_one and self.lacks_one and not self._others():  # it did not end just now, with all others
+            self.backend.abandon()
             return True
         self.suspects, self.lacks_one = set(now), lacks_one
-        self.pause = min(LONGEST_PAUSE, self.pause if now else 2 * self.pause)
+        self.pause = min(LACKING_PAUSE if lacks_one else LONGEST_PAUSE, self.pause if now else 2 * self.pause)
         return False
+
+    def _others(self) -> list[int]:
+        """Return the other ranks that have neither ended nor left, those after this one first."""
+        me, staying = self.watchdog.rank, self.watchdog.channel.staying()
+        return sorted((rank for rank in staying if rank != me), key=lambda rank: (rank < me, rank))
+
+    def _asked(self) -> list[int]:
+        """Return the ranks to ask now: all where one has ended, and else so many as are looked at in turn."""
+        others = self._others()
+        if self.lacks_one or len(others) <= ASKED_AT_ONCE:
+            return others
+        start = self.asked % len(others)
+        self.asked += ASKED_AT_ONCE
+        turn = [*others, *others][start : start + ASKED_AT_ONCE]
+        return list({*turn, *(rank for rank, _, _ in self.suspects)})
 
     def _abort(self, reason: str) -> None:
         self.watchdog.say(reason)
@@ -135,10 +157,12 @@ def is_stuck() -> bool:
     return False
 
 
-def waiting_for(watchdog: Watchdog) -> dict[tuple[int, str, int], str]:
-    """Return the calls of other ranks that cannot end without this one."""
+def waiting_for(watchdog: Watchdog, ranks: list[int]) -> dict[tuple[int, str, int], str]:
+    """Ask ranks, and return their calls that cannot end without this one."""
     found = {}
-    for rank, answer in watchdog.ask(list(watchdog.channel.places), "", 0.5).items():
+    for rank, answer in watchdog.ask(ranks, "", 0.5, left=watchdog.channel.own.process).items():
+        if answer["left"]:
+            watchdog.channel.note_left(rank)
         for call in answer["calls"]:
             if watchdog.rank in call["ranks"] and needs(call, watchdog.rank):
                 where = f"{report.title(call)} on {call['label']}, {call['where']}"

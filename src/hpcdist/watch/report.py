@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcdist.watch.whereabouts import UnderWay
 
-Answers = dict[int, dict[str, Any]]
+Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -68,6 +68,11 @@ def place(answer: dict[str, Any], group: str) -> str:
     return f"not in a call of hpcdist, at {answer['main']}"
 
 
+def collectives(answer: dict[str, Any], group: str) -> list[dict[str, Any]]:
+    """Return the calls of a group, messages aside, that a rank says it is in."""
+    return [call for call in answer["calls"] if call["group"] == group and not call["message"]]
+
+
 def compose(
     mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
 ) -> list[str]:
@@ -93,8 +98,7 @@ def compose(
         if answer is None:
             absent.setdefault(judge(rank), []).append(rank)
             continue
-        here = [call for call in answer["calls"] if call["group"] == group and not call["message"]]
-        same = next((call for call in here if call["number"] == mine["number"]), None)
+        same = next((call for call in collectives(answer, group) if call["number"] == mine["number"]), None)
         if same is not None and same["name"] == mine["name"]:
             inside.append(rank)
             shapes.setdefault((str(same["shape"]), same["dtype"]), []).append(rank)

@@ -4,7 +4,8 @@ By datagrams between the watchdog threads, on sockets of their own. MPI itself c
 blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no
 connection, no central rank that may be the stopped one, and no file to leave behind; a thread answers it while the
 main thread is inside MPI or computes. A process that does not answer is judged from outside where it runs on
-this machine: the kernel says whether it is stopped, dead or busy.
+this machine: the kernel says whether it is stopped, dead or busy. That it has ended is told to the other nodes by one
+of those that see it.
 
 Questions carry the asked rank's secret, which the ranks exchange over the group when it is made.
 """
@@ -21,8 +22,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.launch import environment
+
 LARGEST = 60_000  # bytes of a datagram, under UDP's limit
 AGAIN_SECONDS = 0.25  # a question unanswered for so long is asked again: datagrams may be lost
+BURST = 64  # questions between two looks for answers: a socket's buffer holds a few hundred
 
 PROCESS_STATES = {
     "": "its process has ended",
@@ -35,6 +39,9 @@ PROCESS_STATES = {
 NO_ANSWER = "it does not answer: stopped, gone, or busy in native code that holds Python's interpreter lock"
 
 
+Process = tuple[str, int]  # machine and process id
+
+
 class Place(NamedTuple):
     """Where the watchdog of one rank listens."""
 
@@ -43,7 +50,18 @@ class Place(NamedTuple):
     secret: str
     pid: int
     machine: str  # tells processes that see each other's process ids apart from others
+    node: str  # the name that the user gave the node, where several are imitated
     host: str
+
+    @property
+    def process(self) -> Process:
+        """What names the process on all nodes, however its rank is numbered."""
+        return self.machine, self.pid
+
+    @property
+    def sight(self) -> tuple[str, str]:
+        """What is the same for the processes that see each other."""
+        return self.machine, self.node
 
 
 def machine() -> str:
@@ -93,9 +111,13 @@ class SideChannel:
             secrets.token_hex(8),
             os.getpid(),
             machine(),
+            os.environ.get(environment.NODE_KEY, ""),
             socket.gethostname(),
         )
         self.places: dict[int, Place] = {}  # by global rank
+        self.ended: set[Process] = set()  # what other nodes told of
+        self.left: set[Process] = set()  # these make no more calls, and wait for the others at the end
+        self._told: set[Process] = set()  # what the other nodes were told of
         self.left_out: list[Place] = []  # of ranks that the world was shrunk by
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
@@ -136,27 +158,29 @@ class SideChannel:
     ) -> dict[int, dict[str, Any]]:
         """Ask ranks and return the answers that come in time, by rank.
 
-        ``reply`` answers the others meanwhile: for the thread that does so otherwise. Without ranks to ask that
-        is all.
+        ``reply`` answers the others meanwhile: for the thread that does so otherwise.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
-        is_pause = not waiting
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.bind(("", 0))
             asking.setblocking(False)
             again = 0.0
-            while (waiting or is_pause) and (now := time.monotonic()) < deadline:
+            while waiting and (now := time.monotonic()) < deadline:
                 if now >= again:
                     again = now + AGAIN_SECONDS
-                    for rank, place in waiting.items():
+                    for count, (rank, place) in enumerate(list(waiting.items()), 1):
                         text = json.dumps({**question, "secret": place.secret, "to": rank}).encode()
                         for target in self.targets(place):
                             try:
                                 asking.sendto(text, target)
                             except OSError:
                                 continue
+                        if count % BURST == 0:
+                            self._collect(asking, waiting, answers)
+                            if reply is not None:
+                                self.answer(reply)
                 sockets = [asking] if reply is None else [asking, self.socket]
                 ready, _, _ = select.select(sockets, [], [], max(0.0, min(again, deadline) - now))
                 if reply is not None and self.socket in ready:
@@ -183,10 +207,21 @@ class SideChannel:
         self.left_out += [place for rank, place in self.places.items() if rank not in remaining]
         self.places = {new: self.places[old] for new, old in enumerate(remaining) if old in self.places}
 
+    def note_left(self, rank: int) -> None:
+        """Take note that a rank makes no more calls."""
+        if (place := self.places.get(rank)) is not None:
+            self.left.add(place.process)
+
+    def sees(self, place: Place) -> bool:
+        """Tell whether a rank's process can be looked at from here."""
+        return place.sight == self.own.sight
+
     def has_ended(self, place: Place | None) -> bool:
-        """Tell whether a rank's process is known to have ended; only on this machine can that be seen."""
-        if place is None or place.machine != self.own.machine:
+        """Tell whether a rank's process is known to have ended: it is seen on this node, and told by others."""
+        if place is None:
             return False
+        if not self.sees(place):
+            return place.process in self.ended
         try:
             os.kill(place.pid, 0)  # no signal: asks whether the process is there
         except ProcessLookupError:
@@ -195,22 +230,55 @@ class SideChannel:
             return False
         return False
 
+    def lacks(self, ranks: Iterable[int]) -> bool:
+        """Tell whether any of some ranks is known to have ended, so that their calls cannot."""
+        return any(self.has_ended(self.places.get(rank)) for rank in ranks)
+
+    def everyone(self) -> list[Place]:
+        """Return the places of all ranks of the job, also of those that were left out."""
+        return [*self.places.values(), *self.left_out]
+
     def any_ended(self) -> bool:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
-        return any(map(self.has_ended, [*self.places.values(), *self.left_out]))
+        return any(map(self.has_ended, self.everyone()))
+
+    def staying(self) -> list[int]:
+        """Return the ranks that, as far as is known, have neither ended nor left."""
+        return [
+            rank for rank, place in self.places.items() if place.process not in self.left and not self.has_ended(place)
+        ]
 
     def stopped(self) -> list[int]:
-        """Return the processes of the job, also of ranks that were left out, that are stopped on this machine."""
-        places = [place for place in (*self.places.values(), *self.left_out) if place.machine == self.own.machine]
+        """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
+        places = [place for place in self.everyone() if self.sees(place)]
         return [place.pid for place in places if process_state(place.pid) in ("T", "t")]
+
+    def to_tell(self) -> tuple[list[int], list[Process]]:
+        """Return the ranks of other nodes and which processes of this one have ended, once; no ranks: nothing to tell.
+
+        The lowest rank of a node that is neither gone nor stopped tells it.
+        """
+        strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
+        if not strangers:
+            return [], []
+        mates = [place for _, place in sorted(self.places.items()) if self.sees(place)]
+        gone = {place.process for place in mates if self.has_ended(place)} - self._told
+        if not gone:
+            return [], []
+        speaker = next((place for place in mates if process_state(place.pid) not in ("", *"TtZX")), None)
+        if speaker is None or speaker.pid != self.own.pid:
+            return [], []
+        self._told |= gone
+        return strangers, sorted(gone)
 
     def judge(self, rank: int) -> str:
         """Return in words why a rank gives no answer, as far as it shows from here."""
         place = self.places.get(rank)
         if place is None:
             return NO_ANSWER
-        if place.machine != self.own.machine:
-            return f"{NO_ANSWER} (process {place.pid} on {place.host})"
+        if not self.sees(place):
+            said = PROCESS_STATES[""] if self.has_ended(place) else NO_ANSWER
+            return f"{said} (process {place.pid} on {place.host})"
         state = process_state(place.pid)
         return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {place.pid})" if state else "")
 

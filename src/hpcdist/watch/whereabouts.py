@@ -30,6 +30,11 @@ class UnderWay(NamedTuple):
     work: Work | None  # of a call that a worker thread is in, or of the wait that blocks
     in_background: bool
 
+    @property
+    def has_own_limit(self) -> bool:
+        """Whether it ends by itself, in a time of its own."""
+        return self.work is not None and not self.in_background and self.work._limit is not None
+
 
 def under_way() -> Iterator[UnderWay]:
     """Return the calls that block now on each group: this rank's own, and its worker threads'."""

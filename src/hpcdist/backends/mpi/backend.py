@@ -305,6 +305,15 @@ class MPIBackend(PicklingBackend):
         """Cancel a blocked receive, or revoke the communicator (ULFM); False where this MPI can do neither."""
         return fault_tolerance.interrupt(self, reason)
 
+    def foretell(self, reason: str) -> None:
+        """Raise with this reason when the communicator is revoked (ULFM)."""
+        if self.interrupts_all():
+            self.interruption = reason
+
+    def interrupts_all(self) -> bool:
+        """Tell whether an interrupted collective raises on all ranks: by MPI_Comm_revoke."""
+        return fault_tolerance.is_tolerant()
+
     def failed(self) -> list[int]:
         """Return the ranks that MPI knows to have died (ULFM's MPI_Comm_get_failed)."""
         return fault_tolerance.failed(self.comm)
@@ -313,13 +322,17 @@ class MPIBackend(PicklingBackend):
         """Make a communicator without some ranks, dead ones where this MPI can."""
         return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
 
+    def knows_death(self) -> bool:
+        """Ask MPI for the dead of its world (ULFM)."""
+        return bool(fault_tolerance.failed(MPI.COMM_WORLD))
+
     def farewell(self) -> Callable[[], bool] | None:
         """Begin to leave the job."""
         return runtime.farewell()
 
-    def abandon(self) -> bool:
-        """Leave without MPI_Finalize, which would wait; not where MPI knows who has died."""
-        return runtime.abandon()
+    def abandon(self) -> None:
+        """Leave without MPI_Finalize, which would wait for the rank that has ended."""
+        runtime.abandon()
 
     def abort(self, status: int) -> None:
         """End the job."""

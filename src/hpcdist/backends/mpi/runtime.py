@@ -104,14 +104,9 @@ def finalize() -> None:
         MPI.Finalize()
 
 
-def abandon() -> bool:
-    """Have this process end without MPI_Finalize; False where MPI knows who has died, and can wait for the others."""
-    from hpcdist.backends.mpi import fault_tolerance  # imports mpi4py.MPI, as this module does not
-
-    if fault_tolerance.failed(load().COMM_WORLD):
-        return False
+def abandon() -> None:
+    """Have this process end without MPI_Finalize."""
     OWNED.clear()
-    return True
 
 
 def abort_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -278,5 +278,13 @@ class StagedBackend(Backend):
         """Interrupt the MPI backend."""
         return self.inner.interrupt(reason)
 
+    def foretell(self, reason: str) -> None:
+        """Tell the MPI backend."""
+        self.inner.foretell(reason)
+
+    def interrupts_all(self) -> bool:
+        """Tell what the MPI backend does."""
+        return self.inner.interrupts_all()
+
     def close(self) -> None:
         """Do nothing: the MPI backend frees the communicator."""

@@ -1,0 +1,94 @@
+"""A hang, and who asks whom about it: mpirun -n 4 python asking_job.py KIND CALL. The ranks in VICTIMS never come.
+
+COUNT names a file that gets a byte a datagram.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from job import imitate_nodes
+
+import hpcdist as dist
+from hpcdist.watch import report, side_channel
+
+SECONDS = float(os.environ.get("ASKING_TIMEOUT", "2"))
+VICTIMS = [int(each) for each in os.environ.get("ASKING_VICTIMS", "1").split(",")]
+
+
+class Counting(socket.socket):
+    """A socket whose datagrams are counted."""
+
+    counter = os.open(os.environ.get("COUNT", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def sendto(self, *arguments: Any) -> int:
+        os.write(self.counter, b".")
+        return super().sendto(*arguments)
+
+
+def tell(event: str, **more: object) -> None:
+    line = json.dumps({"rank": rank, "event": event, "time": time.time(), "pid": os.getpid(), **more})
+    os.write(1, f"\n{line}\n".encode())
+
+
+def stop_once_it_has_asked() -> None:
+    """Stop this process when it has asked all others and is about to say what they said."""
+
+    def compose(*_: object) -> list[str]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)  # this thread goes on for a moment, where another one takes the signal
+        return []
+
+    setattr(report, "compose", compose)  # noqa: B010  # mypy takes no function's place by assignment
+
+
+def stay_away(kind: str) -> None:
+    tell("fault")
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "leave":
+        os._exit(3)
+    elif kind == "monitored":  # a call that ends by itself
+        with suppress(dist.DistBackendError):
+            dist.monitored_barrier(timeout=8)
+    time.sleep(60)
+
+
+def main(kind: str, call: str) -> None:
+    dist.barrier()
+    dist.group.WORLD.timeout = timedelta(seconds=SECONDS)
+    tell("ready")
+    time.sleep(1.1)  # the watchdog looks once a second until then
+    if rank in VICTIMS:
+        stay_away(kind)
+    if str(rank) == os.environ.get("ASKING_BUSY"):
+        time.sleep(60)
+    if str(rank) == os.environ.get("ASKING_STOPS"):
+        stop_once_it_has_asked()
+    try:
+        if call == "async":
+            dist.all_reduce(torch.ones(8), async_op=True).wait()
+        elif call == "limit":
+            dist.all_reduce(torch.ones(8), async_op=True).wait(timedelta(seconds=1))
+        else:
+            dist.all_reduce(torch.ones(8))
+    except dist.DistBackendError as error:
+        tell("raised", text=str(error))
+    signal.pause()
+
+
+if __name__ == "__main__":
+    imitate_nodes()
+    setattr(side_channel.socket, "socket", Counting)  # noqa: B010  # nor a class's
+    dist.init_process_group(timeout=timedelta(seconds=60))  # on a busy machine a rank may be late for the first call
+    rank = dist.get_rank()
+    main(*sys.argv[1:])
