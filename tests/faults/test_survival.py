@@ -42,6 +42,27 @@ def test_a_rank_late_for_the_first_objects_of_a_group_is_reported(launcher: str,
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("ranks", [3, 4, 5])  # Open MPI gives the revoked barrier of 4 and 5 an error of another class
+def test_a_missed_barrier_says_that_its_time_is_over(launcher: str, ranks: int, tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from datetime import timedelta\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group(timeout=timedelta(seconds=1))\n"
+        "if dist.get_rank(): time.sleep(4)\n"
+        "else:\n"
+        "    try: dist.barrier()\n"
+        "    except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
+        "os._exit(0)\n"
+    )
+    with Job(launcher, ranks, [], program) as job:
+        job.finish(60)
+        raised = next(line for line in job.stderr().splitlines() if line.startswith("raised:"))
+        assert "barrier #1 on group '0' has not ended after 1.0 s" in raised
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
     with Job(launcher, 4, [fault, "all_reduce"], FAULT_SHRINK="1") as job:

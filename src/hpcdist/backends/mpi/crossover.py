@@ -8,7 +8,7 @@ or by "off".
 
 An entry lists the sizes at which the faster way changes, beginning with MPI: () is always MPI, (65536,) shared memory
 from 64 KiB on, (16384, 524288) shared memory from 16 KiB to below 512 KiB. Bytes are those of the larger of the two
-buffers; the table was measured with 2 and 4 ranks (docs/explanation/performance.md).
+buffers. The table is what two machines agree on where they do, with 2 and 4 ranks (docs/explanation/performance.md).
 An MPI library that was not measured gets the row of MPICH, whose algorithms most libraries inherit.
 """
 
@@ -40,14 +40,14 @@ BYTES: Measured = {
         2: {
             "all_reduce": (16 * KIB,),
             "broadcast": (4 * MIB,),
-            "all_gather_single": (64 * MIB,),
+            "all_gather_single": (),
             "reduce_scatter_single": (256 * KIB,),
-            "all_to_all_single": (16 * MIB,),
+            "all_to_all_single": (),
         },
         4: {
             "all_reduce": (1 * MIB,),
-            "broadcast": (1 * MIB,),
-            "all_gather_single": (256 * KIB,),
+            "broadcast": (16 * KIB,),
+            "all_gather_single": (16 * KIB,),
             "reduce_scatter_single": (1 * MIB,),
             "all_to_all_single": (),
         },
@@ -55,15 +55,15 @@ BYTES: Measured = {
     "MPICH": {
         2: {
             "all_reduce": (16 * KIB,),
-            "broadcast": (4 * MIB,),
+            "broadcast": (1 * MIB,),
             "all_gather_single": (),
             "reduce_scatter_single": (4 * MIB,),
-            "all_to_all_single": (16 * MIB,),
+            "all_to_all_single": (),
         },
         4: {
             "all_reduce": (1 * MIB,),
-            "broadcast": (1 * MIB,),
-            "all_gather_single": (1 * MIB,),
+            "broadcast": (16 * KIB,),
+            "all_gather_single": (16 * KIB,),
             "reduce_scatter_single": (16 * MIB,),
             "all_to_all_single": (),
         },
@@ -78,9 +78,9 @@ BYTES: Measured = {
         },
         4: {
             "all_reduce": (16 * MIB,),
-            "broadcast": (4 * MIB,),
+            "broadcast": (64 * KIB,),
             "all_gather_single": (4 * MIB,),
-            "reduce_scatter_single": (16 * MIB,),
+            "reduce_scatter_single": (4 * MIB,),
             "all_to_all_single": (),
         },
     },

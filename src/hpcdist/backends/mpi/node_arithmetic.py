@@ -23,6 +23,7 @@ import torch
 import torch.distributed as c10d
 
 Combine = Callable[..., Any]
+Scratch = tuple[torch.Tensor, torch.Tensor]  # an accumulator, and room for a slice, both of a wider dtype
 
 
 def _numpy_combine(ufunc: Any) -> Combine:
@@ -132,17 +133,17 @@ class Fold:
         """Say whether reducing that many slices takes an accumulator of the wider dtype."""
         return self.wide is not None and (parts > 2 or self.divisor > 0)
 
-    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor | None) -> None:
+    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Scratch | None) -> None:
         """Reduce slices in the order given and write the result, rounded once.
 
         Args:
             parts: slices of one length and this fold's dtype.
             out: where the result goes; it may be one of the first two parts, not a later one.
-            scratch: accumulator of at least that length where `needs_scratch`.
+            scratch: memory of at least that length where `needs_scratch`.
         """
         if scratch is not None:
-            total = scratch[: out.numel()]
-            self.accumulate(parts, total)
+            total = scratch[0][: out.numel()]
+            self.accumulate(parts, total, scratch[1][: out.numel()])
             self.finish(total)
             out.copy_(total)
             return
@@ -154,16 +155,18 @@ class Fold:
                 self.combine(out, part, out=out)
         self.finish(out)
 
-    def accumulate(self, parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-        """Reduce slices into an accumulator without dividing or rounding."""
+    def accumulate(self, parts: Sequence[torch.Tensor], total: torch.Tensor, spare: torch.Tensor | None) -> None:
+        """Reduce slices into an accumulator without dividing or rounding.
+
+        Args:
+            parts: the slices.
+            total: the accumulator, of the wider dtype where there is one.
+            spare: as much memory of the wider dtype; None where there is none. torch would widen a slice into memory
+                that it gets from the system each time, which takes a third longer.
+        """
         total.copy_(parts[0])
         for part in parts[1:]:
-            if self.op == "PRODUCT" and self.wide is not None:
-                total.mul_(part)
-            elif self.wide is not None:
-                total.add_(part)  # the part is of the narrower dtype, which `combine` with out= would refuse
-            else:
-                self.combine(total, part, out=total)
+            self.combine(total, part if spare is None else spare.copy_(part), out=total)
 
     def finish(self, total: torch.Tensor) -> None:
         """Turn a sum into an average, where the op asks for one."""

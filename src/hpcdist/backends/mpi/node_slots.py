@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.node_across import AcrossNodes
-from hpcdist.backends.mpi.node_arithmetic import Fold, op_name
+from hpcdist.backends.mpi.node_arithmetic import Fold, Scratch, op_name
 from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS, NodeWindow, split_node
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
@@ -64,7 +64,7 @@ class NodeSlots:
         self._folds: dict[Any, Fold] = {}
         self._reducers: dict[Fold, AcrossNodes] = {}
         self._plans: dict[Any, Any] = {}
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._scratch: dict[torch.dtype, Scratch] = {}
         self._direct_bytes = DIRECT_BYTES // self.size if self.nodes == 1 else -1
         self._direct_half_bytes = DIRECT_HALF_BYTES // self.size if self.nodes == 1 else -1
 
@@ -92,13 +92,14 @@ class NodeSlots:
             plan = self._plans[key] = make(*key[1:])
         return plan
 
-    def _accumulator(self, fold: Fold, parts: int, numel: int) -> torch.Tensor | None:
+    def _accumulator(self, fold: Fold, parts: int, numel: int) -> Scratch | None:
         if not fold.needs_scratch(parts) and not (self.nodes > 1 and fold.wide):
             return None
         assert fold.wide is not None
         scratch = self._scratch.get(fold.wide)
-        if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[fold.wide] = torch.empty(numel, dtype=fold.wide)
+        if scratch is None or scratch[0].numel() < numel:
+            scratch = (torch.empty(numel, dtype=fold.wide), torch.empty(numel, dtype=fold.wide))
+            self._scratch[fold.wide] = scratch
         return scratch
 
     def close(self) -> None:

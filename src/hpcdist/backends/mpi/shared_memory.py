@@ -33,12 +33,13 @@ from typing import Any
 import torch
 
 from hpcdist.backends.mpi.node_across import AcrossNodes
-from hpcdist.backends.mpi.node_arithmetic import Fold
+from hpcdist.backends.mpi.node_arithmetic import Fold, Scratch
 from hpcdist.backends.mpi.node_slots import NodeSlots
 from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS
 
 LINE_BYTES = 64  # slices begin on cache lines, so that no line has two writers
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
+WIDENED_BYTES = 128 << 10  # largest slice that is widened to be summed: twice that, twice, stays in a core's cache
 CHUNK_BYTES_OF_TWO = 1 << 20  # largest chunk of two ranks; three and more use the whole slot
 
 _move = ctypes.memmove
@@ -104,16 +105,18 @@ class NodeShared(NodeSlots):
         others = [piece for piece in sizes if piece[0] != rank and piece[2]]
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
 
-    def _chunk_bytes(self, size: int) -> int:
+    def _chunk_bytes(self, size: int, fold: Fold) -> int:
         # all nodes must cut alike, whatever their number of ranks
-        largest = CHUNK_BYTES_OF_TWO if self.size == 2 and self.nodes == 1 else SLOT_BYTES
+        largest = CHUNK_BYTES_OF_TWO if self.world_size == 2 else SLOT_BYTES
+        if fold.wide is not None and self.world_size > 2:
+            largest = min(largest, self._owners * WIDENED_BYTES)
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
         return -(-size // (count * LINE_BYTES)) * LINE_BYTES
 
     def _all_reduce_sliced(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> None:
         window, rank, addresses = self.window, self.rank, self._addresses
         itemsize, numel = fold.dtype.itemsize, send.numel()
-        chunk = self._chunk_bytes(size)
+        chunk = self._chunk_bytes(size, fold)
         count = -(-size // chunk)
         stride = chunk // itemsize
         whole = self._plan(("sliced", stride, stride, fold.dtype), self._plan_sliced)
@@ -187,10 +190,11 @@ class NodeShared(NodeSlots):
         across: AcrossNodes,
         parts: list[torch.Tensor],
         result: torch.Tensor,
-        scratch: torch.Tensor | None,
+        scratch: Scratch | None,
     ) -> None:
-        total = result if scratch is None else scratch[: result.numel()]
-        fold.accumulate(parts, total)
+        length = result.numel()
+        total = result if scratch is None else scratch[0][:length]
+        fold.accumulate(parts, total, None if scratch is None else scratch[1][:length])
         across.reduce(total)
         fold.finish(total)
         if scratch is not None:
