@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, LAUNCHERS, SOURCE, Job
+from launch import HERE, LAUNCHERS, SOURCE, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]
@@ -42,7 +42,9 @@ def test_a_rank_late_for_the_first_objects_of_a_group_is_reported(launcher: str,
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-@pytest.mark.parametrize("ranks", [3, 4, 5])  # Open MPI gives the revoked barrier of 4 and 5 an error of another class
+@pytest.mark.parametrize(
+    "ranks", some([4, 3, 5], 1)
+)  # Open MPI gives the revoked barrier of 4 and 5 another class of error
 def test_a_missed_barrier_says_that_its_time_is_over(launcher: str, ranks: int, tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(
@@ -75,7 +77,7 @@ def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-@pytest.mark.parametrize("count", [8, 100, 100_000], ids="{} elements".format)
+@pytest.mark.parametrize("count", some([100_000, 8, 100], 1), ids="{} elements".format)
 @pytest.mark.parametrize(("fault", "timeout"), [("leave", 60), ("stop", 2)])
 def test_a_rank_that_ulfm_does_not_count_as_dead_ends_the_wait(
     launcher: str, fault: str, timeout: int, count: int
@@ -115,7 +117,7 @@ def test_nobody_waits_at_the_end_for_a_rank_that_left_without_a_word(launcher: s
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-@pytest.mark.parametrize("nodes", ["a,a,a,a", "a,b,b,a", "a,a,b,b"])
+@pytest.mark.parametrize("nodes", some(["a,b,b,a", "a,a,a,a", "a,a,b,b"], 1))
 @pytest.mark.parametrize("seconds", ["0", "3"], ids="rank 0 leaves {} s later".format)
 def test_nobody_waits_at_the_end_where_one_was_killed_and_another_left_without_a_word(
     launcher: str, seconds: str, nodes: str
