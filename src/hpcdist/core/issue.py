@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
 from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_reading, for_writing, is_plain, put, same_dtype
-from hpcdist.core.errors import MismatchError
+from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, Row
 from hpcdist.core.work import DoneWork, Work
@@ -84,6 +84,11 @@ def issue(
         journal.push(call)
         try:
             backend.run(row, send, recv, op, root, counts)
+        except DistError:
+            raise
+        except Exception:  # refused before anything was sent; the long way refuses before it counts
+            journal.sequence = number - 1
+            raise
         finally:
             journal.current = None
         return None
