@@ -71,8 +71,11 @@ def issue(
         and not profiling.is_on()
         and (
             (recv is send and row.is_in_place)
-            or (counts is None and row.fits(send.numel(), recv.numel(), len(pg.ranks)))
-            or is_shaped(row, pg, send, recv, counts)
+            or (
+                row.fits(send.numel(), recv.numel(), len(pg.ranks))  # ``is_shaped``, without a call
+                if counts is None
+                else is_shaped(row, pg, send, recv, counts)
+            )
         )
     ):
         if backend.queue is not None:
@@ -201,8 +204,7 @@ def dispatch(
         if event is not None:
             work._ends(event)
         return work
-    if backend.queue is not None:
-        backend.queue.drain()
+    backend.settle()
     journal.current = call
     try:
         backend.run(row, send, recv, op, root, counts)

@@ -166,10 +166,11 @@ class MPIBackend(PicklingBackend):
         if send is recv:
             sendbuf: Any = IN_PLACE
         else:
-            buffers = None if recv is None else apart(send, recv, how.datatype)
-            if buffers is not None and counts is None and not row.rooted:  # the short way, for latency
-                call(*buffers, how.op)
-                return
+            if recv is not None and counts is None and not row.rooted:
+                buffers = apart(send, recv, how.datatype)
+                if buffers is not None:  # the short way, for latency
+                    call(*buffers, how.op)
+                    return
             if recv is not None and row.shape is not Shape.SAME and overlap(send, recv):
                 send = send.clone()
             sendbuf = [address(send.data_ptr(), send.nbytes), how.datatype]

@@ -44,8 +44,7 @@ class PeerChannel:
         self.peer = peer
 
     def _ready(self) -> Backend:
-        if self.peer.queue is not None:
-            self.peer.queue.drain()  # so that all ranks are at the same place of the communicator
+        self.peer.settle()  # so that all ranks are at the same place of the communicator
         return self.peer
 
     def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
@@ -149,8 +148,7 @@ def check_devices(peer: Backend, device: torch.device) -> None:
     Raises:
         DistBackendError: they do, and ``NCCL_MULTI_RANK_GPU_ENABLE`` does not ask for it.
     """
-    if peer.queue is not None:
-        peer.queue.drain()
+    peer.settle()
     mine = (environment.node_key(), devices.identity(device), str(device))
     check_shared(peer.all_gather_object(mine))
 
