@@ -17,6 +17,7 @@ import torch
 from hpcdist.core.errors import MismatchError
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
 
 
 def is_plain(tensor: Any) -> bool:
@@ -26,7 +27,7 @@ def is_plain(tensor: Any) -> bool:
         and tensor.is_contiguous()  # False for sparse tensors too
         and not tensor.requires_grad
         and not tensor.is_neg()
-        and not tensor.is_conj()
+        and (tensor.dtype not in COMPLEX_TYPES or not tensor.is_conj())
     )
 
 

@@ -15,7 +15,16 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import profiling
 from hpcdist.core.backend import Backend, Counts
-from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_reading, for_writing, is_plain, put, same_dtype
+from hpcdist.core.buffers import (
+    COMPLEX_TYPES,
+    PLAIN_TYPES,
+    as_tensor,
+    for_reading,
+    for_writing,
+    is_plain,
+    put,
+    same_dtype,
+)
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, Row
@@ -62,8 +71,8 @@ def issue(
         and send.is_contiguous()
         and not send.requires_grad
         and not send.is_neg()
-        and not send.is_conj()
-        and (recv is send or (is_plain(recv) and recv.dtype is send.dtype and recv.is_cpu))
+        and ((dtype := send.dtype) not in COMPLEX_TYPES or not send.is_conj())
+        and (recv is send or (is_plain(recv) and recv.dtype is dtype and recv.is_cpu))
         and send.is_cpu
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
@@ -72,7 +81,7 @@ def issue(
         and (
             (recv is send and row.is_in_place)
             or (
-                row.fits(send.numel(), recv.numel(), len(pg.ranks))  # ``is_shaped``, without a call
+                row.fits(send.nbytes, recv.nbytes, len(pg.ranks))  # ``is_shaped``, without a call
                 if counts is None
                 else is_shaped(row, pg, send, recv, counts)
             )
@@ -83,7 +92,7 @@ def issue(
         if row.reduces and op.__class__ is not RedOpType:
             op = canonical(op)
         journal.sequence = number = journal.sequence + 1
-        journal.current = call = (journal, number, row, send.shape, send.dtype, root)
+        journal.current = call = (journal, number, row, send.shape, dtype, root)
         journal.push(call)
         try:
             backend.run(row, send, recv, op, root, counts)

@@ -82,7 +82,7 @@ class NodeWindow:
         self.rank = node.rank
         self.size = node.size
         self.poll: Callable[[], None] | None = None
-        cores = len(os.sched_getaffinity(0))
+        cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))  # a launcher may bind each rank to its own
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.is_background = False  # whether the call under way runs beside the rank's own computation
