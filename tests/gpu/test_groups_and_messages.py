@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -93,7 +96,7 @@ def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
     assert backend.check_async() is None
     if rank == 0:
         work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
-        assert not backend.is_idle()
+        assert backend.outstanding() is work
     backend.interrupt("a test says so")
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match="a test says so"):
@@ -101,6 +104,30 @@ def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
     torch.cuda.synchronize()
     with pytest.raises(dist.DistBackendError, match="a test says so"):
         dist.all_reduce(torch.ones(1, device=device), group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(is_async, rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(8)
+        group.backend("cuda").interrupt("it never came")
+    else:
+        work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=is_async)
+        began = time.monotonic()
+        torch.cuda.synchronize()  # until the watchdog ends the kernel
+        assert 2 < time.monotonic() - began < 8
+        if work is not None:
+            with pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce"):
+                work.wait()
+        with pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce"):
+            dist.all_reduce(torch.ones(1, device=device), group=group)
     dist.barrier()
     dist.destroy_process_group(group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from datetime import timedelta
 
 import pytest
@@ -96,11 +97,14 @@ def test_inside_a_graphs_capture(is_async, rank, size, device):
     dist.all_reduce(torch.ones(1, device=device))  # connects, which a capture cannot
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    kept = dist.all_reduce(torch.ones(1, device=device), async_op=True)
     with torch.cuda.graph(graph):
         work = dist.all_reduce(tensor, async_op=is_async)
         if is_async:
             work.wait()
+        time.sleep(1.5)  # the watchdog looks meanwhile, at least once a second
         tensor += 1
+    kept.wait()
     tensor.fill_(1)
     for _ in range(3):
         graph.replay()

@@ -330,10 +330,10 @@ def test_wait_with_a_limit_waits_on_the_host_and_says_when_it_is_over() -> None:
     assert not work.is_completed()
     with pytest.raises(DistBackendError, match="50ms"):
         work.wait(timedelta(milliseconds=50))
-    assert not backend.is_idle()
+    assert backend.outstanding() is work
     work._end.is_complete = True
     assert work.wait(timedelta(milliseconds=50))
-    assert backend.is_idle()
+    assert backend.outstanding() is None
     assert work.is_success()
 
 
@@ -349,7 +349,7 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
     del work, tensor
     assert watched() is not None
     end.is_complete = True
-    assert backend.is_idle()
+    assert backend.outstanding() is None
     assert watched() is None
 
 

@@ -166,6 +166,13 @@ class Backend(TensorObjects):
         messages = list(getattr(self, "unfinished", ()))
         return [*queued, *(work for work in messages if not work._done)]
 
+    def outstanding(self) -> Work | None:
+        """Return the first call that was handed to a device and that it is not through with, the same until it is.
+
+        The host does not wait for such a call, so only who asks can tell that it hangs; the watchdog does.
+        """
+        return None
+
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
         """Run the library's own barrier that says who is missing; False where it has none."""
         return False

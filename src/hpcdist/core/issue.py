@@ -208,7 +208,12 @@ def dispatch(
     call = journal.collective(row, send if send is not None else recv, root)
     event = profiling.begin(backend.name, row.name, send, recv) if profiling.is_on() else None
     if async_op and backend.has_threads:
-        work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
+        # to begin may block where the library first has to find the other ranks; another thread may be in a wait
+        before, journal.current = journal.current, call
+        try:
+            work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
+        finally:
+            journal.current = before
         work._call = call
         if event is not None:
             work._ends(event)

@@ -54,6 +54,10 @@ class Ring:
         """Keep another number of calls; for journals that follow from now on."""
         self.calls = deque(self.calls, maxlen=length)
 
+    def last(self) -> tuple[Any, ...] | None:
+        """Return the record of the latest call."""
+        return self.calls[-1] if self.calls else None
+
     def pusher(self) -> Callable[[tuple[Any, ...]], None]:
         """Return what a journal adds its calls with."""
         append, listener = self.calls.append, self.listener

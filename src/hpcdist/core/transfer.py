@@ -52,9 +52,16 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     way = route(group, "isend", dst, group_dst)
     if way is None:
         return None
-    backend, data = outgoing(way[0], tensor)
+    pg, peer = way
+    backend, data = outgoing(pg, tensor)
     event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
-    return recorded(way[0], "isend", data, way[1], backend.isend(data, way[1], tag), event)
+    journal = pg.journal
+    call = journal.message("isend", data, peer)
+    before, journal.current = journal.current, call
+    try:
+        return recorded(backend.isend(data, peer, tag), call, event)
+    finally:
+        journal.current = before
 
 
 def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
@@ -65,7 +72,13 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     pg, source = way
     backend, data, finish = incoming(pg, tensor)
     event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
-    return recorded(pg, "irecv", data, source, backend.irecv(data, source, tag, finish), event)
+    journal = pg.journal
+    call = journal.message("irecv", data, source)
+    before, journal.current = journal.current, call
+    try:
+        return recorded(backend.irecv(data, source, tag, finish), call, event)
+    finally:
+        journal.current = before
 
 
 def title(source: int | None) -> str:
@@ -73,11 +86,9 @@ def title(source: int | None) -> str:
     return "recvAnySource" if source is None else "recv"
 
 
-def recorded(
-    pg: ProcessGroup, call: str, tensor: torch.Tensor, peer: int | None, work: Work, event: profiling.Event | None
-) -> Work:
-    """Record a message that has begun."""
-    work._call = pg.journal.message(call, tensor, peer)
+def recorded(work: Work, call: tuple[Any, ...], event: profiling.Event | None) -> Work:
+    """Let a Work know its record, and end its event."""
+    work._call = call
     if event is not None:
         work._ends(event)
     return work

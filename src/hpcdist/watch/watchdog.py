@@ -6,7 +6,7 @@ that wait (``inquiry``) asks the others where they are (``side_channel``), write
 (``flight_recorder``), and tells those in the same call. Each then ends its wait in the gentlest way there is:
 
 1. the library raises by itself (gloo): nothing more;
-2. a queued call or a receive: the wait raises DistBackendError;
+2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
 4. else, or where it does not raise, the job is aborted, because MPI cannot be taken out of a blocking call.
 """
@@ -27,7 +27,7 @@ from typing import Any
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.journal import Call, Explanation
+from hpcdist.core.journal import Explanation
 from hpcdist.core.world import WORLD
 from hpcdist.watch import logs, report, whereabouts
 from hpcdist.watch.flight_recorder import Recorder
@@ -116,8 +116,7 @@ class Watchdog:
         for each in whereabouts.under_way():
             if each.group.size() == 1:
                 continue
-            record = self._record(each)
-            _, first = since[id(record)] = self._since.get(id(record), (record, now))
+            _, first = since[id(each.record)] = self._since.get(id(each.record), (each.record, now))
             limit = each.group.timeout.total_seconds()
             if now - first >= ENDED_SECONDS and self.channel.lacks(each.group.ranks):
                 limit = ENDED_SECONDS
@@ -140,13 +139,6 @@ class Watchdog:
                 if failure is not None:
                     self.say(f"group {group.group_name!r}: {failure}")
                     backend.interrupt(str(failure))
-
-    def _record(self, each: UnderWay) -> Any:
-        """Return the tuple that stands for a call, the same object as long as it is under way."""
-        if each.in_background:
-            assert each.work is not None
-            return each.work._call
-        return each.group.journal.current
 
     def _heed(self, number: int) -> None:
         path = self.dump()
@@ -180,11 +172,10 @@ class Watchdog:
         now = time.monotonic()
         calls = []
         for each in whereabouts.under_way():
-            record = self._record(each)
-            first = self._since.get(id(record), (record, now))[1]
+            first = self._since.get(id(each.record), (each.record, now))[1]
             made = report.described(each, now - first, whereabouts.call_site(each))
             made["ranks"] = list(each.group.ranks) if question.get("from") in each.group.ranks else []
-            made["state"] = self._handled.get(id(record), (record, "", 0.0))[1]
+            made["state"] = self._handled.get(id(each.record), (each.record, "", 0.0))[1]
             calls.append(made)
         calls += [{**made, "ranks": [], "state": "reported"} for made in self._given_up]
         return {
@@ -223,7 +214,7 @@ class Watchdog:
         if record is None or record[0].group not in WORLD.groups:
             return ""
         group = WORLD.groups[record[0].group]
-        each = UnderWay(group, Call(*record), None, False)
+        each = UnderWay(group, record, group.any_backend(), None, False)
         mine, subject = report.described(each, 0.0, ""), Subject.of(each)
         asked: Sequence[int] = group.ranks if mine["peer"] is None else [mine["peer"]]
         if subject is not None:
@@ -247,10 +238,7 @@ class Watchdog:
 
     def _press(self, each: UnderWay, seconds: float) -> None:
         """Take an overdue call one step further: wait for what another rank finds out, or ask."""
-        record = self._record(each)
-        if record is None:
-            return  # it has just ended
-        record, state, start = self._handled.setdefault(id(record), (record, "due", time.monotonic()))
+        _, state, start = self._handled.setdefault(id(each.record), (each.record, "due", time.monotonic()))
         if state == "reported":
             return
         subject = Subject.of(each)
@@ -261,14 +249,14 @@ class Watchdog:
 
     def _inquire(self, each: UnderWay, seconds: float, subject: Subject | None) -> None:
         """Ask where the others are, report it, tell those in the same call, and end the wait."""
-        group, record = each.group, self._record(each)
+        group, record = each.group, each.record
         mine = report.described(each, seconds, whereabouts.call_site(each))
         self._handled[id(record)] = (record, "asking", time.monotonic())
         asked: Sequence[int] = group.ranks
         if mine["peer"] is not None and self.inquiries.was_swept(group.group_name):
             asked = [mine["peer"]]  # the others have written their traces already
         answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=subject)
-        if self._record(each) is not record or self._handled[id(record)][1] == "reported":
+        if each.has_ended() or self._handled[id(record)][1] == "reported":
             return  # it ended while the others were asked
         if subject is not None and self.inquiries.has_lower(subject, self.rank):
             self._handled[id(record)] = (record, "due", time.monotonic())
@@ -295,10 +283,7 @@ class Watchdog:
 
     def _ends_all(self, each: UnderWay) -> bool:
         """Tell whether to end an overdue collective here ends it on all ranks: by ULFM, or with the job."""
-        backends = list(each.group.backends.values())
-        if any(backend.ends_waits for backend in backends):
-            return False
-        return not each.in_background or any(backend.interrupts_all() for backend in backends)
+        return not each.backend.ends_waits and (not each.in_background or each.backend.interrupts_all())
 
     def _tell(self, verdict: Verdict, answers: Answers) -> None:
         """Send a verdict to the ranks that it is for."""
@@ -311,9 +296,9 @@ class Watchdog:
         if not verdict.is_final:
             return
         for each in whereabouts.under_way():
-            record = self._record(each)
+            record = each.record
             others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
-            if record is not None and not others and self._handled.get(id(record), (None, ""))[1] != "reported":
+            if not others and self._handled.get(id(record), (None, ""))[1] != "reported":
                 _, first = self._since.get(id(record), (record, time.monotonic()))
                 self._accept(each, time.monotonic() - first, verdict)
 
@@ -322,8 +307,7 @@ class Watchdog:
         mine = report.described(each, seconds, whereabouts.call_site(each))
         headline = report.headline(mine, each.group.timeout.total_seconds())
         self.say(f"{headline}; see the report of rank {verdict.reporter}")
-        record = self._record(each)
-        self._handled[id(record)] = (record, "reported", 0.0)
+        self._handled[id(each.record)] = (each.record, "reported", 0.0)
         found = "; ".join(verdict.lines)
         if Subject.of(each) != verdict.subject:
             found = f"rank {verdict.reporter} gave {verdict.title} of {mine['label']} up: {found}"
@@ -331,20 +315,21 @@ class Watchdog:
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
         """End an overdue wait; where another rank has reported it and ends it for all, only if that fails."""
-        record = self._record(each)
+        backend = each.backend
         if each.in_background:
-            for backend in dict.fromkeys(each.group.backends.values()):
-                if backend.queue is not None and backend.queue.running is each.work:
-                    if is_reported:
-                        backend.foretell(reason)
-                    elif not backend.ends_waits:
-                        backend.interrupt(reason)
-                    self._given_up.append(described)
-                    backend.queue.fail(DistBackendError(reason))
+            if backend.outstanding() is each.work:  # a device is at it: its communicator ends, and with it the call
+                self._given_up.append(described)
+                backend.interrupt(reason)
+            elif backend.queue is not None and backend.queue.running is each.work:
+                if is_reported:
+                    backend.foretell(reason)
+                elif not backend.ends_waits:
+                    backend.interrupt(reason)
+                self._given_up.append(described)
+                backend.queue.fail(DistBackendError(reason))
             return
         if each.work is not None and each.work._interrupt(reason):
             return
-        backend = each.group.cpu if each.group.cpu is not None else each.group.any_backend()
         if backend.ends_waits:
             return
         if is_reported:
@@ -357,7 +342,7 @@ class Watchdog:
         else:
             self._abort(backend, "this MPI cannot be taken out of a blocking call")
             return
-        self._last[id(record)] = (record, time.monotonic() + limit, step)
+        self._last[id(each.record)] = (each.record, time.monotonic() + limit, step)
 
     def _abort(self, backend: Backend, why: str) -> None:
         self.say(f"the job is aborted: {why}")

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
+from hpcdist.core.backend import Backend
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.journal import Call
+from hpcdist.core.journal import RING, Call
 from hpcdist.core.work import QueuedWork, Work
 from hpcdist.core.world import WORLD
 
@@ -26,27 +27,55 @@ class UnderWay(NamedTuple):
     """A call that has begun and not ended."""
 
     group: ProcessGroup
-    call: Call
-    work: Work | None  # of a call that a worker thread is in, or of the wait that blocks
+    record: Any  # the call's, as the journal keeps it: the same object as long as the call is under way
+    backend: Backend
+    work: Work | None  # of a call that a worker thread or a device is at, or of the wait that blocks
     in_background: bool
+
+    @property
+    def call(self) -> Call:
+        """The call, to be read."""
+        return Call(*self.record)
 
     @property
     def has_own_limit(self) -> bool:
         """Whether it ends by itself, in a time of its own."""
         return self.work is not None and not self.in_background and self.work._limit is not None
 
+    def has_ended(self) -> bool:
+        """Tell whether it has ended since it was seen."""
+        if self.work is None or not self.in_background:
+            return self.group.journal.current is not self.record
+        self.backend.outstanding()  # asks the device
+        return self.work._done
+
 
 def under_way() -> Iterator[UnderWay]:
-    """Return the calls that block now on each group: this rank's own, and its worker threads'."""
+    """Return the calls that block now on each group: this rank's own, its worker threads', and its devices'."""
     for group in list(WORLD.groups.values()):
         journal = group.journal
         current, waited = journal.current, journal.waited
-        if current is not None and not isinstance(waited, QueuedWork):
-            yield UnderWay(group, Call(*current), waited, False)
-        for backend in dict.fromkeys(list(group.backends.values())):
+        backends = dict.fromkeys(list(group.backends.values()))
+        for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
-                yield UnderWay(group, Call(*running._call), running, True)
+                yield UnderWay(group, running._call, backend, running, True)
+            held = backend.outstanding()
+            if held is not None:
+                if held._call is None:
+                    held._call = latest(group)  # a barrier, for which the host waits
+                if held._call is not None:
+                    yield UnderWay(group, held._call, backend, held, True)
+                    if held._call is current:
+                        current = None
+        if current is not None and backends and not isinstance(waited, QueuedWork):
+            backend = group.cpu if group.cpu is not None else next(iter(backends))
+            yield UnderWay(group, current, backend, waited, False)
+
+
+def latest(group: ProcessGroup) -> Any:
+    """Return the record of the last call on a group, or None where so many followed that it is not kept."""
+    return next((record for record in reversed(list(RING.calls)) if record[0] is group.journal), None)
 
 
 def is_ours(frame: FrameType) -> bool:

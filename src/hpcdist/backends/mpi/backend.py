@@ -47,7 +47,8 @@ class MPIBackend(PicklingBackend):
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._all_reduce, self._broadcast = comm.Allreduce, comm.Bcast
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
-        # op, dtype, and MPI's op and type: of the last all_reduce that needs nothing but MPI's call
+        # of the last all_reduce that needs nothing but MPI's call: op, dtype, MPI's op and type, and the memory's
+        # place, size and description; loops reduce the same memory again, and to describe it takes 0.2 µs
         self._direct: tuple[Any, ...] = (None, None)
         self.unfinished = deque()
         self._sharing = Sharing(comm, self._notice, self._is_background)
@@ -86,7 +87,10 @@ class MPIBackend(PicklingBackend):
                 assert send is not None
                 direct = self._direct
                 if direct[0] is op and direct[1] is send.dtype:
-                    self._all_reduce(IN_PLACE, [address(send.data_ptr(), nbytes), direct[2]], direct[3])
+                    place = send.data_ptr()
+                    if direct[4] != place or direct[5] != nbytes:
+                        self._direct = direct = (*direct[:4], place, nbytes, [address(place, nbytes), direct[3]])
+                    self._all_reduce(IN_PLACE, direct[6], direct[2])
                     return
             if row.reduces:
                 self._reduce(row, send, recv, op, root, counts)
@@ -133,7 +137,7 @@ class MPIBackend(PicklingBackend):
         how = self._plans.get((send.dtype, id(op))) or self._plan(row, send.dtype, op)
         if how.in_memory:
             if how.is_direct and op.__class__ is RedOpType:
-                self._direct = (op, send.dtype, how.datatype, how.op)
+                self._direct = (op, send.dtype, how.op, how.datatype, 0, -1, None)
             self._reduce_in_memory(row, send, recv, how, root, counts)
             if how.averages and recv is not None:
                 how.after(recv, recv, self.size)

@@ -262,14 +262,19 @@ class Connections(Backend):
                 )
         return None
 
-    def is_idle(self) -> bool:
-        """Tell whether the device is through with every call of the group; a watchdog asks."""
-        return all(link.streams.is_idle() for link in self._links())
+    def outstanding(self) -> Work | None:
+        """Return the first call that the device is not through with."""
+        links = self._links()
+        if not links:
+            return None
+        with self._cuda.device(self.device), self._library.beside_captures():
+            return next((work for link in links if (work := link.streams.oldest()) is not None), None)
 
     def pending(self) -> list[Work]:
         """Return the asynchronous calls that the device is not through with."""
         works = [work for link in self._links() for work in list(link.streams.under_way)]
-        return [*super().pending(), *(work for work in works if not work.is_completed())]
+        with self._library.beside_captures():
+            return [*super().pending(), *(work for work in works if not work.is_completed())]
 
     def interrupt(self, reason: str) -> bool:
         """End the communicators and what is under way on them, without the other ranks; any thread may call.

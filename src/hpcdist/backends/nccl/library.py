@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +26,26 @@ SHRINK_SINCE = (2, 27)
 
 
 class Library(NamedTuple):
-    """``nccl.core``, the errors that its calls raise, and the release of the libnccl behind it."""
+    """``nccl.core``, the errors that its calls raise, the release of the libnccl behind it, and CUDA's driver."""
 
     core: Any
     failures: tuple[type[Exception], ...]
     version: tuple[int, ...]
+    driver: Any = None  # ``cuda.bindings.driver``, which comes with nccl4py
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread ask for events inside, also while another captures a CUDA graph, which it would break."""
+        if self.driver is None:
+            yield
+            return
+        swap = self.driver.cuThreadExchangeStreamCaptureMode
+        _, before = swap(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            if before is not None:
+                swap(before)
 
 
 def install_command() -> str:
@@ -57,7 +74,8 @@ def load() -> Library:
         raise DistBackendError(
             f"backend 'nccl': nccl4py is there, but it found no libnccl.so.2 to load. Try: {install_command()}"
         )
-    return Library(core, (core.NcclInvalid, bindings.NCCLError), found.version.release)
+    driver = importlib.import_module("cuda.bindings.driver")
+    return Library(core, (core.NcclInvalid, bindings.NCCLError), found.version.release, driver)
 
 
 def check_gpu() -> None:

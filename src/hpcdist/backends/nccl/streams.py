@@ -8,6 +8,7 @@ barrier, and where ``wait`` is given a limit.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.journal import RING
 from hpcdist.core.work import NO_TIMEOUT, Work
 
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at an event while a limit runs
@@ -33,7 +35,10 @@ class Streams:
         self._before = cuda.Event()
         self.interrupt: Callable[[str], bool] = cannot  # ends the communicator, and every Work on it
         self._last = cuda.Event()  # behind the latest synchronous call
+        self._last_call: Any = None  # its record
+        self._mark: EventWork | None = None  # the synchronous calls until some moment, while the device is at them
         self.under_way: deque[StreamWork] = deque()
+        self._guard = threading.Lock()  # the watchdog looks at them too
 
     def current(self) -> Any:
         """Return the stream that is current on the communicator's device."""
@@ -63,30 +68,62 @@ class Streams:
         """
         if self.cuda.is_current_stream_capturing():
             return work
-        under_way = self.under_way
-        while under_way and under_way[0].is_completed():
-            under_way.popleft()
-        under_way.append(work)
+        with self._guard:
+            self._sweep()
+            self.under_way.append(work)
         return work
+
+    def _sweep(self) -> None:
+        while self.under_way and self.under_way[0].is_completed():
+            self.under_way.popleft()
 
     def fail_all(self, error: BaseException) -> None:
         """End every Work that is under way with an error: the communicator was aborted."""
-        while self.under_way:
-            self.under_way.popleft().fail(error)
+        with self._guard:
+            while self.under_way:
+                self.under_way.popleft().fail(error)
 
     def mark(self, current: Any) -> None:
-        """Note that a synchronous call was queued, so that ``is_idle`` can tell when it has ended."""
+        """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
         if not self.cuda.is_current_stream_capturing():
             self._last.record(current)
+            self._last_call = RING.last()
 
-    def is_idle(self) -> bool:
-        """Tell whether the device is through with every call."""
-        while self.under_way and self.under_way[0].is_completed():
-            self.under_way.popleft()
-        return not self.under_way and bool(self._last.query())
+    def oldest(self) -> Work | None:
+        """Return the first call that the device is not through with; any thread may ask.
+
+        Synchronous calls have no Work. One stands for all of them until now, and the event behind it is not recorded
+        again: a program that goes on to queue calls behind one that hangs must not hide it.
+        """
+        if self._mark is None or self._mark.is_completed():
+            mark = EventWork([], self._last)
+            mark._call = self._last_call
+            self._mark = None if mark.is_completed() else mark
+            if self._mark is not None:
+                self._last = self.cuda.Event()
+        with self._guard:
+            self._sweep()
+            return self.under_way[0] if self.under_way else self._mark
 
 
-class StreamWork(Work):
+class EventWork(Work):
+    """What a stream held at some moment; done when the device has come to the event behind it."""
+
+    def __init__(self, result: list[torch.Tensor], end: Any) -> None:
+        super().__init__(result)
+        self._end = end
+
+    def _poll(self) -> None:
+        try:
+            ended = self._end is not None and self._end.query()
+        except RuntimeError as error:  # the device has failed, and all that it held with it
+            self._finish(DistBackendError(f"the device failed before this call had ended: {error}"))
+            return
+        if ended:
+            self._finish()
+
+
+class StreamWork(EventWork):
     """A call on a side stream.
 
     It is *launched* once it is queued on the device, which inside a group call is at the group's end.
@@ -101,12 +138,11 @@ class StreamWork(Work):
         source: int | None = None,
         is_barrier: bool = False,
     ) -> None:
-        super().__init__(result)
+        super().__init__(result, None)
         self._streams = streams
         self._buffers = buffers  # not to be freed while the side stream uses them
         self._source = source
         self._is_barrier = is_barrier
-        self._end: Any = None
         self._begun_on = begun_on
 
     def launched(self, end: Any) -> None:
@@ -116,8 +152,11 @@ class StreamWork(Work):
     def fail(self, error: BaseException) -> None:
         """End with an error."""
         if not self._done:
-            self._buffers = []
             self._finish(error)
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        self._buffers = []
+        super()._finish(error)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too.
@@ -146,6 +185,8 @@ class StreamWork(Work):
                 )
         elif self._is_barrier:
             current.synchronize()
+            if self._error is not None:  # the watchdog has ended it
+                raise self._error
         return True
 
     def synchronize(self) -> None:
@@ -170,11 +211,6 @@ class StreamWork(Work):
 
     def _fulfil(self, future: torch.futures.Future) -> None:
         """Do nothing: the future was fulfilled when it was asked for."""
-
-    def _poll(self) -> None:
-        if self._end is not None and self._end.query():
-            self._buffers = []
-            self._finish()
 
     def result(self) -> list[torch.Tensor]:
         """Make the current stream wait and return the output tensors."""

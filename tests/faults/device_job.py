@@ -1,0 +1,102 @@
+"""A GPU that waits for a rank which comes late, or never: mpirun -n 3 python device_job.py KIND. That is rank 1.
+
+No GPU is needed: the NCCL backend, its streams and the watchdog are the real ones, and what the device would be
+doing is told by the files that the ranks leave in FOLDER when they make the call. The host never waits for it, as
+with CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+import fake_nccl as fake
+
+import hpcdist as dist
+from hpcdist.backends.nccl.backend import NCCLBackend
+from hpcdist.backends.nccl.library import Library
+from hpcdist.core import registry
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.world import WORLD
+
+SECONDS = 2.0
+FOLDER = Path(os.environ["FOLDER"])
+SIZE = 3
+
+
+class Event(fake.Event):
+    """An event on a device that is through with a call once every rank has made it."""
+
+    def query(self) -> bool:
+        return self.recorded_on is None or len(list(FOLDER.glob("came-*"))) == SIZE
+
+
+class Cuda(fake.FakeCuda):
+    Event = Event
+
+
+class Device(NCCLBackend):
+    """The NCCL backend on a device that carries no data."""
+
+    name: ClassVar[str] = "device"
+    device = torch.device("cpu")
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> Device:
+        library = Library(fake.CORE, fake.FAILURES, (2, 30, 0))
+        backend = cls(bootstrap.rank, bootstrap.size, library, None, Cuda())
+        backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
+        backend._link = backend._made(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
+        return backend
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._owned_peer.all_gather_object(value)  # the device carries nothing
+
+
+registry.ENTRIES["device"] = registry.Entry("__main__", "Device", ("cpu",), "")
+
+
+def tell(event: str, **more: object) -> None:
+    line = json.dumps({"rank": rank, "event": event, "time": time.time(), "pid": os.getpid(), **more})
+    os.write(1, f"\n{line}\n".encode())
+
+
+def wait_for_the_device(seconds: float) -> None:
+    """Do what torch.cuda.synchronize() would: nothing of hpcdist."""
+    limit = time.monotonic() + seconds
+    while backend._ended is None and backend.outstanding() is not None and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+kind = sys.argv[1]
+dist.init_process_group(backend="cpu:device", timeout=timedelta(seconds=SECONDS))
+rank = dist.get_rank()
+backend = WORLD.default.backend("cpu")
+tensor = torch.zeros(8)
+if rank == 1:
+    tell("fault")
+    time.sleep(SECONDS / 2 if kind == "late" else SECONDS + 4)
+(FOLDER / f"came-{rank}").touch()
+if rank == 1 and kind != "late":
+    os._exit(0)
+work = dist.all_reduce(tensor, async_op=kind == "async")
+wait_for_the_device(SECONDS + 3)
+try:
+    if work is not None:
+        work.wait()
+    for _ in range(2):
+        dist.all_reduce(tensor)
+except dist.DistBackendError as error:
+    tell("raised", text=str(error))
+    time.sleep(SECONDS)  # the other tells what it met, before the job ends
+    os._exit(0)
+tell("done")
+dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Does a call that a device never ends, and that no host waits for, end with a report of who is missing?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import FIRST, HERE, Job, some
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+JOBS = HERE / "device_job.py"
+START_SECONDS = 60.0
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize("kind", some(["sync", "async"], 2))
+def test_a_rank_that_never_comes_is_named_and_the_communicator_is_ended(
+    launcher: str, kind: str, tmp_path: Path
+) -> None:
+    with Job(launcher, 3, [kind], JOBS, FOLDER=str(tmp_path)) as job:
+        job.wait("fault", 1, START_SECONDS)
+        raised = job.wait("raised", 2, 10)
+        assert [each["rank"] for each in sorted(raised, key=lambda each: each["rank"])] == [0, 2], job.stderr()
+        for each in raised:
+            assert "all_reduce #1 of float32 [8]" in each["text"]
+            assert "rank 1 has not entered all_reduce #1" in each["text"], each["text"]
+            assert "ranks 0, 2 are in it" in each["text"]
+        assert "device_job.py" in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_a_rank_that_comes_late_is_waited_for(launcher: str, tmp_path: Path) -> None:
+    with Job(launcher, 3, ["late"], JOBS, FOLDER=str(tmp_path)) as job:
+        assert len(job.wait("done", 3, START_SECONDS)) == 3, job.stderr()
+        assert job.finish(20) == 0
+        assert "has not ended" not in job.stderr()

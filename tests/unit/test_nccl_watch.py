@@ -1,0 +1,148 @@
+"""What can the watchdog see of calls that a device is at, and what does it leave alone?"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.backends.nccl.backend import NCCLBackend
+from hpcdist.backends.nccl.library import Library
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.group import ProcessGroup
+from hpcdist.core.issue import issue
+from hpcdist.core.table import ALL_REDUCE, BARRIER
+from hpcdist.core.work import Work
+from hpcdist.core.world import WORLD
+from hpcdist.watch import whereabouts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+import fake_nccl as fake
+
+SUM = ReduceOp.RedOpType.SUM
+
+
+def connected(driver: Any = None) -> NCCLBackend:
+    fake.FIND = None
+    backend = NCCLBackend(0, 2, Library(fake.CORE, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda())
+    backend._link = backend._made(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
+    return backend
+
+
+def call(backend: NCCLBackend, is_async: bool = False) -> Work | None:
+    tensor = torch.ones(2)
+    if is_async:
+        return backend.start(ALL_REDUCE, tensor, tensor, SUM, None, None, [], None)
+    backend.run(ALL_REDUCE, tensor, tensor, SUM, None, None)
+    return None
+
+
+def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it() -> None:
+    backend = connected()
+    streams = backend._link.streams
+    assert backend.outstanding() is None
+    call(backend)
+    hung = streams._last
+    hung.is_complete = False
+    seen = backend.outstanding()
+    assert seen is not None
+    for _ in range(3):
+        call(backend)
+        assert streams._last is not hung
+        assert backend.outstanding() is seen
+    hung.is_complete = True
+    assert backend.outstanding() is None
+
+
+def test_an_asynchronous_call_is_seen_until_the_device_is_through() -> None:
+    backend = connected()
+    first = call(backend, True)
+    first._end.is_complete = False
+    second = call(backend, True)
+    second._end.is_complete = False
+    assert backend.outstanding() is first
+    first._end.is_complete = True
+    assert backend.outstanding() is second
+    second._end.is_complete = True
+    assert backend.outstanding() is None
+    assert not backend._link.streams.under_way
+
+
+def test_a_device_that_failed_ends_its_calls_with_the_reason() -> None:
+    backend = connected()
+    work = call(backend, True)
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    work._end.query = fail
+    assert backend.outstanding() is None
+    with pytest.raises(DistBackendError, match="device-side assert"):
+        work.wait()
+
+
+def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = connected()
+    backend._cuda.main.synchronize = lambda: backend.interrupt("rank 1 never came")
+    monkeypatch.setattr(fake.Event, "query", lambda self: False)
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        backend.run(BARRIER, None, None, None, None, None)
+
+
+class Mode(Enum):
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+
+
+class Driver:
+    """What the backend asks of cuda.bindings.driver."""
+
+    CUstreamCaptureMode = Mode
+
+    def __init__(self) -> None:
+        self.mode, self.modes = Mode.CU_STREAM_CAPTURE_MODE_GLOBAL, []
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Mode) -> tuple[int, Mode]:
+        before, self.mode = self.mode, mode
+        self.modes.append(mode)
+        return 0, before
+
+
+@pytest.mark.parametrize("ask", ["outstanding", "pending"])
+def test_events_are_asked_for_so_that_another_threads_capture_goes_on(ask: str) -> None:
+    driver = Driver()
+    backend = connected(driver)
+    work = call(backend, True)
+    asked = []
+    work._end.query = lambda: asked.append(driver.mode) or False
+    getattr(backend, ask)()
+    assert set(asked) == {Mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL}
+    assert driver.mode is Mode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+def test_what_a_device_is_at_is_under_way_with_its_own_record() -> None:
+    backend = connected()
+    group = ProcessGroup((0, 1), 0, {"cpu": backend}, "cpu:nccl", "dp", "", timedelta(seconds=5))
+    WORLD.groups["dp"] = group
+    try:
+        issue(ALL_REDUCE, group, tensor := torch.ones(4), tensor, SUM)
+        assert list(whereabouts.under_way()) == []
+        backend._link.streams._last.is_complete = False
+        (each,) = whereabouts.under_way()
+        assert (each.call.name, each.call.number, list(each.call.shape)) == ("all_reduce", 1, [4])
+        assert each.in_background
+        assert not each.has_ended()
+        group.journal.collective("barrier")  # on the group's other backend: not what the device is at
+        (again,) = whereabouts.under_way()
+        assert again.record is each.record
+        each.work._end.is_complete = True
+        assert each.has_ended()
+        assert list(whereabouts.under_way()) == []
+    finally:
+        del WORLD.groups["dp"]
