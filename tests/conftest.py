@@ -32,6 +32,13 @@ def pytest_sessionstart(session):
         plugins.unregister(plugins.getplugin("terminalreporter"))
 
 
+def pytest_collection_modifyitems(config, items):
+    """Keep a folder's tests on one worker of pytest-xdist: they share what is dear to start, such as a cluster."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).parts[1]))
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield

@@ -145,7 +145,7 @@ class Session:
             link = self.idle.pop()
         except IndexError:
             try:
-                link = self.connect(left)
+                link = self.connect(None if left is None else max(left, WAIT_LEAST_S))
             except DistNetworkError as error:
                 self.explain(error, verb, keys, start)
                 raise
