@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the stubs leave it out
 
 import hpcdist as dist
 
@@ -95,8 +93,8 @@ def run(args: list[str]) -> int:
     dist.init_process_group("cpu:mpi,cuda:nccl")
     try:
         theirs = torchs_group()
-        figures = measure(options, theirs)
-        c10d.destroy_process_group()
+        figures = measure(options, theirs, torch.device("cuda"))
+        c10d.destroy_process_group(theirs)
     finally:
         dist.destroy_process_group()
     if figures:
@@ -119,24 +117,12 @@ def missing() -> str | None:
     return None if c10d.is_nccl_available() else "this torch has no NCCL backend to compare with"
 
 
-def torchs_group() -> Any:
-    """Make torch's own NCCL group on the same ranks."""
-    objects: list[Any] = [None]
-    limit = timedelta(minutes=5)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store: Any = None
-    if rank == 0:
-        store = TCPStore(platform.node(), 0, size, True, limit, wait_for_workers=False)
-        objects = [(platform.node(), store.port)]
-    dist.broadcast_object_list(objects, 0)
-    if store is None:
-        host, port = objects[0]
-        store = TCPStore(host, port, size, False, limit)
-    c10d.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit)
-    return c10d.group.WORLD
+def torchs_group(backend: str = "nccl") -> Any:
+    """Make a group of torch's own NCCL backend on the same ranks, beside ours in torch's world."""
+    return c10d.new_group(backend=backend, timeout=timedelta(minutes=5))
 
 
-def measure(options: argparse.Namespace, theirs: Any) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, theirs: Any, device: torch.device) -> list[dict[str, Any]]:
     """Return one figure for each collective, size and way of calling; on rank 0, elsewhere none."""
     sides = {"hpcdist": (dist, None), "torch": (c10d, theirs)}
     figures = []
@@ -146,7 +132,7 @@ def measure(options: argparse.Namespace, theirs: Any) -> list[dict[str, Any]]:
                 taken = {side: ([], []) for side in sides}  # type: ignore[var-annotated]
                 for _ in range(options.rounds):
                     for side, (library, group) in sides.items():
-                        host, whole = one_round(COLLECTIVES[name], library, group, nbytes, is_async)
+                        host, whole = one_round(COLLECTIVES[name], library, group, nbytes, is_async, device)
                         taken[side][0].append(host)
                         taken[side][1].append(whole)
                 if dist.get_rank() == 0:
@@ -154,25 +140,33 @@ def measure(options: argparse.Namespace, theirs: Any) -> list[dict[str, Any]]:
     return figures
 
 
-def one_round(call: Callable[..., Any], side: Side, group: Any, nbytes: int, is_async: bool) -> tuple[float, float]:
+def one_round(
+    call: Callable[..., Any], side: Side, group: Any, nbytes: int, is_async: bool, device: torch.device
+) -> tuple[float, float]:
     """Return the microseconds of one call, on the host alone and with the device, of the slowest rank."""
     size = dist.get_world_size()
-    tensor = torch.zeros(max(nbytes // 4, size), device="cuda")
+    tensor = torch.zeros(max(nbytes // 4, size), device=device)
     count = next(calls for limit, calls in CALLS.items() if nbytes <= limit)
     for _ in range(3):
         called(call, side, group, tensor, size, is_async)
-    torch.cuda.synchronize()
+    settle(device)
     dist.barrier()
     began = time.perf_counter()
     for _ in range(count):
         called(call, side, group, tensor, size, is_async)
     issued = time.perf_counter()
-    torch.cuda.synchronize()
+    settle(device)
     ended = time.perf_counter()
     spent = torch.tensor([issued - began, ended - began], dtype=torch.float64)
     dist.all_reduce(spent, dist.ReduceOp.MAX)
     host, whole = (spent / count * 1e6).tolist()
     return host, whole
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a GPU is through with what it was given; the calls on CPU tensors have ended themselves."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def called(call: Callable[..., Any], side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> None:

@@ -1,0 +1,26 @@
+"""Does the comparison with torch's own group on a GPU run as a whole? On CPU tensors, with gloo in NCCL's place."""
+
+import argparse
+
+import pytest
+import torch
+import torch.distributed
+
+from hpcdist.cli import bench_cuda
+
+pytestmark = pytest.mark.mpi
+
+
+def test_both_sides_are_measured_in_one_run(world, size):
+    if world.name() == "nccl_stand_in":
+        pytest.skip("torch finds no CPU backend of its own beside the stand-in")
+    theirs = bench_cuda.torchs_group("gloo")
+    options = argparse.Namespace(collectives=list(bench_cuda.COLLECTIVES), sizes=[4, 1 << 12], rounds=2)
+    figures = bench_cuda.measure(options, theirs, torch.device("cpu"))
+    torch.distributed.destroy_process_group(theirs)
+    if torch.distributed.get_rank() == 0:
+        assert len(figures) == 4 * 2 * 2
+        assert all(each["host_us"][side] > 0 for each in figures for side in ("hpcdist", "torch"))
+        assert all(each["host_us"][side] <= each["whole_us"][side] for each in figures for side in each["host_us"])
+    else:
+        assert figures == []
