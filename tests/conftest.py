@@ -7,8 +7,11 @@ that fails while others wait for it in a collective is ended by the time limit o
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
+
+from hpcdist.cli.doctor.mpi_library import dead_sessions
 
 
 def mpi_world():
@@ -30,6 +33,13 @@ def pytest_sessionstart(session):
     if WORLD is not None and WORLD.Get_rank() != 0:
         plugins = session.config.pluginmanager
         plugins.unregister(plugins.getplugin("terminalreporter"))
+
+
+def pytest_runtest_setup(item):
+    """Take away what mpiruns left that a test before has killed: one that gets the same process id would not start."""
+    if WORLD is None:
+        for folder in dead_sessions():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
-from hpcdist.cli.doctor import devices, installed, memory, network, placement, slurm_step, speed
+from hpcdist.cli.doctor import devices, installed, memory, mpi_library, network, placement, slurm_step, speed
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text, ranks_text
 from hpcdist.cli.doctor.supervision import supervise
 from tests import programs
@@ -199,3 +201,17 @@ def test_texts():
     assert bytes_text(8) == "8 B"
     assert bytes_text(4 << 20) == "4.0 MiB"
     assert bytes_text(64 << 20) == "64 MiB"
+
+
+def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f"ompi.{ended.pid}", f"ompi.{os.getpid()}", "ompi.vm.0"):
+        (tmp_path / name).mkdir()
+    assert mpi_library.dead_sessions() == [str(tmp_path / f"ompi.{ended.pid}")]
+    facts = {"library": "Open MPI 5.0.11", "mpirun": "/bin/mpirun", "started": True, "survives": None}
+    findings = mpi_library.judge_launcher({**facts, "dead_sessions": mpi_library.dead_sessions()})
+    advice = found(findings, "left 1 session folder;")
+    assert advice.level == ADVICE
+    assert advice.mend == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value, ranks_text
@@ -137,11 +138,18 @@ def look_at_launcher(library: str) -> Facts:
         "start_status": status,
         "said": said[-1500:],
         "survives": None,
+        "dead_sessions": dead_sessions(),
     }
     if facts["started"] and library == "Open MPI":
         _, said = output_of([mpirun, "--with-ft", "ulfm", *room, "-n", "2", sys.executable, "-c", LOSE_ONE], 30)
         facts["survives"] = "survivors 1" in said
     return facts
+
+
+def dead_sessions() -> list[str]:
+    """Return the folders of Open MPI's mpiruns that were killed; one that gets the same process id does not start."""
+    here = [(path, path.name.removeprefix("ompi.")) for path in Path(tempfile.gettempdir()).glob("ompi.*")]
+    return sorted(str(path) for path, pid in here if pid.isdigit() and not Path("/proc", pid).exists())
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
@@ -195,6 +203,12 @@ def judge_launcher(facts: Facts) -> list[Finding]:
         ]
     if facts["started"]:
         findings = [Finding(OK, f"{facts['mpirun']} started 2 ranks, and they found each other")]
+        if dead := facts["dead_sessions"]:
+            text = (
+                f"mpiruns that were killed left {len(dead)} session folder{'s' * (len(dead) > 1)}; one that gets the "
+                'process id of such a one ends with "The PMIx server\'s listener thread failed to start"'
+            )
+            findings.append(Finding(ADVICE, text, f"rm -r {' '.join(dead[:4])}{' …' if len(dead) > 4 else ''}"))
         if facts["survives"] is not None:
             how = "survived the loss of a rank" if facts["survives"] else "did not survive the loss of a rank"
             findings.append(Finding(OK if facts["survives"] else NOTE, f"mpirun --with-ft ulfm {how} (ULFM)"))
