@@ -96,6 +96,15 @@ def test_error(case, size):
         call(size)
 
 
+@pytest.mark.parametrize("width", [(), (3,)])
+def test_rows_that_do_not_divide_among_the_ranks(width, size):
+    if size == 1:
+        pytest.skip("one rank takes all rows")
+    rows = torch.ones(size + 1, *width, dtype=torch.float32)  # on 2 and 4 ranks their bytes would divide
+    with pytest.raises(RuntimeError):
+        dist.all_to_all_single(rows.clone(), rows)
+
+
 def test_lists_on_the_wrong_ranks(rank, size):
     root = size - 1
     if rank == root:

@@ -81,7 +81,7 @@ def issue(
         and (
             (recv is send and row.is_in_place)
             or (
-                row.fits(send.nbytes, recv.nbytes, len(pg.ranks))  # ``is_shaped``, without a call
+                row.fits(send.numel(), recv.numel(), len(pg.ranks))  # ``is_shaped``, without a call
                 if counts is None
                 else is_shaped(row, pg, send, recv, counts)
             )
