@@ -59,7 +59,7 @@ def test_one_rank_asks_for_all_that_block_inside_mpi(launcher: str, tmp_path: Pa
         assert "rank 1 has not entered all_reduce #2" in job.stderr()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", FIRST)
 def test_the_end_for_all_leaves_a_call_alone_that_ends_by_itself(launcher: str) -> None:
     with Job(launcher, 3, ["monitored", "sync"], JOBS) as job:
         job.wait("fault", 1, START_SECONDS)
@@ -72,7 +72,7 @@ def test_the_end_for_all_leaves_a_call_alone_that_ends_by_itself(launcher: str) 
         assert "Traceback" not in job.stderr()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", FIRST)
 def test_another_rank_asks_where_the_one_that_asked_falls_silent(launcher: str) -> None:
     with Job(launcher, 4, ["sleep", "sync"], JOBS, ASKING_STOPS="0", ASKING_VICTIMS="3") as job:
         job.wait("fault", 1, START_SECONDS)

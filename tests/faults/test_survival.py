@@ -10,20 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, LAUNCHERS, SOURCE, Job, some
+from launch import FIRST, HERE, LAUNCHERS, PLAIN, SOURCE, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", some([*PLAIN, *ULFM], 1))
 def test_what_raises_leaves_the_job_alive(launcher: str) -> None:
     with Job(launcher, 3, [], HERE / "calm_job.py") as job:
         status = job.finish(200)
         assert (status, len(job.events("calm"))) == (0, 3), job.stderr()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", FIRST)
 def test_a_rank_late_for_the_first_objects_of_a_group_is_reported(launcher: str, tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(
