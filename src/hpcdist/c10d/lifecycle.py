@@ -212,12 +212,13 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         raise errors.not_initialized()
     if not isinstance(pg, ProcessGroup) or not pg.backends:
         raise errors.destroyed(pg)
-    if pg is not WORLD.default:
-        WORLD.remove(pg)
-        pg.close()
-        logs.LOG.debug("destroyed", extra=logs.of(pg))
-        return
-    for each in reversed(list(WORLD.groups.values())):  # the same order on every rank, the default group last
-        each.close()
-        logs.LOG.debug("destroyed", extra=logs.of(each))
-    WORLD.clear()
+    doomed = [pg] if pg is not WORLD.default else list(reversed(WORLD.groups.values()))  # the default group last
+    try:
+        for each in doomed:  # the same order on every rank
+            each.close()
+            logs.LOG.debug("destroyed", extra=logs.of(each))
+    finally:
+        if pg is WORLD.default:
+            WORLD.clear()
+        else:
+            WORLD.remove(pg)

@@ -136,11 +136,14 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
             yield
 
     def close(self) -> None:
-        """Free the communicators; every rank of the group calls it."""
+        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""
         closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices
-        self.backends, self.cpu, self.carriers = {}, None, {}
-        for backend in reversed(closing):  # the CPU's last: the others found each other over it
-            backend.close()
+        try:
+            with self.journal.during("destroy_process_group"):
+                for backend in reversed(closing):  # the CPU's last: the others found each other over it
+                    backend.close()
+        finally:
+            self.backends, self.cpu, self.carriers = {}, None, {}
 
     def split_group(
         self,
@@ -182,8 +185,10 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         """Free the communicators; every rank of the group calls it, and torch's destroy does."""
         from hpcdist.core.world import WORLD
 
-        WORLD.discard(self)
-        self.close()
+        try:
+            self.close()
+        finally:
+            WORLD.discard(self)
 
     def abort(self) -> None:
         """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1)."""

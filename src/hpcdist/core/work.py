@@ -249,13 +249,13 @@ class Queue:
     def drain(self) -> None:
         """Wait until everything queued has ended, so that a synchronous call keeps its place."""
         last = self._last
-        if self.broken is not None:
-            raise DistBackendError(f"no call can follow on this group: {self.broken}")
-        if last is not None and threading.current_thread() is not self._thread:
+        if last is not None and self.broken is None and threading.current_thread() is not self._thread:
             last._block(None)
             with self._wake:
                 if last is self._last:
                     self._last = None  # its buffers belong to the caller again
+        if self.broken is not None:  # also where the watchdog gave the calls up meanwhile: their thread is still in one
+            raise DistBackendError(f"no call can follow on this group: {self.broken}")
 
     def close(self) -> None:
         """Carry out what is queued and end the thread."""

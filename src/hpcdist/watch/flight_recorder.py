@@ -32,6 +32,7 @@ NAMES = {
     "scatter_object_list": "scatter",
     "new_group": "split",
     "shrink_group": "split",
+    "destroy_process_group": "barrier",
     "monitored_barrier": "barrier",
     "isend": "send",
     "irecv": "recv",

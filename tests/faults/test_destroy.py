@@ -1,0 +1,64 @@
+"""Does a group that is destroyed with a call under way end in bounded time, with a word on who is missing?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launch import FIRST, PLAIN, SOURCE, Job, some
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+PROGRAM = """
+import json, os, sys, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+
+dist.init_process_group(timeout=timedelta(seconds=2))
+rank, what = dist.get_rank(), sys.argv[1]
+group = dist.new_group(timeout=timedelta(seconds=2)) if what != "world" else None
+dist.barrier()
+if rank == 1:
+    print(json.dumps({"rank": 1, "event": "away", "pid": os.getpid()}), flush=True)
+    time.sleep(60)
+work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+if what == "drain":
+    try:
+        dist.all_reduce(torch.ones(4), group=group)  # waits for the call that is queued
+    except dist.DistBackendError as error:
+        print(json.dumps({"rank": rank, "event": "raised", "pid": os.getpid(), "text": str(error)}), flush=True)
+dist.destroy_process_group(group)
+print(json.dumps({"rank": rank, "event": "destroyed", "pid": os.getpid()}), flush=True)
+os._exit(1)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize("what", some(["subgroup", "world"], 1))
+def test_a_call_under_way_that_a_rank_never_makes(launcher: str, what: str, program: Path) -> None:
+    with Job(launcher, 3, [what], program, PYTHONPATH=str(SOURCE)) as job:
+        job.wait("away", 1, 60)
+        ended = job.wait("destroyed", 2, 2 + 5 + 8)
+        assert "rank 1 has not entered all_reduce" in job.stderr()
+        if launcher in PLAIN:  # nothing takes a thread out of MPI
+            assert job.finish(10) != 0
+            assert re.search(r"destroy_process_group #\d on .* has not ended after 2", job.stderr()), job.stderr()
+        else:
+            assert len(ended) == 2, job.stderr()
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_a_call_behind_one_that_is_given_up_raises(launcher: str, program: Path) -> None:
+    with Job(launcher, 3, ["drain"], program, PYTHONPATH=str(SOURCE)) as job:
+        job.wait("away", 1, 60)
+        raised = job.wait("raised", 2, 2 + 5 + 8)
+        assert len(raised) == 2, job.stderr()
+        assert all("rank 1 has not entered all_reduce" in each["text"] for each in raised), raised
