@@ -59,7 +59,7 @@ def create_world(options: Any, pg_options: Any) -> ProcessGroup:
     if is_mpi:
         from hpcdist.backends.mpi import runtime
 
-        comm = runtime.world()
+        comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()
     store = None if is_mpi else options.store
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, options=pg_options)

@@ -111,7 +111,7 @@ def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootst
     if backend == "mpi":
         from hpcdist.backends.mpi import runtime
 
-        comm = options.get("comm") or runtime.world()
+        comm = options.get("comm") or runtime.world(timeout)
         return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)
     store, rank, size = meet(timeout)
     return Bootstrap(rank, size, timeout, store=store, options=options.get("options"))

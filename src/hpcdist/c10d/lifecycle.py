@@ -170,7 +170,7 @@ def prepare(
     if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi import runtime
 
-        world = runtime.checked(comm) if comm is not None else runtime.world()
+        world = runtime.checked(comm) if comm is not None else runtime.world(timeout)
         return Bootstrap(world.Get_rank(), world.Get_size(), timeout, comm=world)
     from hpcdist.launch import rendezvous
 

@@ -174,7 +174,7 @@ def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     """Use MPI to tell the address and a random secret: nothing needs to be configured."""
     from hpcdist.backends.mpi import runtime
 
-    world = runtime.world()
+    world = runtime.world(timeout)
     store = served(world.Get_rank(), world.allgather(environment.node_key()), world.bcast, timeout)
     yield store, world.Get_rank(), world.Get_size()
 

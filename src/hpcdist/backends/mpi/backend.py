@@ -59,7 +59,8 @@ class MPIBackend(PicklingBackend):
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
         """Duplicate the user's communicator, or the world (MPI 7.4.2)."""
-        comm = runtime.duplicate(bootstrap.comm if bootstrap.comm is not None else runtime.world())
+        given = bootstrap.comm if bootstrap.comm is not None else runtime.world(bootstrap.timeout)
+        comm = runtime.duplicate(given, bootstrap.timeout)
         fault_tolerance.is_tolerant()  # found out now, while no call is stuck
         return cls(comm)
 

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
+
+from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.leftovers import unlink_segments
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
 
+STDERR = 2  # the descriptor: sys.stderr may be anything
 ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
 FORWARD_SECONDS = 0.2  # what was just said takes so long to reach the launcher, on a busy machine
 
@@ -54,8 +60,29 @@ def short_name(MPI: Any) -> str:
     return line.replace(" Version:", "")
 
 
-def world() -> Any:
+@contextmanager
+def limited(timeout: timedelta) -> Iterator[None]:
+    """End this process where MPI waits for all ranks inside and one does not come within a group's timeout.
+
+    There is no watchdog yet, and MPI_Init holds Python's lock: faulthandler's own thread writes to stderr where this
+    process is, and leaves with status 1, on which the launcher ends the job. A timer that the program itself gave
+    to ``faulthandler.dump_traceback_later`` is gone afterwards.
+    """
+    if timeout <= timedelta(0):
+        yield
+        return
+    faulthandler.dump_traceback_later(timeout.total_seconds(), exit=True, file=STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def world(timeout: timedelta = default_pg_timeout) -> Any:
     """Return MPI.COMM_WORLD of an initialised MPI, initialising it where nobody has.
+
+    Args:
+        timeout: how long the other ranks may take to initialise theirs.
 
     Raises:
         DistBackendError: no MPI library; MPI was finalised; or MPI sees one rank where the launcher
@@ -70,7 +97,8 @@ def world() -> Any:
     if not MPI.Is_initialized():
         # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
         os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        with limited(timeout):
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
         OWNED.append(MPI)
         atexit.register(finalize)
@@ -163,10 +191,11 @@ def farewell() -> Callable[[], bool] | None:
     return is_complete
 
 
-def duplicate(comm: Any) -> Any:
+def duplicate(comm: Any, timeout: timedelta) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
-    own = checked(comm).Dup()
+    with limited(timeout):
+        own = checked(comm).Dup()
     unlink_segments(MPI)
     own.Set_errhandler(MPI.ERRORS_RETURN)
     return own

@@ -1,0 +1,55 @@
+"""Does a start that a rank never comes to end in bounded time?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import FIRST, SOURCE, Job
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+PROGRAM = """
+import json, os, sys, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+
+rank, what = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))), sys.argv[1]
+comm = None
+if what == "comm":
+    from mpi4py import MPI
+    assert MPI.Is_initialized()
+    comm = MPI.COMM_WORLD
+print(json.dumps({"rank": rank, "event": "here", "pid": os.getpid()}), flush=True)
+if rank == 1:
+    time.sleep(1 if what == "late" else 60)
+dist.init_process_group(comm=comm, timeout=timedelta(seconds=5 if what == "late" else 3))
+time.sleep(6 if what == "late" else 0)
+dist.barrier()
+print(json.dumps({"rank": rank, "event": "done", "pid": os.getpid()}), flush=True)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize("what", ["init", "comm"])
+def test_a_rank_that_never_calls_it(launcher: str, what: str, program: Path) -> None:
+    with Job(launcher, 3, [what], program, PYTHONPATH=str(SOURCE)) as job:
+        job.wait("here", 3, 60)
+        assert job.finish(3 + 10) != 0
+        assert "Timeout (0:00:03)" in job.stderr()
+        assert "in init_process_group" in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_a_rank_that_comes_late_is_waited_for_and_nothing_is_left_of_the_limit(launcher: str, program: Path) -> None:
+    with Job(launcher, 3, ["late"], program, PYTHONPATH=str(SOURCE)) as job:
+        assert len(job.wait("done", 3, 60)) == 3, job.stderr()
+        assert job.finish(20) == 0
+        assert "Timeout" not in job.stderr()
