@@ -27,6 +27,7 @@ from hpcdist.backends.mpi.leftovers import unlink_segments
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
 
+START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
 STDERR = 2  # the descriptor: sys.stderr may be anything
 ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
 FORWARD_SECONDS = 0.2  # what was just said takes so long to reach the launcher, on a busy machine
@@ -68,10 +69,7 @@ def limited(timeout: timedelta) -> Iterator[None]:
     process is, and leaves with status 1, on which the launcher ends the job. A timer that the program itself gave
     to ``faulthandler.dump_traceback_later`` is gone afterwards.
     """
-    if timeout <= timedelta(0):
-        yield
-        return
-    faulthandler.dump_traceback_later(timeout.total_seconds(), exit=True, file=STDERR)
+    faulthandler.dump_traceback_later(max(timeout, START_LEAST).total_seconds(), exit=True, file=STDERR)
     try:
         yield
     finally:
@@ -82,7 +80,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     """Return MPI.COMM_WORLD of an initialised MPI, initialising it where nobody has.
 
     Args:
-        timeout: how long the other ranks may take to initialise theirs.
+        timeout: how long the other ranks may take to initialise theirs; at least ``START_LEAST``.
 
     Raises:
         DistBackendError: no MPI library; MPI was finalised; or MPI sees one rank where the launcher
