@@ -3,4 +3,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))  # the tests here share launch.py
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return the file of a test module's PROGRAM, for jobs too short for a script of their own."""
+    path = tmp_path / "job.py"
+    path.write_text(request.module.PROGRAM)
+    return path

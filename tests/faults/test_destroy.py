@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import FIRST, PLAIN, SOURCE, Job, some
+from launch import FIRST, PLAIN, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 PROGRAM = """
@@ -34,17 +34,10 @@ os._exit(1)
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "job.py"
-    path.write_text(PROGRAM)
-    return path
-
-
 @pytest.mark.parametrize("launcher", FIRST)
 @pytest.mark.parametrize("what", some(["subgroup", "world"], 1))
 def test_a_call_under_way_that_a_rank_never_makes(launcher: str, what: str, program: Path) -> None:
-    with Job(launcher, 3, [what], program, PYTHONPATH=str(SOURCE)) as job:
+    with Job(launcher, 3, [what], program) as job:
         job.wait("away", 1, 60)
         ended = job.wait("destroyed", 2, 2 + 5 + 8)
         assert "rank 1 has not entered all_reduce" in job.stderr()
@@ -57,7 +50,7 @@ def test_a_call_under_way_that_a_rank_never_makes(launcher: str, what: str, prog
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_call_behind_one_that_is_given_up_raises(launcher: str, program: Path) -> None:
-    with Job(launcher, 3, ["drain"], program, PYTHONPATH=str(SOURCE)) as job:
+    with Job(launcher, 3, ["drain"], program) as job:
         job.wait("away", 1, 60)
         raised = job.wait("raised", 2, 2 + 5 + 8)
         assert len(raised) == 2, job.stderr()

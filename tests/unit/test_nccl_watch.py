@@ -106,11 +106,10 @@ class Driver:
     CUstreamCaptureMode = Mode
 
     def __init__(self) -> None:
-        self.mode, self.modes = Mode.CU_STREAM_CAPTURE_MODE_GLOBAL, []
+        self.mode = Mode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Mode) -> tuple[int, Mode]:
         before, self.mode = self.mode, mode
-        self.modes.append(mode)
         return 0, before
 
 
