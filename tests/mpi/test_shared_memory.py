@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi import node_slots, node_window, shared_memory
+from hpcdist.backends.mpi import node_slices, node_slots, node_window
 from hpcdist.backends.mpi.node_arithmetic import FOLDS, KINDS
 from hpcdist.backends.mpi.shared_memory import NodeShared
 
@@ -25,11 +25,12 @@ EDGES = sorted(
         for edge in (
             64,
             node_slots.DIRECT_HALF_BYTES // 2,
+            node_slots.DIRECT_HALF_BYTES_OF_TWO // 2,
             *(node_slots.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
-            shared_memory.CHUNK_BYTES,
-            shared_memory.CHUNK_BYTES_OF_TWO,
+            node_slices.CHUNK_BYTES,
+            node_slices.CHUNK_BYTES_OF_TWO,
             node_window.SLOT_BYTES,
-            3 * shared_memory.CHUNK_BYTES_OF_TWO,
+            3 * node_slices.CHUNK_BYTES_OF_TWO,
             4 * node_window.SLOT_BYTES,
         )
         for more in (-17, -1, 0, 1, 15)
@@ -165,7 +166,8 @@ def test_moves_at_every_edge(node, comm, numel, root, dtype):
 def test_half_types_round_once(node, comm, dtype, numel):
     send = torch.randn(comm.size, numel, generator=torch.Generator().manual_seed(SEED)).to(dtype)
     recv = torch.empty(numel, dtype=dtype)
-    node.all_reduce(send[comm.rank].clone(), recv, ReduceOp.SUM)
+    with torch.autocast("cpu", dtype=dtype):  # of the program around it; it must not choose the dtype of our sums
+        node.all_reduce(send[comm.rank].clone(), recv, ReduceOp.SUM)
     exact = send.double().sum(0)
     # rounded once from a float32 sum: half a unit in the last place, and float32's own error
     bound = exact.abs() * torch.finfo(dtype).eps / 2 + send.double().abs().sum(0) * 1e-6
@@ -222,30 +224,31 @@ def test_several_nodes_keep_nan(several, comm):
 
 def test_random_interleavings(node, comm):
     chance, size, rank = random.Random(SEED), comm.size, comm.rank
-    for _ in range(150):
+    for _ in range(300):
         numel = chance.choice([1, 5, 1000, 30_000, 70_000, 300_000])
         what, root = chance.randrange(5), chance.randrange(size)
+        dtype = chance.choice([torch.float32, torch.bfloat16])  # their parts lie in the window in different ways
         if chance.random() < 0.1 and rank == chance.randrange(5):
             time.sleep(0.002)
         mine = slice(rank * numel, (rank + 1) * numel)
         if what == 0:
-            tensor = values(rank, numel, torch.float32)
+            tensor = values(rank, numel, dtype)
             node.all_reduce(tensor, tensor, ReduceOp.SUM)
-            assert_same(tensor, expected("SUM", size, numel, torch.float32))
+            assert_same(tensor, expected("SUM", size, numel, dtype))
         elif what == 1:
-            tensor = values(rank, numel, torch.float32)
+            tensor = values(rank, numel, dtype)
             node.broadcast(tensor, root)
-            assert_same(tensor, values(root, numel, torch.float32))
+            assert_same(tensor, values(root, numel, dtype))
         elif what == 2:
-            tensor = torch.empty(numel * size)
-            node.all_gather_single(values(rank, numel, torch.float32), tensor)
-            assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, torch.float32))
+            tensor = torch.empty(numel * size, dtype=dtype)
+            node.all_gather_single(values(rank, numel, dtype), tensor)
+            assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, dtype))
         elif what == 3:
-            tensor = torch.empty(numel)
-            node.reduce_scatter_single(values(rank, numel * size, torch.float32), tensor, ReduceOp.SUM)
-            assert_same(tensor, expected("SUM", size, numel * size, torch.float32)[mine])
+            tensor = torch.empty(numel, dtype=dtype)
+            node.reduce_scatter_single(values(rank, numel * size, dtype), tensor, ReduceOp.SUM)
+            assert_same(tensor, expected("SUM", size, numel * size, dtype)[mine])
         else:
-            tensor = torch.empty(numel * size)
-            node.all_to_all_single(values(rank, numel * size, torch.float32), tensor)
-            want = values(root, numel * size, torch.float32)[mine]
+            tensor = torch.empty(numel * size, dtype=dtype)
+            node.all_to_all_single(values(rank, numel * size, dtype), tensor)
+            want = values(root, numel * size, dtype)[mine]
             assert_same(tensor[root * numel : (root + 1) * numel], want)

@@ -4,7 +4,8 @@
 not in it has no meaning (MAX of complex numbers, BAND of floats) and raises TypeError before anything moves.
 
 - Half types (float16, bfloat16, complex32) accumulate in the wider type and round once at the end. With two
-  contributions torch does exactly that inside one `add`, so they need no accumulator.
+  contributions torch does exactly that inside one `add`, so they need no accumulator; with more, one kernel of torch
+  does it where they lie one after another, as the rows of a stack.
 - MIN and MAX propagate NaN as torch.minimum and torch.maximum do; MPI_MIN and MPI_MAX leave it undefined.
 - bool means logic: SUM and MAX are OR, PRODUCT and MIN are AND.
 - Unsigned 16, 32 and 64 bit integers: two's complement makes SUM, PRODUCT and the bitwise ops those of the signed type
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as c10d
+from torch.nn.functional import avg_pool2d
 
 Combine = Callable[..., Any]
 Scratch = tuple[torch.Tensor, torch.Tensor]  # an accumulator, and room for a slice, both of a wider dtype
@@ -95,7 +97,10 @@ OP_NAMES: dict[Any, str] = {
     getattr(c10d.ReduceOp, name): name
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 }
-_ACCUMULATING = {"SUM", "AVG", "PREMUL_SUM", "PRODUCT"}
+_SUMS = {"SUM", "AVG", "PREMUL_SUM"}
+_ACCUMULATING = {*_SUMS, "PRODUCT"}
+
+STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float32 sums stay in a core's first cache
 
 
 def op_name(op: Any) -> str:
@@ -125,6 +130,7 @@ class Fold:
         # Under this dtype a slice is computed; the twin has the same bits.
         self.dtype = SIGNED_TWINS.get(dtype, dtype) if op not in _NUMPY else dtype
         self.wide = WIDER.get(dtype) if op in _ACCUMULATING else None
+        self.adds_stacks = self.wide is torch.float32 and op in _SUMS
         self.divisor = ranks if op == "AVG" else 0
         self.kind = kind
         self.op = op
@@ -154,6 +160,22 @@ class Fold:
             for part in parts[2:]:
                 self.combine(out, part, out=out)
         self.finish(out)
+
+    def add_stack(self, stack: torch.Tensor) -> torch.Tensor:
+        """Add slices that lie one after another, in order, in the wider dtype, and round once; where `adds_stacks`.
+
+        To torch this is average pooling over rows of `STACK_WIDTH` channels: of its kernels for half types the one that
+        adds more than two tensors in one pass, in float32.
+
+        Args:
+            stack: a slice in each row, contiguous, of a multiple of `STACK_WIDTH` elements.
+
+        Returns:
+            The sum or average, as long as a row.
+        """
+        rows = stack.size(0)
+        images = stack.view(1, rows, -1, STACK_WIDTH).permute(0, 3, 1, 2)
+        return avg_pool2d(images, (rows, 1), divisor_override=self.divisor or 1).permute(0, 2, 3, 1).view(-1)
 
     def accumulate(self, parts: Sequence[torch.Tensor], total: torch.Tensor, spare: torch.Tensor | None) -> None:
         """Reduce slices into an accumulator without dividing or rounding.

@@ -16,7 +16,8 @@ from hpcdist.backends.mpi.node_arithmetic import Fold, Scratch, op_name
 from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS, NodeWindow, split_node
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
-DIRECT_HALF_BYTES = 1 << 18  # the same for half types, whose arithmetic costs more than their transport
+DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
+DIRECT_HALF_BYTES_OF_TWO = 1 << 17
 PLANS = 64
 
 
@@ -66,7 +67,8 @@ class NodeSlots:
         self._plans: dict[Any, Any] = {}
         self._scratch: dict[torch.dtype, Scratch] = {}
         self._direct_bytes = DIRECT_BYTES // self.size if self.nodes == 1 else -1
-        self._direct_half_bytes = DIRECT_HALF_BYTES // self.size if self.nodes == 1 else -1
+        direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self.size == 2 else DIRECT_HALF_BYTES
+        self._direct_half_bytes = direct_half_bytes if self.nodes == 1 else -1
 
     @property
     def poll(self) -> Callable[[], None] | None:

@@ -5,9 +5,10 @@ imitated on one machine. One `MPI_Win_allocate_shared` gives every rank a segmen
 
     | flag (one page) | slot 0 | slot 1 | slot 2 |
 
-Only the owner writes to its segment; the others read it. The flag is one aligned 8-byte counter that the owner alone
+A rank puts data in its own segment, which the others read, or each part in the segment of the rank that it is for (the
+stacks of `node_slices`); never do two write to one place. The flag is one aligned 8-byte counter that the owner alone
 increments. All ranks of a group run the same collectives in the same order, so they count the same steps, and flag >= t
-says: "whatever I publish in step t lies in my segment, and I have finished every read that I make before step t".
+says: "whatever I publish in step t lies in the window, and I have finished every read that I make before step t".
 Three slots, because a rank then writes chunk c+1 while a slower mate still reads chunk c-1 and the next one is due.
 
 Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model; the window is in a lock_all epoch):
