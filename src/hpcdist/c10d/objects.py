@@ -20,8 +20,9 @@ from hpcdist.core.journal import MESSAGES
 
 def carrier(pg: ProcessGroup, call: str) -> Backend:
     """Return the backend that carries a group's objects, free of queued calls and, for the level DETAIL, checked."""
-    backend = pg.any_backend()
-    backend.settle()
+    backend = pg.cpu or pg.any_backend()
+    if backend.queue is not None:
+        backend.settle()
     if pg.journal.before is not None and call not in MESSAGES:
         pg.journal.before(pg, backend, call)
     return backend
@@ -53,8 +54,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     size = len(pg.ranks)
     check_list(object_list, "object_list", size, "one a rank of the group")
     backend = carrier(pg, "all_gather_object")
-    with pg.journal.during("all_gather_object"):
+    journal = pg.journal
+    journal.current = journal.collective("all_gather_object")  # in line: a ``with`` of ``during`` takes 0.2 µs more
+    try:
         object_list[:size] = backend.all_gather_object(obj)
+    finally:
+        journal.current = None
 
 
 def gather_object(

@@ -1,14 +1,16 @@
 """How do objects travel over MPI? By pickle protocol 5 with out-of-band buffers, through ``mpi4py.util.pkl5``.
 
 Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
-Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size; a slot of zeros
-says that its object needs more, so that all ranks see alike whether another round follows. An object is pickled before
-anyone else is asked: mpi4py would raise on that rank alone, between two messages that the others wait for.
+Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
+begins with a zero says that its object needs more, or could not be pickled, so that all ranks see alike whether another
+round follows, and how large the slots of the next call are. An object is pickled before anyone else is asked: mpi4py
+would raise on that rank alone, between two messages that the others wait for.
 """
 
 from __future__ import annotations
 
 import pickle
+import struct
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
@@ -20,8 +22,23 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import packed, unpacked
 
-SLOT = 512  # bytes
-TOO_LARGE = bytes(SLOT)  # no pickle begins with a zero, and none minds what follows its end
+LARGEST_SLOT = 4096  # bytes
+_head = struct.Struct("<xq")  # no pickle begins with a zero; then the bytes that it needs, 0 where that says nothing
+_loads = pickle.loads
+
+
+class Slots:
+    """The slots of one size that objects are gathered in, which all ranks of a group change alike."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.each = struct.Struct(f"{size}s").iter_unpack
+
+    def grown(self, gathered: bytearray) -> Slots:
+        """Return the slots that would have held what some of these did not, or these where none would."""
+        heads = [_head.unpack_from(gathered, at)[0] for at in range(0, len(gathered), self.size) if not gathered[at]]
+        most = max(heads)
+        return Slots(1 << (most - 1).bit_length()) if self.size < most <= LARGEST_SLOT else self
 
 
 class Translation(NamedTuple):
@@ -45,6 +62,7 @@ class PicklingBackend(Backend):
     comm: MPI.Intracomm
     context: Any = None  # the duplicate that pkl5 sends on, kept so that it can be revoked with ours
     _pickling: Any = None
+    _slots = Slots(256)
 
     @abstractmethod
     def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
@@ -70,20 +88,24 @@ class PicklingBackend(Backend):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
         data, apart, failure = packed(value, self.rank)
-        slots = bytearray(SLOT * self.size)
-        gathered = None
+        slots = self._slots
+        size = slots.size
+        if len(data) <= size and not apart and failure is None:  # a pickle does not mind what follows its end
+            slot = data.ljust(size)
+        else:
+            slot = _head.pack(0 if apart or failure else len(data)).ljust(size)
+        received = bytearray(size * self.size)
         try:
-            slot = TOO_LARGE if apart or len(data) > SLOT else data.ljust(SLOT)
-            self.comm.Allgather((slot, BYTE), (slots, BYTE))
-            if 0 in slots[::SLOT]:
-                gathered = self.pickling.allgather([pickle.PickleBuffer(data), *apart])
+            self.comm.Allgather((slot, BYTE), (received, BYTE))
+            if 0 not in received[::size]:
+                return [_loads(each) for (each,) in slots.each(received)]
+            self._slots = slots.grown(received)
+            gathered = self.pickling.allgather([pickle.PickleBuffer(data), *apart])
         except MPI.Exception as error:
             raise self._failure("all_gather_object", error) from error
         if failure is not None:
             raise failure
-        if gathered is not None:
-            return [unpacked(*parts) for parts in gathered]
-        return [unpacked(slots[at : at + SLOT]) for at in range(0, len(slots), SLOT)]
+        return [unpacked(*parts) for parts in gathered]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
