@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 from hpcdist.core import world
 from hpcdist.core.buffers import as_splits, as_tensor, rows_of
 from hpcdist.core.group import ProcessGroup
-from hpcdist.core.issue import dispatch, issue
+from hpcdist.core.issue import dispatch, issue, issue_any
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
@@ -236,7 +236,7 @@ def barrier(
             f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
         )
     if timeout is None and not device_ids:
-        return issue(BARRIER, group, None, None, None, None, async_op)
+        return issue_any(BARRIER, group, None, None, None, None, async_op)
     pg = world.joined(group, "barrier")
     if pg is None:
         return None
@@ -244,7 +244,7 @@ def barrier(
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
         work = dispatch(pg, pg.backend("cuda"), BARRIER, None, None, None, None, True, None, [], None)
     else:
-        work = issue(BARRIER, pg, None, None, None, None, True)
+        work = issue_any(BARRIER, pg, None, None, None, None, True)
     if work is None or async_op:
         return work
     work.wait(NO_TIMEOUT if timeout is None else timeout)

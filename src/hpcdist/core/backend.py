@@ -108,6 +108,12 @@ class Backend(TensorObjects):
 
         return self.queue.put(call, result)
 
+    def repeated(
+        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp | None, root: int | None
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Return what runs a collective again, on tensors that look like these (see ``core.repetition``)."""
+        return lambda send, recv: self.run(row, send, recv, op, root, None)
+
     def settle(self) -> None:
         """Wait for what is queued: two threads may not call collectives of one communicator at once (MPI 6.14)."""
         if self.queue is not None:
@@ -124,6 +130,10 @@ class Backend(TensorObjects):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive into a tensor from ``src``, or from anyone when None; return the sender."""
+
+    def repeated_message(self, what: str) -> Callable[[torch.Tensor, Any, int], Any]:
+        """Return what runs a "send" or "recv" again, of tensors that look like the last one."""
+        return self.send if what == "send" else self.recv
 
     @abstractmethod
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:

@@ -17,6 +17,7 @@ import torch.distributed
 from hpcdist.core import errors
 from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.journal import Journal
+from hpcdist.core.repetition import Known
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -31,6 +32,7 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
+        known: what need not be asked of a collective that repeats the last one of its kind.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         self.config = config
         self.timeout = timeout
         self.journal = Journal(name)
+        self.known = Known()
         self.coalescing: list[Any] | None = None  # the calls held back by a coalescing manager
         self._name = name
         self._description = description
@@ -144,6 +147,7 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
                     backend.close()
         finally:
             self.backends, self.cpu, self.carriers = {}, None, {}
+            self.known.clear()
 
     def split_group(
         self,

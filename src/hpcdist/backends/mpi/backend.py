@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi import fault_tolerance, large, runtime
+from hpcdist.backends.mpi import fault_tolerance, large, repeated, runtime
 from hpcdist.backends.mpi.crossover import NEVER
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, memory, message, shares
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, memory, message, shares, starts
 from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.requests import RequestWork
@@ -27,7 +26,7 @@ from hpcdist.backends.mpi.sharing import Sharing
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ALL_GATHER, ALL_REDUCE, ROWS, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, ROWS, Row, Shape
 from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
@@ -45,11 +44,9 @@ class MPIBackend(PicklingBackend):
         self.size = comm.Get_size()
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
-        self._all_reduce, self._broadcast = comm.Allreduce, comm.Bcast
+        self._all_reduce = comm.Allreduce
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
-        # of the last all_reduce that needs nothing but MPI's call: op, dtype, MPI's op and type, and the memory's
-        # place, size and description; loops reduce the same memory again, and to describe it takes 0.2 µs
-        self._direct: tuple[Any, ...] = (None, None)
+        self._direct: tuple[Any, ...] = (None, None)  # the last all_reduce by MPI alone: op, dtype, MPI's op and type
         self.unfinished = deque()
         self._sharing = Sharing(comm, self._notice, self._is_background)
         self._floors = self._sharing.floors  # one comparison keeps small messages out of shared memory
@@ -88,10 +85,7 @@ class MPIBackend(PicklingBackend):
                 assert send is not None
                 direct = self._direct
                 if direct[0] is op and direct[1] is send.dtype:
-                    place = send.data_ptr()
-                    if direct[4] != place or direct[5] != nbytes:
-                        self._direct = direct = (*direct[:4], place, nbytes, [address(place, nbytes), direct[3]])
-                    self._all_reduce(IN_PLACE, direct[6], direct[2])
+                    self._all_reduce(IN_PLACE, (address(send.data_ptr(), nbytes), direct[3]), direct[2])
                     return
             if row.reduces:
                 self._reduce(row, send, recv, op, root, counts)
@@ -100,7 +94,7 @@ class MPIBackend(PicklingBackend):
             elif row.buffers == 1:
                 assert send is not None
                 assert root is not None
-                self._broadcast(message(send), root)
+                self.comm.Bcast(message(send), root)
             else:
                 self.comm.Barrier()
         except MPI.Exception as error:
@@ -117,6 +111,22 @@ class MPIBackend(PicklingBackend):
 
     def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
         return fault_tolerance.failure(self, call, error)
+
+    def repeated(
+        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Return what runs a collective again: MPI's call alone, where that is all there is to do."""
+        if send.nbytes >= self._floors.get(row, NEVER):
+            run = None  # it may go through shared memory
+        elif recv is send:
+            run = repeated.in_place(self, row, send, op, root)
+        else:
+            run = repeated.between_two(self, row, send.dtype, op)
+        return run or super().repeated(row, send, recv, op, root)
+
+    def planned(self, row: Row, dtype: torch.dtype, op: Any) -> Reduction:
+        """Return how a dtype is reduced by an op, and keep it."""
+        return self._plans.get((dtype, id(op))) or self._plan(row, dtype, op)
 
     def _plan(self, row: Row, dtype: torch.dtype, op: Any) -> Reduction:
         made = plan(row, dtype, op)
@@ -135,10 +145,10 @@ class MPIBackend(PicklingBackend):
         counts: Counts | None,
     ) -> None:
         assert send is not None
-        how = self._plans.get((send.dtype, id(op))) or self._plan(row, send.dtype, op)
+        how = self.planned(row, send.dtype, op)
         if how.in_memory:
             if how.is_direct and op.__class__ is RedOpType:
-                self._direct = (op, send.dtype, how.op, how.datatype, 0, -1, None)
+                self._direct = (op, send.dtype, how.op, how.datatype)
             self._reduce_in_memory(row, send, recv, how, root, counts)
             if how.averages and recv is not None:
                 how.after(recv, recv, self.size)
@@ -229,7 +239,7 @@ class MPIBackend(PicklingBackend):
 
     def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
         assert recv is not None
-        if self._is_large(row, send, recv):
+        if large.is_exchanged(self.comm, row, send, recv):
             large.exchange(self.comm, row, send, recv, counts)
             return
         itemsize = send.itemsize
@@ -240,18 +250,6 @@ class MPIBackend(PicklingBackend):
         else:
             sendbuf = [memory(send), sent, starts(sent), BYTE]
         self._calls[row](sendbuf, recvbuf)
-
-    def _is_large(self, row: Row, send: torch.Tensor, recv: torch.Tensor) -> bool:
-        """Tell whether a counted exchange needs more than an int on any rank: all must make the same call.
-
-        What is gathered is equally much on all ranks. What is exchanged need not be, so the ranks ask each other:
-        a byte's all_reduce, a few microseconds beside the exchange itself.
-        """
-        if row is ALL_GATHER:
-            return recv.nbytes > COUNT_MAX
-        flag = bytearray([max(send.nbytes, recv.nbytes) > COUNT_MAX])
-        self.comm.Allreduce(IN_PLACE, [flag, MPI.UINT8_T], MPI.MAX)
-        return bool(flag[0])
 
     def on(self, device_type: str) -> Backend:
         """Return what carries a device type's tensors: CUDA's directly or through host memory (``staging``)."""
@@ -267,16 +265,24 @@ class MPIBackend(PicklingBackend):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send by MPI_Send (MPI 3.2.1)."""
+        self.send_memory(message(tensor), dst, tag)
+
+    def send_memory(self, buffer: list[Any], dst: int, tag: int) -> None:
+        """Send what a buffer of MPI describes."""
         try:
-            self.comm.Send(message(tensor), dst, tag)
+            self.comm.Send(buffer, dst, tag)
         except MPI.Exception as error:
             raise self._failure("send", error) from error
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
+        return self.recv_memory(message(tensor), src, tag)
+
+    def recv_memory(self, buffer: list[Any], src: int | None, tag: int) -> int:
+        """Receive to what a buffer of MPI describes, and return the sender."""
         status = MPI.Status()
         try:
-            request = self.comm.Irecv(message(tensor), MPI.ANY_SOURCE if src is None else src, tag)
+            request = self.comm.Irecv(buffer, MPI.ANY_SOURCE if src is None else src, tag)
             self._receiving = request
             request.Wait(status)
         except MPI.Exception as error:
@@ -288,6 +294,10 @@ class MPIBackend(PicklingBackend):
             if status.Is_cancelled():  # and not come at the last moment
                 raise DistBackendError(reason)
         return status.Get_source()
+
+    def repeated_message(self, what: str) -> Callable[[torch.Tensor, Any, int], Any]:
+        """Return what runs a message again, with the memory described once."""
+        return repeated.message_of(self.send_memory if what == "send" else self.recv_memory)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send by MPI_Isend (MPI 3.7.2)."""
@@ -383,8 +393,3 @@ class MPIBackend(PicklingBackend):
             self._calls.clear()
             self._sharing.close()
             self.comm.Free()
-
-
-def starts(counts: Sequence[int]) -> list[int]:
-    """Return where each share begins."""
-    return [0, *accumulate(counts)][:-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,3 +78,8 @@ def block(nbytes: int) -> MPI.Datatype:
     made = MPI.Datatype.Create_struct([whole, rest], [0, whole * PIECE], [piece, MPI.BYTE]).Commit()
     piece.Free()
     return made
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Return where each share begins."""
+    return [0, *accumulate(counts)][:-1]

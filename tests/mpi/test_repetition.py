@@ -1,0 +1,215 @@
+"""Is a call that repeats the last one taken for it, and one that only resembles it not?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+import hpcdist as dist
+from hpcdist.core.repetition import LOOKS, Recognition, Repetition
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, BROADCAST, REDUCE_SCATTER_SINGLE
+from hpcdist.core.world import WORLD
+
+ENOUGH = 3 * LOOKS  # a group looks at every LOOKSth call, and must see one twice
+
+
+@pytest.fixture
+def group(size):
+    made = dist.new_group(list(range(size)))
+    yield made
+    dist.destroy_process_group(made)
+
+
+PLAIN = torch.arange(6.0).reshape(2, 3)
+RESEMBLING = {
+    "another shape": torch.zeros(3, 2),
+    "fewer": torch.zeros(2, 2),
+    "flat": torch.zeros(6),
+    "of no dimension": torch.tensor(0.0),
+    "strided": torch.zeros(3, 2).t(),
+    "every other one": torch.zeros(2, 6)[:, ::2],
+    "another dtype": torch.zeros(2, 3, dtype=torch.int32),
+    "lazily negated": torch.zeros(2, 3, dtype=torch.complex64).conj().imag,
+    "with a gradient": torch.zeros(2, 3, requires_grad=True),
+    "a parameter": torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False),
+    "sparse": torch.zeros(2, 3).to_sparse(),
+    "on no device": torch.zeros(2, 3, device="meta"),
+    "an array": PLAIN.numpy(),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", RESEMBLING)
+def test_what_resembles_is_not_alike(name):
+    is_like = Recognition.of(PLAIN)
+    assert is_like(PLAIN)
+    assert is_like(torch.zeros(2, 3))
+    assert not is_like(RESEMBLING[name])
+    with torch.no_grad():
+        assert not is_like(RESEMBLING[name])
+
+
+def test_lazily_conjugated_is_not_alike():
+    tensor = torch.ones(2, dtype=torch.complex64)
+    assert not Recognition.of(tensor)(tensor.conj())
+
+
+def calls(group, rank, size):
+    """Each collective on the rank's value, with what it must give: (row, call, input, output, expected)."""
+    ranks = torch.arange(size, dtype=torch.float32)
+
+    def values(value):
+        return torch.full((size,), float(value))
+
+    total = float(ranks.sum())
+    return [
+        (ALL_REDUCE, lambda send, _: dist.all_reduce(send, group=group), values, None, values(total)),
+        (BROADCAST, lambda send, _: dist.broadcast(send, size - 1, group), values, None, values(size - 1)),
+        (
+            ALL_GATHER_SINGLE,
+            lambda send, recv: dist.all_gather_single(recv, send, group),
+            values,
+            size * size,
+            ranks.repeat_interleave(size),
+        ),
+        (
+            REDUCE_SCATTER_SINGLE,
+            lambda send, recv: dist.reduce_scatter_single(recv, send, group=group),
+            values,
+            1,
+            torch.tensor([total]),
+        ),
+        (ALL_TO_ALL_SINGLE, lambda send, recv: dist.all_to_all_single(recv, send, group=group), values, size, ranks),
+    ]
+
+
+def test_collectives_again_and_again(group, rank, size):
+    for turn in range(ENOUGH):  # by turns, as a loop has them
+        for row, call, values, received, expected in calls(group, rank, size):
+            send = values(rank)  # new memory each time, old memory often enough
+            recv = send if received is None else torch.empty(received)
+            assert call(send, recv) is None
+            assert torch.equal(recv, expected), (row, turn)
+    known = group.known
+    assert {row for row, last in known.items() if last.__class__ is Repetition} == set(known)
+    assert len(known) == 5
+    assert group.journal.sequence == 5 * ENOUGH
+
+
+def test_the_same_memory_again_and_again(group, rank, size):
+    for row, call, values, received, expected in calls(group, rank, size):
+        send = values(0)
+        recv = send if received is None else torch.empty(received)
+        for turn in range(ENOUGH):
+            recv.fill_(-1)
+            send.fill_(rank)
+            call(send, recv)
+            assert torch.equal(recv, expected), (row, turn)
+        assert group.known[row].__class__ is Repetition
+
+
+def all_reduce_often(group, size):
+    tensor = torch.ones(4)
+    for _ in range(ENOUGH):
+        tensor.fill_(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [size] * 4
+    assert group.known[ALL_REDUCE].__class__ is Repetition
+
+
+def test_calls_that_only_resemble_the_last_one(group, rank, size):
+    all_reduce_often(group, size)
+    negated = torch.full((4,), 1j * (rank + 1)).conj().imag  # of the same shape, and its memory says the opposite
+    dist.all_reduce(negated, group=group)
+    assert negated.tolist() == [-size * (size + 1) / 2] * 4
+    strided = torch.ones(4, 2)[:, 0]
+    dist.all_reduce(strided, group=group)
+    assert strided.tolist() == [size] * 4
+    whole = torch.full((4,), 3, dtype=torch.int32)
+    dist.all_reduce(whole, group=group)
+    assert whole.tolist() == [3 * size] * 4
+    largest = torch.full((4,), float(rank))
+    dist.all_reduce(largest, ReduceOp.MAX, group)
+    assert largest.tolist() == [size - 1] * 4
+    mean = torch.full((4,), float(rank))
+    dist.all_reduce(mean, ReduceOp.AVG, group)
+    assert mean.tolist() == [(size - 1) / 2] * 4
+    later = torch.ones(4)
+    work = dist.all_reduce(later, group=group, async_op=True)
+    again = torch.ones(4)
+    dist.all_reduce(again, group=group)  # after the asynchronous one
+    work.wait()
+    assert later.tolist() == again.tolist() == [size] * 4
+    with torch.autocast("cpu"):
+        dist.all_reduce(again.fill_(1), group=group)
+    assert again.tolist() == [size] * 4
+    parameter = torch.nn.Parameter(torch.ones(4))
+    dist.all_reduce(parameter.data, group=group)
+    assert parameter.tolist() == [size] * 4
+    with pytest.raises(TypeError, match="tensor"):
+        dist.all_reduce("text", group=group)
+    all_reduce_often(group, size)
+
+
+def test_another_root_and_sizes_that_do_not_fit(group, rank, size):
+    tensor = torch.zeros(3)
+    for _ in range(ENOUGH):
+        dist.broadcast(tensor.fill_(rank), 0, group)
+    for root in range(size):
+        dist.broadcast(tensor.fill_(rank), root, group)
+        assert tensor.tolist() == [root] * 3
+    part, whole = torch.full((2,), float(rank)), torch.empty(2 * size)
+    for _ in range(ENOUGH):
+        dist.all_gather_single(whole, part, group)
+    assert group.known[ALL_GATHER_SINGLE].__class__ is Repetition
+    with pytest.raises(ValueError, match="do not fit"):
+        dist.all_gather_single(torch.empty(2 * size + 1), part, group)
+    with pytest.raises(ValueError, match="dtypes"):
+        dist.all_gather_single(torch.empty(2 * size, dtype=torch.int32), part, group)
+    mine = whole[2 * rank : 2 * rank + 2]
+    whole.fill_(rank)
+    dist.all_gather_single(whole, mine, group)  # its own place in the output, of the same looks
+    assert whole.tolist() == [float(r) for r in range(size) for _ in range(2)]
+
+
+def test_messages_again_and_again(group, rank, size):
+    if size < 2:
+        pytest.skip("to itself a rank sends without blocking alone")
+    last = size - 1
+    tensors = [torch.zeros(5), torch.zeros(5)]
+    for turn in range(2 * ENOUGH):
+        tensor = tensors[turn // 3 % 2]  # memory that comes again, and other memory
+        if rank == 0:
+            dist.send(tensor.fill_(turn), last, group, tag=turn % 2)
+            assert dist.recv(tensor, last, group) == last
+            assert tensor.tolist() == [turn + 1] * 5
+        elif rank == last:
+            assert dist.recv(tensor, 0, group, tag=turn % 2) == 0
+            assert tensor.tolist() == [turn] * 5
+            dist.send(tensor.fill_(turn + 1), 0, group)
+    if rank in (0, last):
+        assert group.known["send"].__class__ is group.known["recv"].__class__ is Repetition
+        assert group.journal.messages == 4 * ENOUGH
+        with pytest.raises(ValueError, match="should not be the same as the rank"):
+            dist.send(tensors[0], rank, group)
+        with pytest.raises(ValueError, match="not part of group"):
+            dist.recv(tensors[0], size + 3, group)
+    if rank == 0:
+        dist.send(torch.full((5, 2), 7.0)[:, 1], last, group)
+        dist.send(torch.full((5,), 8.0), group=group, group_dst=last)
+    elif rank == last:
+        target = torch.zeros(5, 2)
+        assert dist.recv(target[:, 0], group=group) == 0
+        assert target.tolist() == [[7, 0]] * 5
+        assert dist.recv(tensors[0], group=group, group_src=0) == 0
+        assert tensors[0].tolist() == [8] * 5
+
+
+def test_a_destroyed_group_repeats_nothing(size):
+    group = dist.new_group(list(range(size)))
+    all_reduce_often(group, size)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="destroyed|invalid|unknown"):
+        dist.all_reduce(torch.ones(4), group=group)
+    assert WORLD.default is not None
