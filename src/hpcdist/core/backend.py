@@ -12,10 +12,12 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import memmove
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hpcdist.core import reduction
+from hpcdist.core.buffers import joined
 from hpcdist.core.objects import TensorObjects
 
 if TYPE_CHECKING:
@@ -113,6 +115,21 @@ class Backend(TensorObjects):
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Return what runs a collective again, on tensors that look like these (see ``core.repetition``)."""
         return lambda send, recv: self.run(row, send, recv, op, root, None)
+
+    def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return the elements of small contiguous CPU tensors in one, and what copies its values back to them.
+
+        ``sizes`` are the bytes of each.
+        """
+        flat = joined(tensors)
+
+        def copy() -> None:
+            place = flat.data_ptr()
+            for tensor, size in zip(tensors, sizes, strict=True):
+                memmove(tensor.data_ptr(), place, size)  # 0.4 µs; copy_ takes 1 µs with the view that it needs
+                place += size
+
+        return flat, copy
 
     def settle(self) -> None:
         """Wait for what is queued: two threads may not call collectives of one communicator at once (MPI 6.14)."""

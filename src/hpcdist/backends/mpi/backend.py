@@ -17,23 +17,22 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi import fault_tolerance, large, repeated, runtime
+from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.crossover import NEVER
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, memory, message, shares, starts
-from hpcdist.backends.mpi.objects import PicklingBackend
+from hpcdist.backends.mpi.messages import MessagingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
-from hpcdist.backends.mpi.requests import RequestWork
 from hpcdist.backends.mpi.sharing import Sharing
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import ALL_REDUCE, ROWS, Row, Shape
-from hpcdist.core.work import Work
 
 IN_PLACE = MPI.IN_PLACE
 RedOpType = ReduceOp.RedOpType
 
 
-class MPIBackend(PicklingBackend):
+class MPIBackend(MessagingBackend):
     """An MPI communicator that belongs to one process group."""
 
     name: ClassVar[str] = "mpi"
@@ -50,8 +49,7 @@ class MPIBackend(PicklingBackend):
         self.unfinished = deque()
         self._sharing = Sharing(comm, self._notice, self._is_background)
         self._floors = self._sharing.floors  # one comparison keeps small messages out of shared memory
-        self._receiving: MPI.Request | None = None  # the receive that blocks now
-        self.interruption: str | None = None  # why a blocked call was made to raise
+        self._bundler: Bundler | None = None
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -123,6 +121,12 @@ class MPIBackend(PicklingBackend):
         else:
             run = repeated.between_two(self, row, send.dtype, op)
         return run or super().repeated(row, send, recv, op, root)
+
+    def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return small tensors as one, copied by MPI."""
+        if self._bundler is None:
+            self._bundler = Bundler()
+        return self._bundler.bundle(tensors, sizes)
 
     def planned(self, row: Row, dtype: torch.dtype, op: Any) -> Reduction:
         """Return how a dtype is reduced by an op, and keep it."""
@@ -261,60 +265,6 @@ class MPIBackend(PicklingBackend):
         staged.has_threads = self.has_threads
         return staged
 
-    # -- point to point ------------------------------------------------------------------------------
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Send by MPI_Send (MPI 3.2.1)."""
-        self.send_memory(message(tensor), dst, tag)
-
-    def send_memory(self, buffer: list[Any], dst: int, tag: int) -> None:
-        """Send what a buffer of MPI describes."""
-        try:
-            self.comm.Send(buffer, dst, tag)
-        except MPI.Exception as error:
-            raise self._failure("send", error) from error
-
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
-        return self.recv_memory(message(tensor), src, tag)
-
-    def recv_memory(self, buffer: list[Any], src: int | None, tag: int) -> int:
-        """Receive to what a buffer of MPI describes, and return the sender."""
-        status = MPI.Status()
-        try:
-            request = self.comm.Irecv(buffer, MPI.ANY_SOURCE if src is None else src, tag)
-            self._receiving = request
-            request.Wait(status)
-        except MPI.Exception as error:
-            raise self._failure("recv", error) from error
-        finally:
-            self._receiving = None
-        if self.interruption is not None:
-            reason, self.interruption = self.interruption, None
-            if status.Is_cancelled():  # and not come at the last moment
-                raise DistBackendError(reason)
-        return status.Get_source()
-
-    def repeated_message(self, what: str) -> Callable[[torch.Tensor, Any, int], Any]:
-        """Return what runs a message again, with the memory described once."""
-        return repeated.message_of(self.send_memory if what == "send" else self.recv_memory)
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        """Begin to send by MPI_Isend (MPI 3.7.2)."""
-        try:
-            request = self.comm.Isend(message(tensor), dst, tag)
-        except MPI.Exception as error:
-            raise self._failure("isend", error) from error
-        return self.hold(RequestWork(request, tensor, [], None))
-
-    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
-        """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
-        try:
-            request = self.comm.Irecv(message(tensor), MPI.ANY_SOURCE if src is None else src, tag)
-        except MPI.Exception as error:
-            raise self._failure("irecv", error) from error
-        return self.hold(RequestWork(request, tensor, [tensor], finish))
-
     # -- when something goes wrong -------------------------------------------------------------------
 
     def interrupt(self, reason: str) -> bool:
@@ -392,4 +342,6 @@ class MPIBackend(PicklingBackend):
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._calls.clear()
             self._sharing.close()
+            if self._bundler is not None:
+                self._bundler.close()
             self.comm.Free()
