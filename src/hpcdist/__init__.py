@@ -12,6 +12,7 @@ Layout; imports point down only:
     hpcdist.backends mpi, gloo, loopback: they import core and their own library
     hpcdist.launch   which rank am I, and how do I find the others
     hpcdist.torch_bridge shows our groups to torch.distributed; the only place that knows what torch keeps private
+    hpcdist.torch_compiler lets torch.compile run our calls as they are; it knows what is private there
     stores           key-value stores for launches without MPI; a package of its own
     hpcdist.autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
 
@@ -40,7 +41,7 @@ from torch.distributed import (
 from torch.distributed.distributed_c10d import GroupName
 
 import hpcdist.c10d.adoption
-from hpcdist import dist2
+from hpcdist import dist2, torch_compiler
 from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
 from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
 from hpcdist.c10d.collectives import (
@@ -261,3 +262,5 @@ __all__ = [
     "stop_requested",
     "supports_complex",
 ]
+
+torch_compiler.run_as_they_are(globals()[name] for name in __all__)

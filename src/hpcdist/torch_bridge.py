@@ -25,7 +25,6 @@ pg_to_tag, group_count, default_pg)
 ``autograd.profiler._is_profiler_enabled``            whether a profiler runs                             2.13.0
 ``_C._profiler._RecordFunctionFast``,                 events of a profiler, with shapes                   2.13.0, 2.15.0
 ``_C._distributed_c10d._get_comm_profiling_name``
-``_C._dynamo.guards.TensorGuards``                    whether two calls have tensors that look the same   2.13.0
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
 ``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
@@ -45,14 +44,13 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
-from torch._C._dynamo import guards
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._mesh_layout import _MeshLayout
 
-from hpcdist.core import profiling, repetition
+from hpcdist.core import profiling
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import WORLD
@@ -365,26 +363,3 @@ def is_profiled() -> bool:
 
 
 profiling.install(is_profiled, record)
-
-
-# -- what tensors look like --------------------------------------------------------------------------------
-
-
-def likeness(*tensors: torch.Tensor) -> repetition.Likeness:
-    """Return what tells whether tensors look like these: what torch.compile holds its inputs against.
-
-    One call compares class, dispatch keys (layout, device type, lazy negation and conjugation, and what the thread adds
-    to them, such as autocast), dtype, device, requires_grad, sizes and strides.
-    """
-    made: Any = guards.TensorGuards
-    sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
-    check: repetition.Likeness = made(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
-
-
-try:
-    likeness(torch.empty(1))
-except Exception:  # a torch that compares in another way: then each call asks for itself
-    pass
-else:
-    repetition.Recognition.of = likeness

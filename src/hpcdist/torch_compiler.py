@@ -1,0 +1,61 @@
+"""What does torch.compile make of our calls, and what of it serves us?
+
+Beside ``torch_bridge`` the only place that uses what torch keeps private. What is used, and the versions where that was
+checked; where it is missing, calls are slower, or ``torch.compile`` cannot take them:
+
+====================================================  ==================================================  ==============
+what                                                  why                                                 checked
+====================================================  ==================================================  ==============
+``_C._dynamo.guards.TensorGuards``                    whether two calls have tensors that look the same   2.13.0
+``_C._dynamo.eval_frame.set_code_exec_strategy``,     a compiled function runs our calls as they are: it  2.13.0
+``_torchdynamo_disable`` of a function                traces into them otherwise, and fails
+====================================================  ==================================================  ==============
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._C import _dynamo
+
+from hpcdist.core import repetition
+
+compiler: Any = _dynamo
+REASON = "it communicates"
+
+
+def likeness(*tensors: torch.Tensor) -> repetition.Likeness:
+    """Return what tells whether tensors look like these: what torch.compile holds its inputs against.
+
+    One call compares class, dispatch keys (layout, device type, lazy negation and conjugation, and what the thread adds
+    to them, such as autocast), dtype, device, requires_grad, sizes and strides.
+    """
+    sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
+    made = compiler.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: repetition.Likeness = made.check
+    return check
+
+
+with suppress(Exception):  # a torch that compares in another way: then each call asks for itself
+    likeness(torch.empty(1))
+    repetition.Recognition.of = likeness
+
+
+def run_as_they_are(values: Iterable[Any]) -> None:
+    """Let torch.compile call our functions among these without tracing into them.
+
+    This is what ``torch.compiler.disable`` does, without its wrapper, which would cost each call a microsecond, and
+    without importing the compiler, which takes seconds.
+    """
+    with suppress(AttributeError):
+        frames = compiler.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in values:
+            if isinstance(function, FunctionType) and function.__module__.startswith("hpcdist."):
+                frames.set_code_exec_strategy(function.__code__, skip)
+                marked: Any = function
+                marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON
