@@ -41,7 +41,7 @@ def likeness(*tensors: torch.Tensor) -> repetition.Likeness:
 
 
 with suppress(Exception):  # a torch that compares in another way: then each call asks for itself
-    likeness(torch.empty(1))
+    likeness(torch.empty(1, device="cpu"))
     repetition.Recognition.of = likeness
 
 

@@ -93,7 +93,7 @@ def monitored_barrier(
     with own_limit(pg, "monitored_barrier"):
         if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
             return
-        number = torch.tensor([pg.journal.sequence])
+        number = torch.tensor([pg.journal.sequence], device=backend.device)
         deadline = time.monotonic() + seconds
         if pg.rank() == 0:
             hear_all(pg, number, deadline, seconds, wait_all_ranks)
@@ -263,6 +263,6 @@ def stop_requested(group: ProcessGroup | None = None) -> bool:
         signals = RUNNING[0].signals
         signals.is_asked = True
         mine = int(bool(signals.received))
-    flag: Any = torch.tensor([mine], dtype=torch.int32)
+    flag: Any = torch.tensor([mine], dtype=torch.int32, device=pg.any_backend().device)
     issue(ALL_REDUCE, pg, flag, flag, MAX)
     return bool(flag)

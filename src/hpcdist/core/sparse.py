@@ -43,7 +43,9 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
     counts: list[int] = table[:, 0].tolist()
     all_indices = gathered(pg, indices.t().contiguous(), counts).t()
     all_values = gathered(pg, values, counts)
-    total = torch.sparse_coo_tensor(all_indices, all_values, tensor.shape, check_invariants=False).coalesce()
+    total = torch.sparse_coo_tensor(
+        all_indices, all_values, tensor.shape, device=tensor.device, check_invariants=False
+    ).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
     return DoneWork([tensor]) if async_op else None

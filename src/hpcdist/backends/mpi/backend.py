@@ -164,7 +164,7 @@ class MPIBackend(MessagingBackend):
                 how.after(values, recv, self.size)
             return
         assert recv is not None
-        reduced = torch.empty(recv.shape, dtype=values.dtype)
+        reduced = torch.empty(recv.shape, dtype=values.dtype, device="cpu")
         self._reduce_in_memory(row, values, reduced, how, root, counts)
         how.after(reduced, recv, self.size)
 

@@ -38,7 +38,7 @@ class Bundler:
         if self._last[0] != addresses or self._last[1] != (sizes, dtype):
             self._forget()
             self._many = BYTE.Create_hindexed(sizes, addresses).Commit()
-            flat = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype)
+            flat = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device="cpu")
             ways = [MPI.BOTTOM, 1, self._many], [memory(flat), BYTE]
             self._last = (addresses, (sizes, dtype), (flat, *ways))
         flat, many, one = self._last[2]

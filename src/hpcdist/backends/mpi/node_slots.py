@@ -100,7 +100,8 @@ class NodeSlots:
         assert fold.wide is not None
         scratch = self._scratch.get(fold.wide)
         if scratch is None or scratch[0].numel() < numel:
-            scratch = (torch.empty(numel, dtype=fold.wide), torch.empty(numel, dtype=fold.wide))
+            total, spare = (torch.empty(numel, dtype=fold.wide, device="cpu") for _ in range(2))
+            scratch = (total, spare)
             self._scratch[fold.wide] = scratch
         return scratch
 

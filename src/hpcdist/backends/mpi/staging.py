@@ -137,7 +137,7 @@ class StagedBackend(Backend):
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return pinned memory like a tensor."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values on the host; what the current stream holds has then ended."""

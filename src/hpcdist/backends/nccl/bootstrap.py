@@ -60,7 +60,7 @@ class PeerChannel:
         if made is not None:
             self.peer.send(torch.frombuffer(bytearray(made), dtype=torch.uint8), peer, PAIR_TAG)
             return made
-        heard = torch.empty(ID_BYTES, dtype=torch.uint8)
+        heard = torch.empty(ID_BYTES, dtype=torch.uint8, device="cpu")
         self.peer.recv(heard, peer, PAIR_TAG)
         return heard.numpy().tobytes()
 

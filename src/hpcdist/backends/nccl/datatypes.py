@@ -94,4 +94,4 @@ def bits(factor: float, dtype: torch.dtype) -> Any:
 
     NumPy itself knows neither bfloat16 nor float8.
     """
-    return torch.tensor([factor], dtype=dtype).view(BITS[dtype.itemsize]).numpy()
+    return torch.tensor([factor], dtype=dtype, device="cpu").view(BITS[dtype.itemsize]).numpy()
