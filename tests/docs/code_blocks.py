@@ -8,7 +8,7 @@ A block says so after its language, in the words of this table (GitHub and Sphin
     ```python torchrun=2            run by torchrun
     ```python file=train.py         written to that file, which a later block of the page must start
     ```python needs=NAME            as above, but only where hpcdist has NAME, a module or a public
-                                    name; gpu is a GPU
+                                    name, or another package of that name is there; gpu is a GPU
     ```bash                         run by bash, in a folder of the page's own, with this environment's programs first
     ```bash fails                   the same, and its exit status must not be 0
     ```bash cluster                 read by `bash -n`, not run: it needs a cluster, a container or root

@@ -25,7 +25,8 @@ def has(name: str) -> bool:
     """Tell whether hpcdist or this machine has what a block needs."""
     if name == "gpu":
         return torch.cuda.is_available()
-    return hasattr(hpcdist, name) or importlib.util.find_spec(f"hpcdist.{name}") is not None
+    modules = (f"hpcdist.{name}", name)
+    return hasattr(hpcdist, name) or any(importlib.util.find_spec(module) is not None for module in modules)
 
 
 def command(block: Block) -> list[str]:
