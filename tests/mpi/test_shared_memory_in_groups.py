@@ -92,13 +92,13 @@ def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group)
     backend = group.backend(torch.device("cpu"))
-    assert backend._sharing.shared is None
+    assert backend.sharing.shared is None
     dist.all_reduce(torch.ones(4 << 20), group=group)
     library = runtime.load().get_vendor()[0]
     at = crossover.switches("all_reduce", torch.float32, "SUM", comm.size, library)
-    assert (backend._sharing.shared is not None) == crossover.is_shared(16 << 20, at)
-    if backend._sharing.shared is not None:
-        assert backend._sharing.shared.window.segment_bytes <= 8 << 20
+    assert (backend.sharing.shared is not None) == crossover.is_shared(16 << 20, at)
+    if backend.sharing.shared is not None:
+        assert backend.sharing.shared.window.segment_bytes <= 8 << 20
     dist.destroy_process_group(group)
 
 

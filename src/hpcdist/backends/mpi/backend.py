@@ -47,8 +47,8 @@ class MPIBackend(MessagingBackend):
         self._plans: dict[tuple[torch.dtype, int], Reduction] = {}
         self._direct: tuple[Any, ...] = (None, None)  # the last all_reduce by MPI alone: op, dtype, MPI's op and type
         self.unfinished = deque()
-        self._sharing = Sharing(comm, self._notice, self._is_background)
-        self._floors = self._sharing.floors  # one comparison keeps small messages out of shared memory
+        self.sharing = Sharing(comm, self._notice, self._is_background)
+        self._floors = self.sharing.floors  # one comparison keeps small messages out of shared memory
         self._bundler: Bundler | None = None
 
     @classmethod
@@ -76,7 +76,7 @@ class MPIBackend(MessagingBackend):
             if (
                 nbytes >= self._floors.get(row, NEVER)
                 and send is not None
-                and self._sharing.run(row, send, recv if recv is not None else send, op, root)
+                and self.sharing.run(row, send, recv if recv is not None else send, op, root)
             ):
                 return
             if row is ALL_REDUCE and send is recv and nbytes <= COUNT_MAX:  # the shortest way, for latency
@@ -114,8 +114,8 @@ class MPIBackend(MessagingBackend):
         self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Return what runs a collective again: MPI's call alone, where that is all there is to do."""
-        if send.nbytes >= self._floors.get(row, NEVER):
-            run = None  # it may go through shared memory
+        if self.sharing.is_chosen(row, send.dtype, op, max(send.nbytes, recv.nbytes)):
+            run = repeated.through_window(self, row, op, root) if recv is send else None
         elif recv is send:
             run = repeated.in_place(self, row, send, op, root)
         else:
@@ -341,7 +341,7 @@ class MPIBackend(MessagingBackend):
         super().close()
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._calls.clear()
-            self._sharing.close()
+            self.sharing.close()
             if self._bundler is not None:
                 self._bundler.close()
             self.comm.Free()

@@ -95,6 +95,10 @@ class Sharing:
         SHARED_CALLS[row](shared, send, recv, op, root)
         return True
 
+    def is_chosen(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
+        """Tell whether calls of so many bytes, which have been made before, go through shared memory."""
+        return crossover.is_shared(nbytes, self._switches.get((row.name, dtype, id(op)), ()))
+
     def _find_switches(self, row: Row, dtype: torch.dtype, op: Any) -> crossover.Switches:
         name = None
         if op is not None:
