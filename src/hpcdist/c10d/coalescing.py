@@ -90,8 +90,10 @@ def sizes_of_plain(pg: ProcessGroup, tensors: list[Any]) -> list[int] | None:
 
 def reduce_plain(pg: ProcessGroup, tensors: list[Any], op: Any) -> bool:
     """Combine small contiguous CPU tensors of one dtype in one call, and tell whether they are such."""
+    if pg.cpu is None or pg.cpu.has_groups:  # a library that makes many calls one needs no copies for it
+        return False
     sizes = sizes_of_plain(pg, tensors)
-    if sizes is None or pg.cpu is None:
+    if sizes is None:
         return False
     flat, copy = pg.cpu.bundle(tensors, sizes)
     issue(ALL_REDUCE, pg, flat, flat, op)

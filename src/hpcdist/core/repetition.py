@@ -2,7 +2,7 @@
 
 Loops call a collective on tensors of one shape over and over. That the tensors are plain, that their sizes fit, what
 they are recorded as, by what plan the backend runs them: all of it follows from how the tensors look, and torch can
-tell that two look the same by one question in place of seven each. Whoever knows how to ask (``hpcdist.torch_bridge``)
+tell that two look the same by one question in place of seven each. Whoever knows how to ask (``hpcdist.torch_compiler``)
 installs the question here; without it every call asks all.
 
 To prepare for a repetition takes 4 µs, and to compare a call with the one before 0.2, which calls that hardly repeat
