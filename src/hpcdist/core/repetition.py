@@ -2,12 +2,12 @@
 
 Loops call a collective on tensors of one shape over and over. That the tensors are plain, that their sizes fit, what
 they are recorded as, by what plan the backend runs them: all of it follows from how the tensors look, and torch can
-tell that two look the same by one question in place of seven each. Whoever knows how to ask (``hpcdist.torch_compiler``)
+tell that two look the same by one question in place of seven each. Who knows how to ask (``hpcdist.torch_compiler``)
 installs the question here; without it every call asks all.
 
 To prepare for a repetition takes 4 µs, and to compare a call with the one before 0.2, which calls that hardly repeat
-would never earn back. So a group looks at one call in 31, and prepares for what it sees twice: 31 shares no
-factor with the few calls that a loop usually has, so each of them is seen.
+would never earn back. So a group looks at one call in 31, and prepares for what it sees twice: 31 shares no factor with
+the number of calls that a loop usually has, so each of them is seen.
 """
 
 from __future__ import annotations
