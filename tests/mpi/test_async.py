@@ -77,6 +77,41 @@ def test_order_of_asynchronous_and_synchronous_calls(rank, size):
     dist.barrier()
 
 
+def reduced_list(given, size):
+    output = torch.empty(3)
+    dist.reduce_scatter(output, [given] * size)
+    return output / size
+
+
+def exchanged_list(given, size):
+    outputs = [torch.empty(3) for _ in range(size)]
+    dist.all_to_all(outputs, [given] * size)
+    return outputs[-1]
+
+
+def strided(given, size):
+    output = torch.empty(2 * size)
+    dist.all_gather_single(output, given[::2])
+    return output
+
+
+COPYING = {  # what reads its inputs to other memory before anything is sent
+    "reduce_scatter of a list": reduced_list,
+    "all_to_all of lists": exchanged_list,
+    "a strided input": strided,
+}
+
+
+@pytest.mark.parametrize("call", COPYING)
+def test_what_an_asynchronous_call_writes_is_read_after_it(call, rank, size):
+    for _ in range(10):
+        large, given = torch.ones(1 << 20), torch.ones(3)
+        works = [dist.all_reduce(each, async_op=True) for each in (large, given)]
+        assert COPYING[call](given, size).eq(size).all()
+        for work in works:
+            work.wait()
+
+
 def test_groups_asked_in_different_orders_do_not_block(rank, size):
     one, two = dist.new_group(), dist.new_group()
     tensors = torch.ones(5), torch.ones(5)

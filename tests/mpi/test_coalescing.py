@@ -88,3 +88,14 @@ def test_small_tensors_of_every_kind_go_together(rank, size):
     with pytest.raises(TypeError, match="op is 'sum'"):
         dist.all_reduce_coalesced([torch.ones(2)], op="sum")
     dist.all_reduce_coalesced([])
+
+
+def test_small_tensors_after_an_asynchronous_call_on_them(rank, size):
+    for _ in range(20):
+        tensors = [torch.ones(7), torch.ones(2)]
+        large = torch.ones(1 << 20)
+        works = [dist.all_reduce(each, async_op=True) for each in (large, *tensors)]
+        dist.all_reduce_coalesced(tensors)
+        assert [tensor.tolist() for tensor in tensors] == [[size**2] * 7, [size**2] * 2]
+        for work in works:
+            work.wait()

@@ -95,6 +95,7 @@ def reduce_plain(pg: ProcessGroup, tensors: list[Any], op: Any) -> bool:
     sizes = sizes_of_plain(pg, tensors)
     if sizes is None:
         return False
+    pg.cpu.settle()  # an asynchronous call may still write what is read here
     flat, copy = pg.cpu.bundle(tensors, sizes)
     issue(ALL_REDUCE, pg, flat, flat, op)
     copy()

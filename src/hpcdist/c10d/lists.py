@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import world
@@ -158,7 +159,14 @@ def scatter(
     same_dtype(output, *inputs)
     check_length("scatter", "scatter_list", inputs, pg.size())
     check_sizes("scatter", "scatter_list", inputs, output)
-    return issue_any(SCATTER, pg, joined(inputs), output, None, root, async_op)
+    return issue_any(SCATTER, pg, in_one(pg, inputs, async_op), output, None, root, async_op)
+
+
+def in_one(pg: ProcessGroup, inputs: list[torch.Tensor], async_op: bool) -> torch.Tensor:
+    """Return the elements of a call's inputs one after another; of a synchronous one, once what is queued has ended."""
+    if not async_op:
+        pg.backend(inputs[0].device).settle()
+    return joined(inputs)
 
 
 def reduce_scatter(
@@ -189,9 +197,10 @@ def reduce_scatter(
     check_length("reduce_scatter", "input_list", inputs, pg.size())
     check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
     sent = [tensor.numel() for tensor in inputs]
+    given = in_one(pg, inputs, async_op)
     if len(set(sent)) == 1:
-        return issue_any(REDUCE_SCATTER_SINGLE, pg, joined(inputs), target, op, None, async_op)
-    return issue_any(REDUCE_SCATTER, pg, joined(inputs), target, op, None, async_op, (sent, [target.numel()]))
+        return issue_any(REDUCE_SCATTER_SINGLE, pg, given, target, op, None, async_op)
+    return issue_any(REDUCE_SCATTER, pg, given, target, op, None, async_op, (sent, [target.numel()]))
 
 
 def all_to_all(
@@ -223,9 +232,10 @@ def all_to_all(
     counts = ([each.numel() for each in inputs], [each.numel() for each in outputs])
     flat = joint(outputs, outputs[0])
     then = scattering(flat, outputs)
+    given = in_one(pg, inputs, async_op)
     if len({*counts[0], *counts[1]}) == 1:
-        return issue_any(ALL_TO_ALL_SINGLE, pg, joined(inputs), flat, None, None, async_op, None, then, outputs)
-    return issue_any(ALL_TO_ALL, pg, joined(inputs), flat, None, None, async_op, counts, then, outputs)
+        return issue_any(ALL_TO_ALL_SINGLE, pg, given, flat, None, None, async_op, None, then, outputs)
+    return issue_any(ALL_TO_ALL, pg, given, flat, None, None, async_op, counts, then, outputs)
 
 
 def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[ProcessGroup, int] | None:

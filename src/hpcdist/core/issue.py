@@ -189,6 +189,8 @@ def issue_any(
             "takes sparse COO ones"
         )
 
+    if not async_op:
+        backend.settle()  # a call that is queued may still write what is copied here
     finish = then
     sendbuf = for_reading(given) if given is not None else None
     recvbuf = output
