@@ -11,8 +11,8 @@ Layout; imports point down only:
     hpcdist.core     the engine: the table of collectives, the path of a call, groups, buffers, Work
     hpcdist.backends mpi, gloo, loopback: they import core and their own library
     hpcdist.launch   which rank am I, and how do I find the others
-    hpcdist.torch_bridge shows our groups to torch.distributed; the only place that knows what torch keeps private
-    hpcdist.torch_compiler lets torch.compile run our calls as they are; it knows what is private there
+    hpcdist.torch_bridge shows our groups to torch.distributed; knows what that keeps private
+    hpcdist.torch_compiler lets torch.compile run our calls as they are; knows what that keeps private, and no one else
     stores           key-value stores for launches without MPI; a package of its own
     hpcdist.autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
 

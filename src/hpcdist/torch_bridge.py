@@ -1,8 +1,8 @@
 """How does torch.distributed come to know our groups, and we its calls to make some?
 
 torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here, and what
-else torch keeps private is used here, and nowhere else (``tests/project/test_private_torch.py``). What is touched, and
-the versions where that was checked:
+else torch keeps private is used here or, of its compiler, in ``torch_compiler``, and nowhere else
+(``tests/project/test_private_torch.py``). What is touched, and the versions where that was checked:
 
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked

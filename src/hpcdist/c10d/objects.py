@@ -20,9 +20,8 @@ from hpcdist.core.journal import MESSAGES
 
 def carrier(pg: ProcessGroup, call: str) -> Backend:
     """Return the backend that carries a group's objects, free of queued calls and, for the level DETAIL, checked."""
-    backend = pg.cpu or pg.any_backend()
-    if backend.queue is not None:
-        backend.settle()
+    backend = pg.any_backend()
+    backend.settle()
     if pg.journal.before is not None and call not in MESSAGES:
         pg.journal.before(pg, backend, call)
     return backend

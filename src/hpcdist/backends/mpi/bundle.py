@@ -23,8 +23,9 @@ class Bundler:
 
     def __init__(self) -> None:
         self.alone = MPI.COMM_SELF.Dup()
-        self._last: tuple[Any, ...] = ([], (), None)  # addresses, sizes, and what was made of them
-        self._many: MPI.Datatype | None = None
+        self._seen: tuple[Any, ...] = ()  # addresses, sizes and dtype of the tensors that the two below were made for
+        self._datatype = MPI.DATATYPE_NULL
+        self._flat: torch.Tensor | None = None
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the elements of some tensors in one, which the next call may use again, and what copies them back.
@@ -33,24 +34,22 @@ class Bundler:
             tensors: contiguous, on the CPU, of one dtype.
             sizes: the bytes of each.
         """
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-        dtype = tensors[0].dtype
-        if self._last[0] != addresses or self._last[1] != (sizes, dtype):
+        addresses, dtype = list(map(torch.Tensor.data_ptr, tensors)), tensors[0].dtype
+        flat = self._flat
+        if flat is None or self._seen != (addresses, sizes, dtype):
             self._forget()
-            self._many = BYTE.Create_hindexed(sizes, addresses).Commit()
-            flat = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device="cpu")
-            ways = [MPI.BOTTOM, 1, self._many], [memory(flat), BYTE]
-            self._last = (addresses, (sizes, dtype), (flat, *ways))
-        flat, many, one = self._last[2]
+            self._datatype = BYTE.Create_hindexed(sizes, addresses).Commit()
+            self._flat = flat = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device="cpu")
+            self._seen = (addresses, sizes, dtype)
+        many, one = [MPI.BOTTOM, 1, self._datatype], [memory(flat), BYTE]
         copy = self.alone.Sendrecv
         copy(many, 0, 0, one, 0, 0)
         return flat, partial(copy, one, 0, 0, many, 0, 0)
 
     def _forget(self) -> None:
-        self._last = ([], (), None)
-        if self._many is not None:
-            self._many.Free()
-            self._many = None
+        self._flat = None
+        if self._datatype != MPI.DATATYPE_NULL:
+            self._datatype.Free()
 
     def close(self) -> None:
         """Free the communicator and the datatype."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.datatypes import COUNT_MAX, PIECE, memory, run
+from hpcdist.backends.mpi.datatypes import COUNT_MAX, PIECE, memory, run, starts
 from hpcdist.core.backend import Counts
 from hpcdist.core.table import ALL_GATHER, REDUCE, Row, Shape
 
@@ -65,10 +65,10 @@ def exchange(comm: MPI.Intracomm, row: Row, send: torch.Tensor, recv: torch.Tens
     """Exchange counted shares of any size; one share sent stands for the same share to everyone."""
     size, itemsize = comm.Get_size(), send.itemsize
     sent = list(counts[0]) * (size if len(counts[0]) == 1 and size > 1 else 1)
-    offsets = [0] * size if len(counts[0]) == 1 else list(accumulate(sent, initial=0))[:-1]
+    offsets = [0] * size if len(counts[0]) == 1 else starts(sent)
     with ExitStack() as made:
         send_types = [share(made, at * itemsize, n * itemsize) for at, n in zip(offsets, sent, strict=True)]
-        places = list(accumulate(counts[1], initial=0))[:-1]
+        places = starts(counts[1])
         recv_types = [share(made, at * itemsize, n * itemsize) for at, n in zip(places, counts[1], strict=True)]
         comm.Alltoallw(whole(send, send_types), whole(recv, recv_types))
 

@@ -230,14 +230,16 @@ class NodeShared(NodeSlices):
         rank, addresses, block = self.rank, self._addresses, recv.nbytes
         source, target, width = send.data_ptr(), recv.data_ptr(), STACK_WIDTH * fold.dtype.itemsize
 
+        def row(length: int) -> int:
+            return -(-length // width) * width
+
         def put(turn: int, offset: int, length: int) -> None:
-            row = -(-length // width) * width
+            begin = rank * row(length)
             for r in range(self.size):
-                memmove(addresses[turn][r] + rank * row, source + r * block + offset, length)
+                memmove(addresses[turn][r] + begin, source + r * block + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
-            row = -(-length // width) * width
-            total = fold.add_stack(self._plan(("stacked", row, fold.dtype), self._plan_stacked)[turn])
+            total = fold.add_stack(self._plan(("stacked", row(length), fold.dtype), self._plan_stacked)[turn])
             memmove(target + offset, total.data_ptr(), length)
 
         self._exchange(block, put, get, self.size, width)
