@@ -50,3 +50,20 @@ def test_the_package_runs_as_a_module():
     done = programs.run([sys.executable, "-m", "hpcdist", "slurm", "--help"])
     assert done.returncode == 0, done.stderr
     assert "templates:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args", [["docter"], ["--help"], ["bench", "--sizes", "4,5"], ["bench", "--help"], ["doctor", "-h"], ["run"]]
+)
+def test_a_job_says_once_what_is_wrong_with_its_arguments(args, capsys, monkeypatch):
+    statuses = []
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("PMI_RANK", rank)
+        try:
+            statuses.append(cli_main.main(args))
+        except SystemExit as ended:
+            statuses.append(ended.code)
+        shown = capsys.readouterr()
+        assert bool(shown.out + shown.err) == (rank == "0")
+    assert statuses[0] == statuses[1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+import warnings
 
 import pytest
 import torch
@@ -252,3 +254,19 @@ def test_random_interleavings(node, comm):
             node.all_to_all_single(values(rank, numel * size, dtype), tensor)
             want = values(root, numel * size, dtype)[mine]
             assert_same(tensor[root * numel : (root + 1) * numel], want)
+
+
+def test_more_threads_than_cores_are_warned_of(comm):
+    cores = len(set().union(*comm.allgather(os.sched_getaffinity(0))))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores // comm.size + 2)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            NodeShared(comm).close()
+    finally:
+        torch.set_num_threads(threads)
+    said = [str(each.message) for each in caught if each.category is RuntimeWarning]
+    assert len(said) == (comm.rank == 0), said
+    if said:
+        assert f"export OMP_NUM_THREADS={max(1, cores // comm.size)}" in said[0]

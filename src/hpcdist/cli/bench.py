@@ -15,6 +15,7 @@ import torch
 import hpcdist as dist
 from hpcdist.cli import bench_report
 from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.job_arguments import JobParser
 
 # what can be timed -> the module whose ``measure(bench)`` does it, or whose ``run(args)`` takes over
 SUBJECTS: dict[str, str] = {
@@ -49,9 +50,9 @@ def dtype(text: str) -> torch.dtype:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> JobParser:
     """Make the command line's parser."""
-    made = argparse.ArgumentParser(prog="python -m hpcdist bench", description=__doc__)
+    made = JobParser(prog="python -m hpcdist bench", description=__doc__)
     made.add_argument("subject", nargs="?", default="collectives", choices=SUBJECTS)
     made.add_argument("--device", choices=("cpu", "cuda"), help="cuda: beside torch's NCCL (has options of its own)")
     made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all"')
@@ -81,7 +82,7 @@ def run(args: list[str]) -> int:
     """
     if args and args[0] in ("store", "ddp"):
         return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
-    device = argparse.ArgumentParser(add_help=False)
+    device = JobParser(prog="python -m hpcdist bench", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen, args = device.parse_known_args(args)
     if chosen.device == "cuda":

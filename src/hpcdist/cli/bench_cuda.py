@@ -20,6 +20,7 @@ import torch
 import torch.distributed as c10d
 
 import hpcdist as dist
+from hpcdist.cli.job_arguments import JobParser
 
 OVERHEAD_LIMIT = 5.0  # microseconds a call over torch's own
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -65,9 +66,9 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> JobParser:
     """Make the command line's parser."""
-    made = argparse.ArgumentParser(prog="python -m hpcdist bench --device cuda", description=__doc__)
+    made = JobParser(prog="python -m hpcdist bench --device cuda", description=__doc__)
     made.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     made.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
     made.add_argument("--rounds", type=int, default=ROUNDS)

@@ -22,13 +22,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as dist
+from hpcdist.cli.job_arguments import JobParser
 
 LAYERS = 4
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> JobParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m hpcdist bench ddp", description=(__doc__ or "").splitlines()[0])
+    made = JobParser(prog="python -m hpcdist bench ddp", description=(__doc__ or "").splitlines()[0])
     made.add_argument("--parameters", type=float, default=10e6, help="of the model (default: 10 million)")
     made.add_argument("--batch", type=int, default=1, help="samples a rank; 1 is bound by communication (default)")
     made.add_argument("--steps", type=int, default=20, help="timed steps of each kind")

@@ -19,6 +19,7 @@ from hpcdist.cli.bench_timing import Bench, Figure
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
+WHOLE_FROM = 100  # microseconds without decimals
 
 
 def size_name(nbytes: int) -> str:
@@ -27,6 +28,11 @@ def size_name(nbytes: int) -> str:
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B" if nbytes else ""
+
+
+def microseconds(value: float) -> str:
+    """Write a time so that three digits or more count."""
+    return f"{value:.0f}" if value >= WHOLE_FROM else f"{value:.1f}"
 
 
 def machine() -> dict[str, Any]:
@@ -47,22 +53,44 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
     return calls
 
 
+def spread(figure: Figure) -> str:
+    """Write the median of a figure and its lowest and highest round."""
+    return f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
+
+
 def table(bench: Bench) -> Table:
-    """Make the table that a person reads."""
-    sides = list(dict.fromkeys(figure.side for figure in bench.figures))
+    """Make the table that a person reads: a row a call, or where there is one call alone, a row a side."""
+    calls = by_call(bench.figures)
+    title = f"{bench.size} ranks, {bench.library}, µs a call: median (lowest–highest round)"
+    return table_of_sides(title, *calls.popitem()) if len(calls) == 1 else table_of_calls(title, calls)
+
+
+def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figure]) -> Table:
+    """Show one call, a row a side."""
+    what, dtype, nbytes = call
+    made = Table(title=f"{' '.join((what, dtype, size_name(nbytes))).strip()}\n{title}")
+    made.add_column("side")
+    for name in ("time", f"{OURS} / side"):
+        made.add_column(name, justify="right")
+    ours = found.get(OURS)
+    for side, figure in found.items():
+        made.add_row(side, spread(figure), f"{ours.median / figure.median:.2f}" if ours and ours is not figure else "")
+    return made
+
+
+def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figure]]) -> Table:
+    """Show several calls, a row each."""
+    sides = list(dict.fromkeys(side for found in calls.values() for side in found))
     rivals = [side for side in sides if side != OURS]
-    made = Table(title=f"{bench.size} ranks, {bench.library}, µs a call: median (lowest to highest round)")
+    made = Table(title=title)
     for name in ("what", "dtype", "size"):
         made.add_column(name)
     for side in sides:
         made.add_column(side, justify="right")
     for rival in rivals:
-        made.add_column(f"{OURS}/{rival}", justify="right")
-    for (what, dtype, nbytes), found in by_call(bench.figures).items():
-        cells = [what, dtype, size_name(nbytes)]
-        for side in sides:
-            f = found.get(side)
-            cells.append(f"{f.median:.1f} ({f.low:.1f} to {f.high:.1f})" if f else "")
+        made.add_column(f"{OURS} /\n{rival}", justify="right")
+    for (what, dtype, nbytes), found in calls.items():
+        cells = [what, dtype, size_name(nbytes), *(spread(found[side]) if side in found else "" for side in sides)]
         ours = found.get(OURS)
         for rival in rivals:
             other = found.get(rival)

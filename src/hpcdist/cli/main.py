@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import hpcdist
+from hpcdist.cli.job_arguments import is_speaker
 
 
 class Command(NamedTuple):
@@ -32,6 +33,12 @@ def usage() -> str:
     )
 
 
+def tell(text: str, file: TextIO | None = None) -> None:
+    """Print once a job."""
+    if is_speaker():
+        print(text, file=file)
+
+
 def main(args: list[str] | None = None) -> int:
     """Run one command.
 
@@ -43,14 +50,14 @@ def main(args: list[str] | None = None) -> int:
     """
     given = sys.argv[1:] if args is None else args
     if given and given[0] in ("-h", "--help"):
-        print(usage())
+        tell(usage())
         return 0
     if given and given[0] == "--version":
-        print(f"hpcdist {hpcdist.__version__}")
+        tell(f"hpcdist {hpcdist.__version__}")
         return 0
     command = COMMANDS.get(given[0]) if given else None
     if command is None:
         wrong = f"\nerror: no command {given[0]!r} (known: {', '.join(COMMANDS)})" if given else ""
-        print(usage() + wrong, file=sys.stderr)
+        tell(usage() + wrong, sys.stderr)
         return 2
     return int(importlib.import_module(command.module).run(given[1:]))

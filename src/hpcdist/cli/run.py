@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 
 from hpcdist import torch_bridge
+from hpcdist.cli.job_arguments import JobParser
 from hpcdist.launch import environment
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> JobParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m hpcdist run", description=(__doc__ or "").splitlines()[0])
+    made = JobParser(prog="python -m hpcdist run", description=(__doc__ or "").splitlines()[0])
     made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
     made.add_argument("script", help="the script, which stays as it is")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

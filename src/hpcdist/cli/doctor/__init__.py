@@ -6,7 +6,6 @@ facts of all ranks into findings on rank 0. One page comes out, and the exit sta
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -27,6 +26,7 @@ from hpcdist.cli.doctor import (
 )
 from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.supervision import CONNECTION, Ended, Step, supervise, watch
+from hpcdist.cli.job_arguments import JobParser
 from hpcdist.launch import environment
 
 SECONDS = 120.0  # for one topic; starting a large job's MPI is the longest
@@ -67,7 +67,7 @@ def run(args: list[str]) -> int:
     Returns:
         0 where nothing is wrong, 1 where something is, 2 for a wrong call.
     """
-    parser = argparse.ArgumentParser(prog="python -m hpcdist doctor", description=(__doc__ or "").splitlines()[0])
+    parser = JobParser(prog="python -m hpcdist doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each topic (default %(default)g)")
     try:
