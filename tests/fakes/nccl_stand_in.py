@@ -10,7 +10,9 @@ What NCCL lacks is skipped, with the error that the user would see as the reason
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -57,6 +59,7 @@ class StandIn(NCCLBackend):
         if not MEETING:
             world = runtime.world()
             MEETING.append(Path(world.bcast(tempfile.mkdtemp() if world.Get_rank() == 0 else None)))
+            atexit.register(shutil.rmtree, MEETING[0], ignore_errors=True)
             fake.FIND = find
         library = Library(fake.CORE, fake.FAILURES, cls.version)
         backend = cls(bootstrap.rank, bootstrap.size, library, None, fake.FakeCuda())

@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ class Job:
     ) -> None:
         self.launcher = launcher
         self.folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # tests still read after close()
         self.output, self.errors = self.folder / "out", self.folder / "err"
         traces = {"TORCH_FR_DUMP_TEMP_FILE": f"{self.folder}/trace_"}
         with open(self.output, "wb") as out, open(self.errors, "wb") as err:

@@ -147,3 +147,31 @@ def test_an_error_reaches_the_call_not_the_wait(rank, size):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BOR, async_op=True)
     with pytest.raises(ValueError, match="fit"):
         dist.all_gather_single(torch.empty(size + 1), torch.ones(1), async_op=True)
+
+
+MOVES = {
+    "broadcast": lambda tensor, group, is_async: dist.broadcast(tensor, group_src=0, group=group, async_op=is_async),
+    "reduce": lambda tensor, group, is_async: dist.reduce(tensor, group_dst=0, group=group, async_op=is_async),
+    "all_reduce": lambda tensor, group, is_async: dist.all_reduce(tensor, group=group, async_op=is_async),
+}
+
+
+@pytest.mark.parametrize("numel", [1, 256, 4096, 65_536, 1_000_000])
+@pytest.mark.parametrize("name", MOVES)
+def test_groups_do_not_wait_for_each_other(name, numel, rank, size):
+    # rank 0 begins on the first group and goes on to the second; the others come to the second first
+    call = MOVES[name]
+    first, second = dist.new_group(), dist.new_group()
+    for _ in range(5):
+        tensors = [torch.full((numel,), rank + 1.0) for _ in range(2)]
+        work = call(tensors[0], first, True) if rank == 0 else None
+        call(tensors[1], second, False)
+        if work is None:
+            call(tensors[0], first, False)
+        else:
+            work.wait()
+        total = 1.0 if name == "broadcast" else size * (size + 1) / 2
+        if rank == 0 or name != "reduce":
+            assert all(same(tensor, torch.full((numel,), total)) for tensor in tensors)
+    dist.destroy_process_group(first)
+    dist.destroy_process_group(second)

@@ -1,7 +1,8 @@
 """Does a random program give what it gives with torch.distributed on gloo?
 
 A program is a list of calls, the same on all ranks: collectives and rings of messages on the world and on subgroups,
-synchronous and asynchronous in one stream, whose Works are waited for in any order. Ours also runs on strided views.
+synchronous and asynchronous in one stream, whose Works are waited for in any order. Some are loops, whose calls come
+again and again. Ours also runs on strided views.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch
 import torch.distributed as td
 
 import hpcdist as dist
+from hpcdist.c10d import point_to_point
+from hpcdist.core import issue
 
 LENGTH = 60
 PROGRAMS = 15
+BODY, ROUNDS = 5, 20  # of the programs that loop
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (300, 11), (70_001,)]
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16]
 OPS = ["SUM", "MIN", "MAX", "PRODUCT"]
@@ -148,6 +152,18 @@ def ring(run, step, group, rank, size):
     return run.d.batch_isend_irecv(ops)
 
 
+def messages(run, step, group, rank, size):
+    if size == 1 or (size % 2 and rank == size - 1):
+        return
+    run.results.append(output := run.output(step))
+    calls = [
+        lambda: run.d.send(run.values(step, rank), group=group, group_dst=rank ^ 1, tag=step.root),
+        lambda: run.d.recv(output, group=group, group_src=rank ^ 1, tag=step.root),
+    ]
+    for call in calls if rank % 2 else calls[::-1]:
+        call()
+
+
 def objects(run, step, group, rank, size):
     run.d.all_gather_object(gathered := [None] * size, (step.seed, "x" * (step.seed % 1000), rank), group)
     run.results.append(torch.tensor([each[0] + len(each[1]) + each[2] for each in gathered]))
@@ -161,7 +177,7 @@ CALLS = {
     each.__name__: each
     for each in (
         *(all_reduce, broadcast, reduce, all_gather, all_gather_into_tensor, gather, scatter, reduce_scatter),
-        *(all_to_all_single, ring, objects, barrier),
+        *(all_to_all_single, ring, messages, objects, barrier),
     )
 }
 
@@ -197,6 +213,19 @@ def both():
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_same_results(seed, both):
     program = program_of(seed, len(both[0]))
+    compare(program, both)
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_loops(seed, both, monkeypatch):
+    for module in (issue, point_to_point):
+        monkeypatch.setattr(module, "LOOKS", 3)  # calls that come again are recognised sooner
+    body = program_of(1000 + seed, len(both[0]))[:BODY]
+    rounds = [[step._replace(seed=step.seed + 4 * number) for step in body] for number in range(ROUNDS)]
+    compare([step for each in rounds for step in each], both)
+
+
+def compare(program, both):
     ours = Run(dist, both[0], True).run(program)
     theirs = Run(td, both[1], False).run(program)
     assert len(ours) == len(theirs)

@@ -98,10 +98,8 @@ class Backend(TensorObjects):
         finish: Callable[[], None] | None,
     ) -> Work:
         """Begin one collective; the Work runs ``finish`` when the buffers hold the result."""
-        from hpcdist.core.work import Queue
-
         if self.queue is None:
-            self.queue = Queue(self.name)
+            self.queue = self.worker()
 
         def call() -> None:
             self.run(row, send, recv, op, root, counts)
@@ -109,6 +107,12 @@ class Backend(TensorObjects):
                 finish()
 
         return self.queue.put(call, result)
+
+    def worker(self) -> Queue:
+        """Begin the thread that carries out this communicator's asynchronous calls."""
+        from hpcdist.core.work import Queue
+
+        return Queue(self.name)
 
     def repeated(
         self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp | None, root: int | None

@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi import fault_tolerance, large, repeated, runtime
+from hpcdist.backends.mpi import fault_tolerance, large, repeated, runtime, threads
 from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.crossover import NEVER
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, memory, message, shares, starts
@@ -27,6 +27,7 @@ from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import ALL_REDUCE, ROWS, Row, Shape
+from hpcdist.core.work import Queue
 
 IN_PLACE = MPI.IN_PLACE
 RedOpType = ReduceOp.RedOpType
@@ -109,6 +110,11 @@ class MPIBackend(MessagingBackend):
 
     def _failure(self, call: str, error: MPI.Exception) -> DistBackendError:
         return fault_tolerance.failure(self, call, error)
+
+    def worker(self) -> Queue:
+        """Begin the thread that carries out asynchronous calls, beside others of this rank."""
+        threads.warn_once(MPI.get_vendor()[0])
+        return super().worker()
 
     def repeated(
         self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None

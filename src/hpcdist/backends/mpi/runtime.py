@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed import default_pg_timeout
 
+from hpcdist.backends.mpi import threads
 from hpcdist.backends.mpi.leftovers import unlink_segments
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
@@ -95,6 +96,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     if not MPI.Is_initialized():
         # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
         os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
+        threads.prepare(MPI)
         with limited(timeout):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)

@@ -210,7 +210,7 @@ class StagedBackend(Backend):
         if given is None:
             return self.inner.start(row, send, recv, op, root, counts, result, finish)
         if self.inner.queue is None:
-            self.inner.queue = Queue(self.name)
+            self.inner.queue = self.inner.worker()
         if self._side is None:
             self._side = self._cuda.Stream(given.device)
         before = self._cuda.Event()
