@@ -17,6 +17,7 @@ import hpcdist as dist
 from hpcdist.cli.bench_timing import Bench
 
 NBYTES = 32 << 20
+SEVERAL = 10  # matrix products that are timed together
 CALLS = 11  # the first ones make what later ones use
 
 
@@ -44,11 +45,16 @@ def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:
     send, recv = data.numpy(), other.numpy()
 
     reducing = typical_seconds(bench, lambda: dist.all_reduce(data))
-    products = max(1, round(reducing / typical_seconds(bench, lambda: matrix @ matrix)))
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+
+    several = typical_seconds(bench, lambda: multiply(SEVERAL))
+    products = max(1, round(reducing / several * SEVERAL))
 
     def compute() -> None:
-        for _ in range(products):
-            matrix @ matrix
+        multiply(products)
 
     def worker() -> None:
         work = dist.all_reduce(data, async_op=True)

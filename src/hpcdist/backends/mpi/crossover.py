@@ -55,7 +55,7 @@ BYTES: Measured = {
     "MPICH": {
         2: {
             "all_reduce": (16 * KIB,),
-            "broadcast": (1 * MIB,),
+            "broadcast": (2 * MIB,),
             "all_gather_single": (),
             "reduce_scatter_single": (4 * MIB,),
             "all_to_all_single": (),
@@ -78,7 +78,7 @@ BYTES: Measured = {
         },
         4: {
             "all_reduce": (16 * MIB,),
-            "broadcast": (64 * KIB,),
+            "broadcast": (1 * MIB,),
             "all_gather_single": (4 * MIB,),
             "reduce_scatter_single": (4 * MIB,),
             "all_to_all_single": (),
