@@ -1,0 +1,48 @@
+"""Is Intel MPI, and no other, started so that threads may call its collectives?
+
+That they then do not wait for each other, ``tests/mpi/test_async.py`` and ``tests/parity`` show under Intel MPI itself.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdist.backends.mpi import threads
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch):
+    monkeypatch.setenv(threads.VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(threads.VARIABLE)
+    threads.warn_once.cache_clear()
+
+
+def library(vendor):
+    return SimpleNamespace(get_vendor=lambda: (vendor, (1, 0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "given", "expected"),
+    [("Intel MPI", None, "pt2pt"), ("Intel MPI", "shm", "shm"), ("MPICH", None, None), ("Open MPI", None, None)],
+)
+def test_what_is_set_before_the_start(vendor, given, expected, monkeypatch):
+    if given is not None:
+        monkeypatch.setenv(threads.VARIABLE, given)
+    threads.prepare(library(vendor))
+    assert os.environ.get(threads.VARIABLE) == expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "given", "count"), [("Intel MPI", "shm", 1), ("Intel MPI", "pt2pt", 0), ("MPICH", "shm", 0)]
+)
+def test_a_start_that_is_not_ours_is_warned_of_once(vendor, given, count, monkeypatch):
+    monkeypatch.setenv(threads.VARIABLE, given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads.warn_once(vendor)
+        threads.warn_once(vendor)
+    assert len(caught) == count
