@@ -18,7 +18,7 @@ from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ROWS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
