@@ -48,8 +48,8 @@ test-gloo: $(READY)
 test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
-	PYTHONPATH=tests/fakes HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
-	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
+	HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
+	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p tests.fakes.nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
 
 $(VENV)/.nccl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import fake_nccl as fake
-
 from hpcdist.backends.mpi import staging
 from hpcdist.backends.mpi.backend import MPIBackend
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
+from tests.fakes import fake_nccl as fake
 
 
 class Staged(staging.StagedBackend):
@@ -41,4 +40,4 @@ class Staged(staging.StagedBackend):
         self.inner.close()
 
 
-registry.ENTRIES["mpi_staged"] = registry.Entry("mpi_staged", "Staged", ("cpu",), "")
+registry.ENTRIES["mpi_staged"] = registry.Entry("tests.fakes.mpi_staged", "Staged", ("cpu",), "")
