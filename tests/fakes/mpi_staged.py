@@ -1,7 +1,7 @@
 """Do the facade's tests pass when every tensor goes through a staging copy? A pytest plugin.
 
-    HPCDIST_TEST_BACKEND=cpu:mpi_staged,cuda:mpi PYTHONPATH=src:tests/fakes \
-        mpirun -n 2 python -m pytest -p mpi_staged --with-mpi tests/mpi
+    HPCDIST_TEST_BACKEND=cpu:mpi_staged,cuda:mpi \
+        mpirun -n 2 python -m pytest -p tests.fakes.mpi_staged --with-mpi tests/mpi
 
 The copies, their order and what MPI is given are the real ones; the device is CPU memory, because there is no other.
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs import LIBRARY, mpirun_command
+from tests.programs import MPIRUN as MPIRUN  # for the tests here
 from tests.programs import environment as settings
 
 HERE = Path(__file__).parent

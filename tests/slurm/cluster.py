@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from supervisor import descendants
+from tests.slurm.supervisor import descendants
 
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS_PER_NODE = 4

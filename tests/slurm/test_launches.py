@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.slurm.supervisor import descendants
 
 from hpcdist.launch import hostlist
 from tests.programs import environment
 from tests.slurm.cluster import NODES, wait_until
+from tests.slurm.supervisor import descendants
 
 
 def test_srun_without_mpi_is_an_error_not_lonely_worlds(cluster, jobs, pythons):
@@ -97,8 +97,7 @@ def test_the_controller_accounts_for_each_job(cluster, submit, jobs, any_mpi):
 def test_a_killed_test_run_takes_its_cluster_with_it():
     script = (
         "import time\n"
-        "from tests.programs import environment
-from tests.slurm.cluster import Cluster\n"
+        "from tests.slurm.cluster import Cluster\n"
         "with Cluster() as c:\n"
         "    c.run('sbatch', '--wrap=srun sleep 600', '--output=/dev/null')\n"
         "    while not any('sleep 600' in line for line in c.processes()): time.sleep(0.1)\n"
