@@ -81,7 +81,7 @@ def why_not() -> str:
     if not any(Path("/usr/lib").glob("*/libpmix.so")):
         missing.add(PMIX_LIBRARY)
     if missing:
-        return f"Slurm is not installed: apt-get install {' '.join(sorted(missing))}"
+        return f"no {', '.join(sorted(missing))} here: bash tests/slurm/install.sh (Debian, as root)"
     if os.geteuid() != 0:
         return "slurmd starts jobs as other users, which takes root"
     return ""
