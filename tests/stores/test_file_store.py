@@ -8,11 +8,11 @@ import time
 from datetime import timedelta
 
 import pytest
-import store_workers
 import torch.distributed as dist
-from store_contract import StoreContract
 
 import stores
+from tests.stores import store_workers
+from tests.stores.store_contract import StoreContract
 
 
 def records(path):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch.distributed as dist
-from store_contract import StoreContract
 
 import stores
+from tests.stores.store_contract import StoreContract
 
 
 class TestPrefixStore(StoreContract):

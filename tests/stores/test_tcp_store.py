@@ -9,11 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import store_workers
 import torch.distributed as dist
-from store_contract import StoreContract
 
 import stores
+from tests.stores import store_workers
+from tests.stores.store_contract import StoreContract
 
 
 class TestTCPStore(StoreContract):

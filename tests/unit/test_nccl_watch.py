@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
 from hpcdist.watch import whereabouts
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import fake_nccl as fake
+from tests.fakes import fake_nccl as fake
 
 SUM = ReduceOp.RedOpType.SUM
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hpcdist as dist
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench.timing import Bench
 
 NBYTES = 32 << 20
 SEVERAL = 10  # matrix products that are timed together

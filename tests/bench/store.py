@@ -22,8 +22,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from hpcdist.cli import bench_store_rows as rows
-from hpcdist.cli.bench_store_rows import Server, Setting
+from tests.bench import store_rows as rows
+from tests.bench.store_rows import Server, Setting
 
 KINDS = {  # name -> (is the server ours, is the client ours)
     "torch": (False, False),
@@ -82,7 +82,7 @@ def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
     """
     rows.raise_limit()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "stores", "hpcdist.cli.bench_store_rows"])
+    context.set_forkserver_preload(["torch.distributed", "stores", "tests.bench.store_rows"])
     servers = {is_ours: Server(context, is_ours) for is_ours in (False, True)}
     wanted = {name: row for name, row in ROWS.items() if only is None or only in name}
     figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in wanted}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hpcdist as dist
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench.timing import Bench
 
 
 def compare(bench: Bench, group_size: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcdist.backends.mpi import crossover
-from hpcdist.cli.bench_timing import Bench, Figure
+from hpcdist.cli.bench.timing import Bench, Figure
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcdist as dist
-from hpcdist.cli import bench_collectives, bench_groups, bench_init, bench_objects, bench_overlap, bench_p2p
-from hpcdist.cli.bench_timing import Bench, Figure
+from hpcdist.cli.bench import collectives, groups, init, objects, overlap, p2p
+from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.journal import Journal
 from hpcdist.core.table import ALL_REDUCE
 
@@ -41,17 +41,17 @@ def all_reduces(bench: Bench) -> list[Verdict]:
     """Check all_reduce of float32 over all sizes."""
     found = []
     for size in (4, 256, 4 * KIB) if bench.size == 2 else ():
-        medians = bench_collectives.compare(bench, "all_reduce", torch.float32, size)
+        medians = collectives.compare(bench, "all_reduce", torch.float32, size)
         found.append(at_most(f"all_reduce float32 {size} B", medians, "mpi4py", 1.0, LATENCY))
     for size in (16 * KIB, 64 * KIB, 256 * KIB) if bench.size == 2 else ():
-        medians = bench_collectives.compare(bench, "all_reduce", torch.float32, size)
+        medians = collectives.compare(bench, "all_reduce", torch.float32, size)
         found.append(at_most(f"all_reduce float32 {size // KIB} KiB", medians, "mpi4py", 1.1))
     for size, factor in ((1, 1.0), (4, 0.7), (16, 0.7), (64, 0.5)):
-        medians = bench_collectives.compare(bench, "all_reduce", torch.float32, size * MIB)
+        medians = collectives.compare(bench, "all_reduce", torch.float32, size * MIB)
         found.append(at_most(f"all_reduce float32 {size} MiB", medians, "mpi4py", factor))
         found.append(at_most(f"all_reduce float32 {size} MiB", medians, "copy", 2.5))
         for dtype in (torch.bfloat16, torch.float16):
-            half = bench_collectives.compare(bench, "all_reduce", dtype, size * MIB)
+            half = collectives.compare(bench, "all_reduce", dtype, size * MIB)
             name = f"all_reduce {str(dtype)[6:]} {size} MiB"
             found.append(at_most(name, half | {"our float32": medians["hpcdist"]}, "our float32", 1.0))
             found.append(at_most(name, half, "gloo", 0.25))
@@ -63,31 +63,29 @@ def moves(bench: Bench) -> list[Verdict]:
     found = []
     for name in ("broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single"):
         for size in (16 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB):
-            medians = bench_collectives.compare(bench, name, torch.float32, size)
+            medians = collectives.compare(bench, name, torch.float32, size)
             found.append(at_most(f"{name} {size // KIB} KiB", medians, "mpi4py", 1.1))
     return found
 
 
 def messages(bench: Bench) -> list[Verdict]:
     """Check ping-pong and barrier."""
-    found = [
-        at_most(f"ping-pong {size} B", bench_p2p.compare(bench, size), "mpi4py", 1.0, LATENCY) for size in (4, 1024)
-    ]
-    return [*found, at_most("barrier", bench_p2p.barrier(bench), "mpi4py", 1.0, LATENCY)]
+    found = [at_most(f"ping-pong {size} B", p2p.compare(bench, size), "mpi4py", 1.0, LATENCY) for size in (4, 1024)]
+    return [*found, at_most("barrier", p2p.barrier(bench), "mpi4py", 1.0, LATENCY)]
 
 
-def objects(bench: Bench) -> list[Verdict]:
+def gathered_objects(bench: Bench) -> list[Verdict]:
     """Check all_gather_object."""
-    medians = bench_objects.compare(bench, "small dict")
+    medians = objects.compare(bench, "small dict")
     what = "all_gather_object, small dict"
     return [at_most(what, medians, "mpi4py", 1.5), at_most(what, medians, "gloo", 0.05)]
 
 
-def groups(bench: Bench) -> list[Verdict]:
+def subgroups(bench: Bench) -> list[Verdict]:
     """Check new_subgroups, where there are as many ranks as its target speaks of."""
     if bench.size < 16:
         return []
-    return [at_most("new_subgroups, destroyed", bench_groups.compare(bench, max(1, bench.size // 2)), "mpi4py", 1.5)]
+    return [at_most("new_subgroups, destroyed", groups.compare(bench, max(1, bench.size // 2)), "mpi4py", 1.5)]
 
 
 def coalesced(bench: Bench) -> list[Verdict]:
@@ -105,9 +103,9 @@ def coalesced(bench: Bench) -> list[Verdict]:
 
 def overlaps(bench: Bench) -> list[Verdict]:
     """Check that an asynchronous all_reduce hides behind computing, where there are cores for both."""
-    if not bench_overlap.has_spare_cores(bench):
+    if not overlap.has_spare_cores(bench):
         return []
-    medians = bench_overlap.compare(bench)
+    medians = overlap.compare(bench)
     longer = max(medians["all_reduce"], medians["compute"])
     ours = medians["hpcdist"]
     found = f"{ours:.0f} µs, longer one {longer:.0f}: {ours / longer:.2f}; in turn {medians['in turn']:.0f}"
@@ -119,7 +117,7 @@ def imports(bench: Bench) -> list[Verdict]:
     """Check the time of the import, in processes of their own."""
     figure: Figure | None = None
     if bench.rank == 0:
-        times = bench_init.import_time()
+        times = init.import_time()
         figure = Figure("import hpcdist after torch", "", 0, "hpcdist", times[2], times[0], times[-1])
     figure = bench.comm.bcast(figure)
     found = f"{figure.median / 1000:.0f} ms" if figure else ""
@@ -149,7 +147,7 @@ def records(bench: Bench) -> list[Verdict]:
     return [Verdict("the record of a call, for the watchdog", "≤ 0.2 µs", f"{each:.2f} µs", each <= 0.2)]
 
 
-CHECKS = (all_reduces, moves, messages, objects, groups, coalesced, overlaps, records, imports)
+CHECKS = (all_reduces, moves, messages, gathered_objects, subgroups, coalesced, overlaps, records, imports)
 
 
 def measure(bench: Bench) -> int:

@@ -20,9 +20,9 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.mpi import crossover
 from hpcdist.backends.mpi.shared_memory import NodeShared
 from hpcdist.backends.mpi.sharing import SHARED_CALLS
-from hpcdist.cli.bench_collectives import COLLECTIVES, buffers
-from hpcdist.cli.bench_report import bands, size_name
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench.collectives import COLLECTIVES, buffers
+from hpcdist.cli.bench.report import bands, size_name
+from hpcdist.cli.bench.timing import Bench
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB

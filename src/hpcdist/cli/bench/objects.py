@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import hpcdist as dist
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench.timing import Bench
 
 OBJECTS: dict[str, Any] = {
     "small dict": {"loss": 0.5, "step": 17, "name": "metrics"},

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from hpcdist.cli.bench_timing import Bench, Figure
+from hpcdist.cli.bench.timing import Bench, Figure
 
 PROGRAM = "import time, torch, torch.distributed; t = time.perf_counter(); import hpcdist; {check}; {show}"
 CHECK = "import sys; assert 'mpi4py.MPI' not in sys.modules"

@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 import hpcdist as dist
 from hpcdist.backends.mpi import runtime
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench.timing import Bench
 
 Calls = dict[str, Callable[[], Any]]
 

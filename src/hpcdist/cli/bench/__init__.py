@@ -13,22 +13,20 @@ from typing import Any
 import torch
 
 import hpcdist as dist
-from hpcdist.cli import bench_report
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench import report
+from hpcdist.cli.bench.timing import Bench
 from hpcdist.cli.job_arguments import JobParser
 
 # what can be timed -> the module whose ``measure(bench)`` does it, or whose ``run(args)`` takes over
 SUBJECTS: dict[str, str] = {
-    "collectives": "hpcdist.cli.bench_collectives",
-    "p2p": "hpcdist.cli.bench_p2p",
-    "objects": "hpcdist.cli.bench_objects",
-    "groups": "hpcdist.cli.bench_groups",
-    "overlap": "hpcdist.cli.bench_overlap",
-    "init": "hpcdist.cli.bench_init",
-    "targets": "hpcdist.cli.bench_targets",
-    "crossover": "hpcdist.cli.bench_crossover",
-    "store": "hpcdist.cli.bench_store",
-    "ddp": "hpcdist.cli.bench_ddp",
+    "collectives": "hpcdist.cli.bench.collectives",
+    "p2p": "hpcdist.cli.bench.p2p",
+    "objects": "hpcdist.cli.bench.objects",
+    "groups": "hpcdist.cli.bench.groups",
+    "overlap": "hpcdist.cli.bench.overlap",
+    "init": "hpcdist.cli.bench.init",
+    "crossover": "hpcdist.cli.bench.crossover",
+    "ddp": "hpcdist.cli.bench.ddp",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -80,13 +78,13 @@ def run(args: list[str]) -> int:
     Returns:
         The exit status: 0, or 1 where a target was missed (subject ``targets``).
     """
-    if args and args[0] in ("store", "ddp"):
+    if args and args[0] == "ddp":
         return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
     device = JobParser(prog="python -m hpcdist bench", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen, args = device.parse_known_args(args)
     if chosen.device == "cuda":
-        return int(importlib.import_module("hpcdist.cli.bench_cuda").run(args))
+        return int(importlib.import_module("hpcdist.cli.bench.cuda").run(args))
     options = parser().parse_args(args)
     module: Any = importlib.import_module(SUBJECTS[options.subject])
     began = not dist.is_initialized()
@@ -95,9 +93,9 @@ def run(args: list[str]) -> int:
     try:
         bench = Bench(options)
         if options.explain:
-            bench_report.explain(bench)
+            report.explain(bench)
         status = module.measure(bench) or 0
-        bench_report.write(bench)
+        report.write(bench)
     finally:
         if began:
             dist.destroy_process_group()

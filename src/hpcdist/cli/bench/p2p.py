@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import hpcdist as dist
-from hpcdist.cli.bench_collectives import sizes
-from hpcdist.cli.bench_timing import Bench
+from hpcdist.cli.bench.collectives import sizes
+from hpcdist.cli.bench.timing import Bench
 
 
 def ping_pong(bench: Bench, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Callable[[], None]:
