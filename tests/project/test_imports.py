@@ -102,6 +102,6 @@ def test_import_torch_loads_the_standard_library_alone():
 
 
 def test_the_store_server_needs_the_standard_library_alone():
-    for name in ("tcp_server", "tcp_session", "tcp_space", "tcp_requests", "tcp_wire", "tcp_frames"):
+    for name in ("integers", "tcp/wire", *(f"tcp/server/{name}" for name in ("main", "loop", "requests", "keys"))):
         found = {imported.split(".")[0] for imported in imports(SRC / "stores" / f"{name}.py")}
         assert not found & {"torch", "numpy", "mpi4py", "hpcdist"}, name
