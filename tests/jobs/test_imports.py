@@ -11,7 +11,7 @@ from tests.programs import mpirun, run
 UNTOUCHED = """
 import sys, hpcdist
 assert "mpi4py" not in sys.modules, "import hpcdist imported mpi4py"
-assert "stores.tcp_server" not in sys.modules
+assert "stores.tcp.server.loop" not in sys.modules
 """
 
 CHILDREN = """

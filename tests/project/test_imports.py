@@ -57,7 +57,7 @@ CIRCLES = {
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own
 FAMILIES = {"gloo": "foreign"}
-STORE_SERVER = "stores.tcp_helper"  # the first module that the server's process imports
+STORE_SERVER = "stores.tcp.server.main"  # the first module that the server's process imports
 Graph = dict[str, set[str]]
 
 
@@ -198,7 +198,7 @@ def test_stores_know_nothing_of_hpcdist():
 
 def test_the_store_server_needs_only_the_standard_library():
     found = reached(WHOLE, [STORE_SERVER])
-    assert "stores.tcp_space" in found
+    assert "stores.tcp.server.keys" in found
     assert not {name.split(".")[0] for name in found} & {"torch", "numpy", "mpi4py", "hpcdist"}
 
 

@@ -1,4 +1,4 @@
-"""Which processes and servers do the store tests use? (Loopback only.)"""
+"""Processes and servers that the store tests use (loopback only)."""
 
 import multiprocessing
 

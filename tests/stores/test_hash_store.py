@@ -1,4 +1,4 @@
-"""Does HashStore keep the contract?"""
+"""HashStore: the contract."""
 
 import pytest
 import torch.distributed as dist

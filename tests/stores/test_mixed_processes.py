@@ -1,4 +1,4 @@
-"""Do processes with our stores and torch's work together, on both servers, and under torch's gloo?"""
+"""Processes with our stores and torch's work together, on both servers, and under torch's gloo."""
 
 import pytest
 import torch.distributed as dist

@@ -13,8 +13,8 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.issue import issue
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD

@@ -1,17 +1,19 @@
-"""What goes over the wire between a TCPStore and its server?
+"""Wire format between a TCPStore and its server: request numbers, constants, limits, and the secret's proof.
 
 Numbers are little-endian. A string is a u64 length and that many bytes; a list is a u64 count and that
 many strings. A request is one byte (the table below) and its arguments; a reply carries no type. The
 protocol is that of torch 2.13's TCPStore (see docs/explanation/store-protocol.md); the greeting and the
 secret are ours.
 
-Standard library alone: the server process imports this file without torch.
+Standard library only: the server process imports this file without torch.
 """
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Sequence
 from enum import IntEnum
+
+from stores.integers import U32, U64
 
 
 class Request(IntEnum):
@@ -40,10 +42,6 @@ class Request(IntEnum):
 
 OPCODES = {request: bytes((request,)) for request in Request}
 
-U32 = struct.Struct("<I")
-U64 = struct.Struct("<Q")
-I64 = struct.Struct("<q")
-
 MAGIC = 0x3C85F7CE
 WOKEN = b"\0"  # reply to WAIT and BARRIER
 CANCELED = b"\1"  # reply to CANCEL_WAIT
@@ -51,7 +49,7 @@ PRESENT = b"\0"  # replies to CHECK
 ABSENT = b"\1"
 
 # torch pings with its process id, which Linux keeps at or below 2**22. A ping above that is our own client's
-# greeting, and our own server answers it with one of the two words below, where torch's server sends it back.
+# greeting; our own server answers it with one of the two words below, torch's server sends it back.
 GREETING = U32.pack(0xC10D57A9)
 GREETING_OPEN = U32.pack(0xC10D57AA)
 GREETING_SECRET = U32.pack(0xC10D57AB)
@@ -79,7 +77,7 @@ def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) 
     Returns:
         HMAC-SHA256 over role and both nonces, ``PROOF_SIZE`` bytes.
     """
-    import hmac  # here, since OpenSSL costs the server's start several milliseconds
+    import hmac  # here, because OpenSSL adds several milliseconds to the server's start
 
     return hmac.digest(secret, b"hpcdist-store-1 " + role + server_nonce + client_nonce, "sha256")
 
@@ -91,40 +89,11 @@ def is_proof(given: bytes, expected: bytes) -> bool:
     return hmac.compare_digest(given, expected)
 
 
-def wrap_i64(number: int) -> int:
-    """Wrap an integer to 64 bits with sign, as the sums of torch's servers do."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+def pack_string(text: bytes) -> bytes:
+    """Return a string as it is sent: its length and its bytes."""
+    return U64.pack(len(text)) + text
 
 
-def parse_i64(text: bytes) -> int:
-    """Read a decimal as C's ``strtoll`` does: leading blanks and trailing garbage pass.
-
-    Args:
-        text: The stored value.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: When there is no number at the start.
-        OverflowError: When it does not fit into 64 bits.
-    """
-    text = text[:_LONGEST_NUMBER]
-    try:
-        number = int(text) if text.isdigit() else int(_leading_number(text))
-    except ValueError:
-        raise ValueError(f"the value {text[:32]!r} is no decimal number") from None
-    if not -(1 << 63) <= number < 1 << 63:
-        raise OverflowError(f"the value {text[:32]!r} does not fit into 64 bits")
-    return number
-
-
-_LONGEST_NUMBER = 4000  # Python's own limit is 4300 digits; nothing longer is looked at
-
-
-def _leading_number(text: bytes) -> bytes:
-    text = text.lstrip(b" \t\n\v\f\r")
-    end = 1 if text[:1] in (b"+", b"-") else 0
-    while end < len(text) and text[end : end + 1].isdigit():
-        end += 1
-    return text[:end]
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """Return a list of keys as it is sent: their count and the strings."""
+    return U64.pack(len(keys)) + b"".join(map(pack_string, keys))

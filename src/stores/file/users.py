@@ -1,10 +1,10 @@
-"""Who uses a FileStore's file, and is it left from an earlier run?
+"""Users of a FileStore's file: counts them in and out, and finds a file that is left from an earlier run.
 
 As in torch, ``refcount/`` counts the users that are there and ``cleanup/`` those that have left; the
-last one removes the file once ``world_size`` have left. Where a world_size is given, each of our users
-also leaves a note of its host, boot, pid namespace, pid and start time, which torch skips. By these
-notes a file whose world is complete and whose users all died is started anew; where that cannot be known
-(torch's users, other hosts) opening it is an error.
+last one removes the file once ``world_size`` have left. If a world_size is given, each of our users also
+leaves a note of its host, boot, pid namespace, pid and start time, which torch skips. By these notes a
+file whose world is complete and whose users have all died is started anew; if that cannot be known
+(torch's users, other hosts), opening it is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import weakref
 
 from stores.errors import DistError, DistStoreError
-from stores.file_log import FIRST_KEY, NOTE, FileLog
+from stores.file.log import FIRST_KEY, NOTE, FileLog
 
 LEFT_KEY = b"cleanup/"
 HERE, LEFT = b"here", b"left"
@@ -24,7 +24,7 @@ LEAVE_S = 2.0  # how long a leaving user waits for the lock
 
 
 def _start_time(pid: int) -> str:
-    """Return when a process began (clock ticks since boot); "" when there is none."""
+    """Return when a process began (clock ticks since boot); "" if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -34,7 +34,7 @@ def _start_time(pid: int) -> str:
 
 
 def _place() -> str:
-    """Return what tells this machine, boot and pid namespace from others."""
+    """Return text that identifies this machine, boot and pid namespace."""
     boot = space = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -44,7 +44,7 @@ def _place() -> str:
 
 
 def _may_live(note: bytes) -> bool | None:
-    """Return whether the user of a note lives; None when this machine cannot know."""
+    """Return whether the user of a note lives; None if this machine cannot know."""
     host, boot, space, pid, start, _ = note[len(NOTE) :].decode().split(" ")
     our_host, our_boot, our_space = _place().split(" ")
     if host != our_host or (boot == our_boot and space != our_space):
@@ -71,7 +71,7 @@ class FileUser:
 
 
 def _leave(log: FileLog, world_size: int, note: bytes | None, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child is no user of its own
+    if os.getpid() != pid:  # a forked child is not a user of its own
         return
     with contextlib.suppress(DistError, OSError, ValueError), log.writing(time.monotonic() + LEAVE_S) as fd:
         gone = log.add(fd, LEFT_KEY, 1)
@@ -85,7 +85,7 @@ def _leave(log: FileLog, world_size: int, note: bytes | None, pid: int) -> None:
 def _refuse_stale(log: FileLog, fd: int, world_size: int) -> None:
     there, gone = log.count(FIRST_KEY), log.count(LEFT_KEY)
     if there + gone < world_size:
-        return  # not all have come yet: we are one of them
+        return  # not all have come yet, and this one is among those still to come
     users = [_may_live(note) for note, state in log.notes.items() if state == HERE]
     if any(users):
         return

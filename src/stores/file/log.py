@@ -1,9 +1,9 @@
-"""How do processes share one append-only file?
+"""Append-only file of records that processes share: torch's FileStore format, read and written under flock.
 
-The format is torch's: records ``u32 key length, key, u32 value length, value``, the last record of a key
-wins, a key with "-" before it deletes; flock(2) on the file, shared for readers, exclusive for writers.
-Unlike torch, a record is written by one call, a torn record at the end (a writer was killed) is cut off
-by the next one to see it, and no lock is waited for longer than a deadline.
+A record is ``u32 key length, key, u32 value length, value``; the last record of a key wins, and a key with
+"-" before it deletes. flock(2) on the file is shared for readers, exclusive for writers. Unlike torch's, a
+record is written by one call, a torn record at the end (a writer was killed) is cut off by the next user
+that sees it, and no lock is waited for beyond a deadline.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import time
 from collections.abc import Iterator
 
 from stores.errors import DistStoreError
-from stores.tcp_wire import U32, parse_i64, wrap_i64
+from stores.integers import U32, parse_i64, wrap_i64
 
 MAX_LENGTH = (1 << 32) - 1
 FIRST_KEY = b"refcount/"  # what every FileStore file begins with
 FIRST_BYTES = U32.pack(len(FIRST_KEY)) + FIRST_KEY
-NOTE = b"-/\0"  # a deletion of a key that nobody has: torch skips it, we keep notes there
+NOTE = b"-/\0"  # a deletion of a key that does not exist: torch skips it, we keep notes there
 LOCK_FIRST_PAUSE_S, LOCK_LAST_PAUSE_S = 0.0001, 0.005
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC
@@ -32,7 +32,7 @@ _WRITE_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
 def pack_record(key: bytes, value: bytes) -> bytes:
     """Return one record."""
     if max(len(key), len(value)) > MAX_LENGTH:
-        raise DistStoreError(f"{key[:32]!r}: a FileStore's keys and values end at {MAX_LENGTH} bytes")
+        raise DistStoreError(f"{key[:32]!r}: a FileStore's keys and values may have at most {MAX_LENGTH} bytes")
     return U32.pack(len(key)) + key + U32.pack(len(value)) + value
 
 
@@ -48,7 +48,7 @@ class FileLog:
         self._mine = threading.RLock()
 
     def state(self) -> tuple[int, int]:
-        """Return what changes with every record, without a lock."""
+        """Return inode and size, which change with every record, without a lock."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class FileLog:
 
     @contextlib.contextmanager
     def reading(self, deadline: float | None) -> Iterator[dict[bytes, bytes]]:
-        """Hold the file shared; gives all keys as they are."""
+        """Hold the file shared; yields all keys and values."""
         with self._mine:
             with self._locked(_READ_FLAGS, fcntl.LOCK_SH, deadline) as fd:
                 is_torn = self._load(fd)
@@ -68,7 +68,7 @@ class FileLog:
 
     @contextlib.contextmanager
     def writing(self, deadline: float | None, *, create: bool = False) -> Iterator[int]:
-        """Hold the file exclusively; gives the descriptor for ``append``."""
+        """Hold the file exclusively; yields the descriptor for ``append``."""
         flags = _WRITE_FLAGS | (os.O_CREAT if create else 0)
         with self._mine, self._locked(flags, fcntl.LOCK_EX, deadline) as fd:
             if self._load(fd):
@@ -118,7 +118,7 @@ class FileLog:
                 fd = os.open(self.path, flags, 0o644)
             except FileNotFoundError:
                 raise DistStoreError(
-                    f"the store's file {self.path} is gone: all its users left, or it was removed"
+                    f"the store's file {self.path} is gone: all its users have left, or it was removed"
                 ) from None
             try:
                 if _try_lock(fd, lock):
@@ -143,7 +143,7 @@ class FileLog:
             self._forget()
             self._inode = status.st_ino
         if self._offset == 0 and not self._looks_right(os.pread(fd, len(FIRST_BYTES), 0)):
-            raise DistStoreError(f"{self.path} is no FileStore file (it does not begin with {FIRST_KEY!r})")
+            raise DistStoreError(f"{self.path} is not a FileStore file (it does not begin with {FIRST_KEY!r})")
         parts = []
         at = self._offset
         while at < status.st_size and (part := os.pread(fd, status.st_size - at, at)):

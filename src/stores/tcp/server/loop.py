@@ -1,13 +1,12 @@
-"""How does one thread serve many peers, hostile ones among them, at bounded memory?
+"""Event loop of the server: one thread serves many peers, hostile ones among them, in bounded memory.
 
-An epoll loop. Each readable peer is read once, all complete requests are answered with one send, and the
+Each readable peer is read once, all complete requests are answered with one send, and the
 rest of an unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished
 frames of all peers together may hold ``UNFINISHED_MAX`` bytes; beyond that large frames are let in one
 peer at a time, and one that stalls then is closed. Nothing is allocated for a length that was only
 announced.
 
-Standard library alone. Usually this is a process of its own, started by server_process.py without torch;
-tcp_helper.py says how it ends.
+Standard library only. process.py starts it in a process of its own, without torch; main.py says how that ends.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from stores.tcp_requests import HANDLERS, set_pair
-from stores.tcp_space import Peer, Refused, Space
-from stores.tcp_wire import (
+from stores.tcp.server.keys import Peer, Refused, Space
+from stores.tcp.server.requests import HANDLERS, set_pair
+from stores.tcp.wire import (
     GREETING_SECRET,
     HELLO,
     NONCE_SIZE,
@@ -50,7 +49,7 @@ READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
 
-class Connection(Peer):
+class SocketPeer(Peer):
     """Holds one peer's socket, its unfinished frame and its unsent replies."""
 
     __slots__ = (
@@ -94,15 +93,15 @@ class Server:
         self.secret = secret
         self.space = Space()
         self.epoll = select.epoll()
-        self.connections: dict[int, Connection] = {}
+        self.connections: dict[int, SocketPeer] = {}
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.ticks: list[Callable[[], None]] = []
         self.running = True
         self.unfinished = 0
-        self.turn: Connection | None = None
+        self.turn: SocketPeer | None = None
         self.turn_at = 0.0
         self.turn_bytes = 0
-        self.held: dict[int, Connection] = {}
+        self.held: dict[int, SocketPeer] = {}
         self.is_full = False
         for listener in listeners:
             listener.setblocking(False)
@@ -144,7 +143,7 @@ class Server:
                     self.close(peer)
 
     def accept_all(self) -> None:
-        """Take every connection that is waiting."""
+        """Accept every connection that is waiting."""
         for listener in self.listeners:
             while True:
                 try:
@@ -160,7 +159,7 @@ class Server:
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                peer = Connection(self, sock)
+                peer = SocketPeer(self, sock)
                 self.connections[peer.fd] = peer
                 self.epoll.register(peer.fd, READ)
 
@@ -171,7 +170,7 @@ class Server:
             self.epoll.modify(listener.fileno(), 0)
 
     def tick(self, now: float) -> None:
-        """Do what needs a clock: owner's pulse, descriptors, turns, late proofs."""
+        """Do what needs a clock: the owner's life, descriptors, turns, late proofs."""
         for callback in self.ticks:
             callback()
         if self.is_full or self.secret:
@@ -185,7 +184,7 @@ class Server:
             self.pass_turn(now)
 
     def pass_turn(self, now: float) -> None:
-        """See to it that those who were held back get their turn, at the cost of those that stall."""
+        """Give peers that were held back their turn, and close peers that stall if memory is short."""
         if self.turn is not None and now - self.turn_at >= TURN_S:
             if self.turn_bytes < TURN_BYTES:
                 self.turn = None
@@ -198,7 +197,7 @@ class Server:
         if self.turn is None:
             self.release_held()
 
-    def read(self, peer: Connection) -> None:
+    def read(self, peer: SocketPeer) -> None:
         """Read once and answer what is complete."""
         buf = peer.buf
         size = READ_SIZE
@@ -229,7 +228,7 @@ class Server:
             self.forget(peer)
         self.answer(peer, data)
 
-    def take_turn(self, peer: Connection) -> bool:
+    def take_turn(self, peer: SocketPeer) -> bool:
         """Let the peer finish its large frame now, or hold it back until it is its turn."""
         if self.turn is None and self.unfinished <= UNFINISHED_LIMIT:
             self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
@@ -238,8 +237,8 @@ class Server:
         self.epoll.modify(peer.fd, 0)
         return False
 
-    def forget(self, peer: Connection) -> None:
-        """Drop a peer's unfinished frame, and let those that were held back try again."""
+    def forget(self, peer: SocketPeer) -> None:
+        """Drop a peer's unfinished frame, and let peers that were held back try again."""
         if peer.buf is not None:
             self.unfinished -= len(peer.buf)
             peer.buf = None
@@ -248,12 +247,12 @@ class Server:
             self.release_held()
 
     def release_held(self) -> None:
-        """Let all that were held back try again; the first with data takes the turn."""
+        """Let all peers that were held back try again; the first with data takes the turn."""
         held, self.held = self.held, {}
         for peer in held.values():
             self.epoll.modify(peer.fd, READ)
 
-    def answer(self, peer: Connection, data: bytes) -> None:
+    def answer(self, peer: SocketPeer, data: bytes) -> None:
         """Answer all complete requests in data and keep the rest."""
         pos = at = 0
         end = len(data)
@@ -296,7 +295,7 @@ class Server:
         peer.heavy = False
         peer.checked = None
 
-    def greet(self, peer: Connection, data: bytes) -> int:
+    def greet(self, peer: SocketPeer, data: bytes) -> int:
         """Check how a connection begins; return where its requests start, or -1 while more is needed."""
         if peer.nonce is None:
             peer.need = 5 if self.secret is None else len(HELLO)
@@ -323,7 +322,7 @@ class Server:
         self.transmit(peer, [proof(secret, b"server", peer.nonce, theirs)])
         return peer.need
 
-    def transmit(self, peer: Connection, out: list[bytes]) -> None:
+    def transmit(self, peer: SocketPeer, out: list[bytes]) -> None:
         """Send replies, or queue what the peer does not take now."""
         if peer.unsent is not None:
             peer.unsent.extend(out)
@@ -347,7 +346,7 @@ class Server:
             peer.unsent = deque([memoryview(data)[sent:]])
             self.epoll.modify(peer.fd, WRITE)
 
-    def flush(self, peer: Connection) -> None:
+    def flush(self, peer: SocketPeer) -> None:
         """Send what is queued for a peer, a part of it at a time; then go on with its requests."""
         unsent = peer.unsent
         assert unsent is not None, "only peers with queued replies are watched for writing"
@@ -371,7 +370,7 @@ class Server:
                 self.forget(peer)
                 self.answer(peer, data)
 
-    def close(self, peer: Connection) -> None:
+    def close(self, peer: SocketPeer) -> None:
         """Forget a peer: its wait, its unfinished frame, its descriptor."""
         if self.connections.pop(peer.fd, None) is None:
             return

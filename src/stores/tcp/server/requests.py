@@ -1,12 +1,10 @@
-"""What does the server do for each request?
+"""Request handlers of the server, one function a request, found in ``HANDLERS`` by the request's first byte.
 
-One function a request, found in the table ``HANDLERS`` by the request's first byte:
-
-    handler(space, peer, data, pos, end, out) -> position behind the request, or -1 when it is not complete
+    handler(space, peer, data, pos, end, out) -> position behind the request, or -1 if it is not complete
 
 Replies are appended to ``out``. An incomplete request sets ``peer.need`` to the position up to which
-``data`` must reach before another try is worth it, so that no frame is scanned again from its start with
-every segment. Standard library alone: the server process imports this file without torch.
+``data`` must reach before another try can succeed, so that no frame is scanned again from its start with
+every segment. Standard library only: the server process imports this file without torch.
 """
 
 from __future__ import annotations
@@ -14,23 +12,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from stores.tcp_space import Peer, Refused, Space, Wait
-from stores.tcp_wire import (
+from stores.integers import I64, U64, parse_i64, wrap_i64
+from stores.tcp.server.keys import Peer, Refused, Space, Wait
+from stores.tcp.wire import (
     ABSENT,
     CANCELED,
     GREETING,
     GREETING_OPEN,
-    I64,
     MAX_KEY,
     MAX_KEYS,
     MAX_LIST,
     MAX_VALUE,
     PRESENT,
-    U64,
     WOKEN,
     Request,
-    parse_i64,
-    wrap_i64,
 )
 
 _u64 = U64.unpack_from
@@ -43,7 +38,7 @@ Handler = Callable[[Space, Peer, bytes, int, int, "list[bytes]"], int]
 
 
 def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
-    """Return the end of the string at pos; -1 when it is not there; refuse one that is too long."""
+    """Return the end of the string at pos, -1 if it is not complete; refuse one that is too long."""
     if end - pos < 8:
         peer.need = pos + 8
         return -1
@@ -143,7 +138,7 @@ def _count(space: Space, key: bytes, amount: int) -> int:
 
 
 def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
-    """Return the list of keys at pos and its end: -1 while it is not complete."""
+    """Return the list of keys at pos and its end, -1 while it is not complete."""
     if end - pos < 8:
         peer.need = pos + 8
         return [], -1

@@ -1,21 +1,21 @@
-"""What does the server hold: keys, queues, and who waits for them?
+"""Contents of a server: its keys, its queues, and the clients that wait for them.
 
-Standard library alone: the server process imports this file without torch.
+Standard library only: the server process imports this file without torch.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from stores.tcp_wire import WOKEN
+from stores.tcp.wire import WOKEN
 
 
 class Refused(Exception):
-    """Closes the connection: the protocol has no other way to say no."""
+    """Closes the connection: the protocol has no other way to refuse."""
 
 
 class Wait:
-    """Holds what one WAIT or BARRIER of a peer still misses."""
+    """Holds the keys that one WAIT or BARRIER of a peer still misses."""
 
     __slots__ = ("keys", "missing", "peer", "table")
 
@@ -40,7 +40,7 @@ class Wait:
 
 
 class Peer:
-    """Holds what the requests need to know of one connection (the server adds the socket)."""
+    """Holds what the requests need to know about one connection (the server adds the socket)."""
 
     __slots__ = ("checked", "heavy", "list_left", "need", "pairs", "wait")
 
@@ -58,7 +58,7 @@ class Peer:
 
 
 class Space:
-    """Holds keys, queues and those who wait for them."""
+    """Holds keys, queues and waits."""
 
     __slots__ = ("arrivals", "data", "queues", "waits")
 
@@ -69,7 +69,7 @@ class Space:
         self.arrivals: dict[bytes, dict[Wait, None]] = {}
 
     def tick_off(self, key: bytes) -> None:
-        """Tell all waits that a key was written; it stays ticked off even if deleted meanwhile."""
+        """Tick a written key off all waits; it stays ticked off even if deleted meanwhile."""
         for wait in self.waits.pop(key):
             wait.missing -= 1
             if not wait.missing:
@@ -77,7 +77,7 @@ class Space:
                 wait.peer.wake(WOKEN)
 
     def tick_off_one(self, key: bytes) -> None:
-        """Tell the waits of a queue that one value came: only one of them is woken."""
+        """Tick a queue that got one value off its waits until one is woken: the value is for one of them."""
         waits = self.waits[key]
         for wait in list(waits):
             del waits[wait]

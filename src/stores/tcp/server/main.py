@@ -1,6 +1,6 @@
-"""What runs in the server's own process?
+"""Main program of the server's process: serves until the owner says so, closes the control socket, or dies.
 
-The server, until its owner says so, closes the control socket, or dies. Standard library alone.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import resource
 import signal
 import socket
 
-from stores.tcp_server import Server
-from stores.tcp_wire import U32
+from stores.integers import U32
+from stores.tcp.server.loop import Server
 
 
 def main(arguments: list[str]) -> None:
     """Run a server process: owner's pid, control descriptor, listening descriptors...
 
-    The control socket brings a u32 length and the secret (0: none); a byte after that, or its end, ends the
-    server.
+    The control socket brings the secret as a u32 length (0: no secret) and its bytes; one more byte, or the
+    socket's end, ends the server.
     """
     owner, control_fd, *listen_fds = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     server.watch(control_fd, server.stop)
     try:
         server.watch(os.pidfd_open(owner), server.stop)
-    except (AttributeError, OSError):  # before Linux 5.3: ask now and then
+    except (AttributeError, OSError):  # before Linux 5.3: look at every tick
         server.ticks.append(lambda: None if os.getppid() == owner else server.stop())
     if os.getppid() != owner:
         return

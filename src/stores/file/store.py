@@ -1,4 +1,4 @@
-"""How do processes share keys through a file?"""
+"""FileStore: keys in a file that all ranks reach."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import SupportsIndex, TypeVar
 
 from stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
 from stores.errors import wait_timeout
-from stores.file_log import FileLog
-from stores.file_users import FileUser
+from stores.file.log import FileLog
+from stores.file.users import FileUser
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.01
 
@@ -25,11 +25,11 @@ class FileStore(Store):
     """Keeps keys in a file that all ranks reach (c10d's FileStore, and its format).
 
     Args:
-        file_name: The file; made when it is not there. A folder that all ranks share and flock(2) works on.
-        world_size: With a number, the last user removes the file once so many have left; -1 leaves it.
+        file_name: The file; made if it is not there. All ranks must share its folder, and flock(2) must work there.
+        world_size: If 0 or more, the last user removes the file once so many have left; -1 leaves it.
 
     Raises:
-        DistStoreError: When the file is left from an earlier run, or is no FileStore file.
+        DistStoreError: If the file is left from an earlier run, or is not a FileStore file.
     """
 
     def __init__(self, file_name: str, world_size: SupportsIndex = -1) -> None:
@@ -45,7 +45,7 @@ class FileStore(Store):
         return self._path
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, in place of any earlier one."""
+        """Store a value, replacing any earlier one."""
         pair = (_key(key), as_bytes(value, "value"))
         with self._log.writing(self._deadline()) as fd:
             self._log.append(fd, pair)
@@ -66,7 +66,7 @@ class FileStore(Store):
         return self._when_there(wanted, self._seconds, lambda data: [data[key] for key in wanted])
 
     def append(self, key: Text, value: Text) -> None:
-        """Put a value behind the one that is there."""
+        """Append to a value; a missing key counts as empty."""
         name, value = _key(key), as_bytes(value, "value")
         with self._log.writing(self._deadline()) as fd:
             self._log.append(fd, (name, self._log.data.get(name, b"") + value))
@@ -75,8 +75,8 @@ class FileStore(Store):
         """Add to a decimal counter and return the total.
 
         Raises:
-            ValueError: When the value is no number.
-            IndexError: When the value does not fit into 64 bits (torch's class for it).
+            ValueError: If the value is not a number.
+            IndexError: If the value does not fit into 64 bits (torch's class for it).
         """
         name, amount = _key(key), as_amount(amount)
         with self._log.writing(self._deadline()) as fd:
@@ -106,7 +106,7 @@ class FileStore(Store):
         self._when_there([b"/" + key for key in keys], seconds, lambda data: None)
 
     def delete_key(self, key: Text) -> bool:
-        """Delete a key; True whether it was there or not, as with torch's."""
+        """Delete a key; returns True even if it was not there, as torch's does."""
         name = _key(key)
         with self._log.writing(self._deadline()) as fd:
             self._log.append(fd, (b"-" + name, b""))
@@ -135,7 +135,7 @@ class FileStore(Store):
         return twin
 
     def _deadline(self) -> float | None:
-        # a lock is waited for at least so long that a busy file is no error
+        # at least one second, so that a busy file is not an error
         return None if self._seconds < 0 else time.monotonic() + max(self._seconds, 1.0)
 
     def _when_there(self, keys: list[bytes], seconds: float, use: Callable[[dict[bytes, bytes]], T]) -> T:
@@ -144,7 +144,7 @@ class FileStore(Store):
         lock_deadline = None if deadline is None else max(deadline, start + 0.05)
         pause = FIRST_PAUSE_S
         while True:
-            seen = self._log.state()  # before reading: what is written meanwhile is news
+            seen = self._log.state()  # before reading, so that what is written meanwhile changes it
             with self._log.reading(lock_deadline) as data:
                 missing = [key for key in keys if key not in data]
                 if not missing:

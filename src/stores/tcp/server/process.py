@@ -1,16 +1,17 @@
-"""How does a server start beside its owner, and end with it?
+"""Server process: starts a TCPStore's server beside its owner, and ends it with the owner.
 
-A helper process runs tcp_helper.py with the standard library alone (no site, no torch; about 15 ms), so
-that rank 0's interpreter lock has no say in it. The listening sockets are made here, where errors can be
-raised, and handed down; clients can connect at once, since the kernel queues them. The helper ends on a
-byte or the end of its control socket, and when its owner's pid goes away (pidfd), which also covers
-``kill -9`` and forked children that keep the socket open.
+The process runs main.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
+interpreter lock does not slow it. The listening sockets are made here, so that errors are raised here, and
+handed down; clients can connect at once, because the kernel queues them. The process ends on a byte or the
+end of its control socket, and when its owner's pid goes away (pidfd), which also covers ``kill -9`` and
+forked children that keep the socket open.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import subprocess
@@ -18,34 +19,59 @@ import sys
 import weakref
 from pathlib import Path
 
-from stores.tcp_wire import U32
+from stores.integers import U32
 
 BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
 PORT_TRIES = 16
 END_S = 2.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give large values back
 
-# An empty package "stores" of the right path: its modules are found, its __init__, which imports torch,
+# An empty package "stores" of the right path: its modules are found, but its __init__, which imports torch,
 # never runs.
 _START = (
     "import sys, types; package = types.ModuleType('stores'); package.__path__ = [sys.argv[1]]; "
-    "sys.modules['stores'] = package; from stores.tcp_helper import main; main(sys.argv[2:])"
+    "sys.modules['stores'] = package; from stores.tcp.server.main import main; main(sys.argv[2:])"
 )
+_HOME = str(Path(__file__).resolve().parents[2])
+_LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def _is_name(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host not in ("", "localhost")
+    return False
+
+
+def own_address(host: str) -> str:
+    """Return where the server's own client connects: loopback for a server that listens on every interface."""
+    return _LOOPBACKS.get("" if _is_name(host) else host, host)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on every address that the host name means, and on no other.
+    """Listen at an address, or for a name on every interface.
 
     Args:
-        host: A name or address of this machine; "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are.
+        host: An address of this machine; "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost"
+            is loopback. Any other name is every interface: on Debian a host's own name means 127.0.1.1 on the host
+            and its real address elsewhere, and torch's TCPStore listens on every interface too.
         port: The port; 0 takes a free one.
 
     Returns:
         The listening sockets, all on one port.
 
     Raises:
-        OSError: When the name is unknown, is no address of this machine, or the port is in use.
+        OSError: If the address is not this machine's, or the port is in use.
     """
+    if _is_name(host):
+        try:
+            return listen("::", port)
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+            host = "0.0.0.0"  # a kernel without IPv6
     found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
     for _ in range(PORT_TRIES):
@@ -58,7 +84,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
                     try:
                         listeners.append(failed.enter_context(_bind(family, (name, taken, *scope))))
                     except OSError as error:
-                        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        if error.errno not in _NOT_HERE:
                             raise
                         absent = error  # of several addresses one may not be configured here, such as ::1
             except OSError as error:
@@ -87,23 +113,22 @@ def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
 
 
 def take_over(fd: int) -> socket.socket:
-    """Listen on a socket that the caller has bound; the caller's descriptor is used up."""
+    """Listen on a socket that the caller has bound; the descriptor is ours from then on."""
     listener = socket.socket(fileno=fd)
     listener.listen(BACKLOG)
     return listener
 
 
 class ServerProcess:
-    """Owns a server's helper process; the last reference to it ends the server."""
+    """Owns a server's process; the last reference to it ends the server."""
 
     def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
         self.host, self.port = listeners[0].getsockname()[:2]
         ours, theirs = socket.socketpair()
         handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]
-        home = str(Path(__file__).resolve().parent)
         try:
             self.process = subprocess.Popen(
-                [_python(), "-I", "-S", "-c", _START, home, str(os.getpid()), *map(str, handed)],
+                [_python(), "-I", "-S", "-c", _START, _HOME, str(os.getpid()), *map(str, handed)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=handed,
@@ -123,7 +148,7 @@ class ServerProcess:
 
 
 def _end(process: subprocess.Popen, control: socket.socket, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child has a copy of the handle, not of the server
+    if os.getpid() != owner:  # a forked child has a copy of the handle, but no server
         process.returncode = 0  # and must not warn about a process that is not its child
         return
     with contextlib.suppress(OSError):
@@ -142,5 +167,5 @@ def _python() -> str:
     embedded = not sys.executable or "python" not in Path(sys.executable).name
     path = str(Path(sys.base_exec_prefix, "bin", version)) if embedded else sys.executable
     if not os.access(path, os.X_OK):
-        raise FileNotFoundError(errno.ENOENT, "found no Python to run the store's server with", path)
+        raise FileNotFoundError(errno.ENOENT, "found no Python that could run the store's server", path)
     return path
