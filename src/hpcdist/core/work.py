@@ -238,6 +238,7 @@ class Queue:
         if get_ident() == self._thread.ident:
             carry_out(call, work)
             return work
+        call = in_modes_of_caller(call)
         with self._wake:
             if self.broken is not None:
                 raise DistBackendError(f"no call can follow on this group: {self.broken}")
@@ -291,6 +292,23 @@ class Queue:
             carry_out(call, work)
             self.running = None
             del call, work  # the buffers belong to the caller again
+
+
+def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a call that runs in this thread's modes of autograd wherever it is carried out.
+
+    Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
+    ``torch.no_grad()``. Both modes belong to a thread.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and torch.is_grad_enabled():
+        return call  # as any thread begins
+
+    def run() -> None:
+        with torch.inference_mode() if is_inference else torch.no_grad():
+            call()
+
+    return run
 
 
 def carry_out(call: Callable[[], None], work: QueuedWork) -> None:
