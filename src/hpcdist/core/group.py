@@ -18,12 +18,13 @@ from hpcdist.core import errors
 from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.journal import Journal
 from hpcdist.core.repetition import Known
+from stores.keep_alive import KeptAlive
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
 
 
-class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
+class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
     """A set of ranks that communicate, made by ``init_process_group`` or one of the ``new_group`` family.
 
     Attributes:

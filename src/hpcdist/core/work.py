@@ -14,6 +14,7 @@ import torch.distributed
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Explanation
+from stores.keep_alive import KeptAlive
 
 if TYPE_CHECKING:
     from hpcdist.core.profiling import Event
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 
 
-class Work(torch.distributed.Work):
-    """A collective or message under way; torch's Work, so that c10d code takes it as one.
+class Work(KeptAlive, torch.distributed.Work):
+    """A collective or message under way; torch's Work, so that c10d code takes it as one and C++ may keep it.
 
     ``wait`` returns True when the buffers may be used, raises what the call raised, and may be called
     from any thread and more than once.
