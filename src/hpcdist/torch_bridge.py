@@ -75,6 +75,10 @@ class TorchWorld:
         c10d._world.group_count = index + 1
         return index
 
+    def count(self) -> int:
+        """Return how many groups torch has counted: on every rank, also where this one is not a member."""
+        return c10d._world.group_count
+
     def add(self, group: ProcessGroup) -> None:
         """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
         world, name = c10d._world, group.group_name

@@ -36,6 +36,21 @@ _IS_SIMPLE = 2  # the flag that tells the two layouts apart
 
 _SHARE = 16  # a look at the table is due once the events since the last one are a 16th of its entries
 
+
+def _words(address: int, kind: Any) -> memoryview:
+    """Return this process's memory from an address on as unsigned integers of a kind of the struct module.
+
+    To read one from here takes 0.04 µs, by a ctypes object of its own 0.2 µs.
+    """
+    return memoryview((ctypes.c_char * 2**56).from_address(address)).cast("B").cast(kind)
+
+
+# indexed by the address of an object, and of its C++ half, in units of a word
+_HALVES = _words(_HALF, "N")
+_COUNTS = _words(_POINTER, "I")
+_TO_POINTERS = (_POINTER - 1).bit_length()
+_TO_COUNTS = 2
+
 _kept: dict[int, Any] = {}
 _events = 0
 
@@ -86,8 +101,17 @@ class KeptAlive:
 
     # The defaults outlive this module's names: at the interpreter's end those are None when objects that lived in
     # older modules, or in C++, go. Nothing is kept then, because nobody can call Python any more.
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    def __del__(
+        self,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,
+        halves: memoryview = _HALVES,
+        counts: memoryview = _COUNTS,
+    ) -> None:
         """Keep the object if C++ still holds it."""
+        # nearly always it does not; asked the short way, because each asynchronous call drops a Work (0.2 µs, not 0.7).
+        # No table of a class with several bases is taken for a count of one: its second word is a pointer
+        if _READABLE and (half := halves[id(self) >> _TO_POINTERS]) and counts[half >> _TO_COUNTS] == 1:
+            return
         if not is_finalizing() and is_held_by_cpp(self):
             if not _kept and _READABLE:
                 gc.callbacks.append(_after_collection)

@@ -22,10 +22,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.watch": {"hpcdist.core", ENVIRONMENT, "stores"},
     "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, "stores"},
     ENVIRONMENT: set(),
-    "hpcdist.core": set(),
+    "hpcdist.core": {"stores.keep_alive"},  # a Work and a group live as long as C++ holds them
     "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.foreign"},
     "hpcdist.backends.foreign": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
-    "stores": set(),
+    "stores": {"stores.keep_alive"},
+    "stores.keep_alive": set(),
     "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for
 }
 MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main__"}

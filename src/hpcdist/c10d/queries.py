@@ -147,7 +147,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 def get_pg_count() -> int:
     """Return how many groups all ranks have made together since ``init_process_group``."""
-    return WORLD.made
+    return WORLD.count()
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

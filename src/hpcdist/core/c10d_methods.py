@@ -377,11 +377,14 @@ class C10dMethods(Group):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # none stands for the CPU in c10d; torch 2.15 looks for C++ backends behind the ones that are named
-        return [] if "cpu" in self.backends else [torch.device(kind) for kind in self.backends]
+        return [torch.device(kind) for kind in self.backends]
 
     def _get_backend(self, device: torch.device) -> DeviceBackend:
         return DeviceBackend(self.backend(device))
+
+    def get_backend(self, device: torch.device) -> DeviceBackend:
+        """Return what torch asks about the backend of a device; it asks by this name since 2.14."""
+        return self._get_backend(device)
 
     def _get_backend_name(self) -> str:
         return self.config

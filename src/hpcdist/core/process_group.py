@@ -10,9 +10,10 @@ import torch.distributed
 
 from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.world import WORLD
+from stores.keep_alive import KeptAlive
 
 
-class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
+class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
     """A set of ranks that communicate, made by ``init_process_group`` or one of the ``new_group`` family."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, *args: Any) -> None:

@@ -12,7 +12,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.group import Group
 from hpcdist.core.repetition import Repetition
-from hpcdist.core.work import Work
+from hpcdist.core.work import Work, in_modes_of_caller
 from hpcdist.core.world import WORLD, origin, route
 
 
@@ -65,7 +65,7 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
     def finish() -> None:
         put(staged, target)
 
-    return pg.backend(staged.device), staged, None if staged is target else finish
+    return pg.backend(staged.device), staged, None if staged is target else in_modes_of_caller(finish)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

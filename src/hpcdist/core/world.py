@@ -23,6 +23,9 @@ class Mirror(Protocol):
     def next_index(self, made: int) -> int:
         """Return the number of the next group, where ``made`` were made here."""
 
+    def count(self) -> int:
+        """Return how many groups it knows to have been made by all ranks together, other people's among them."""
+
     def add(self, group: Any) -> None:
         """Take note of a group."""
 
@@ -62,6 +65,10 @@ class World:
             self.__init__()  # type: ignore[misc]
         elif self.groups.get(group.group_name) is group:
             del self.groups[group.group_name]
+
+    def count(self) -> int:
+        """Return how many groups all ranks have made together, also those that the mirror's owner made."""
+        return self.made if self.mirror is None else max(self.made, self.mirror.count())
 
     def next_name(self) -> str:
         """Return a name for the next group that all ranks make together; it is the same on all of them."""

@@ -328,10 +328,8 @@ class MPIBackend(MessagingBackend):
         self.settle()
         whole = self.comm.Get_group()
         members = whole.Incl(list(ranks))
-        # the tag keeps apart two groups that threads make at once; it must be the same on all members
-        tag = sum(name.encode()) % 32767
         try:
-            return self._own(self.comm.Create_group(members, tag))
+            return self._own(self.comm.Create_group(members, runtime.group_tag(name)))
         finally:
             members.Free()
             whole.Free()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from hpcdist.backends.mpi import runtime
 from hpcdist.core.errors import DistBackendError
 
 if TYPE_CHECKING:
@@ -155,7 +156,6 @@ def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool
         DistBackendError: MPI failed, as it does for dead ranks where it is not fault tolerant.
     """
     remaining = [rank for rank in range(comm.Get_size()) if rank not in set(excluded)]
-    tag = sum(name.encode()) % 32767
     whole = comm.Get_group()
     members = whole.Incl(remaining)
     try:
@@ -163,7 +163,7 @@ def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool
             comm.Revoke()
         if not (is_tolerant() and comm.Is_revoked()):
             try:
-                return comm.Create_group(members, tag)
+                return comm.Create_group(members, runtime.group_tag(name))
             except MPI.Exception as error:
                 if not is_loss(error, comm):
                     raise

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 from torch.distributed import default_pg_timeout
 
@@ -199,6 +200,14 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     unlink_segments(MPI)
     own.Set_errhandler(MPI.ERRORS_RETURN)
     return own
+
+
+def group_tag(name: str) -> int:
+    """Return the tag of an MPI_Comm_create_group: it keeps groups apart that threads make at once (MPI 7.4.2).
+
+    All members find the same one from the group's name, within the 32767 that MPI_TAG_UB is at least (MPI 9.1.2).
+    """
+    return crc32(name.encode()) & 0x7FFF
 
 
 def checked(comm: Any) -> Any:
