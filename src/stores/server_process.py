@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import subprocess
@@ -36,6 +37,9 @@ _START = (
 def listen(host: str, port: int) -> list[socket.socket]:
     """Listen on every address that the host name means, and on no other.
 
+    A name that means only the loopback here is known to other machines by another address (Debian writes
+    ``127.0.1.1 NAME``), so it stands for all IPv4 interfaces; "localhost" and "127.0.1.1" do not.
+
     Args:
         host: A name or address of this machine; "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are.
         port: The port; 0 takes a free one.
@@ -48,6 +52,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """
     found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    if _is_name(host) and all(ipaddress.ip_address(address[0]).is_loopback for _, address in addresses):
+        addresses = [(socket.AF_INET, ("0.0.0.0", port))]
     for _ in range(PORT_TRIES):
         with contextlib.ExitStack() as failed:
             listeners: list[socket.socket] = []
@@ -70,6 +76,15 @@ def listen(host: str, port: int) -> list[socket.socket]:
             failed.pop_all()
             return listeners
     raise OSError(errno.EADDRINUSE, f"found no port that is free at all addresses of {host!r}")
+
+
+def _is_name(host: str) -> bool:
+    """Tell whether a host is given by a name of its own: not by an address, nor as "localhost"."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return bool(host) and "localhost" not in host
+    return False
 
 
 def _bind(family: int, address: tuple[object, ...]) -> socket.socket:

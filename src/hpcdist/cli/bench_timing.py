@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed
-
 import hpcdist as dist
-from hpcdist import torch_bridge
+from hpcdist.backends import gloo
 from hpcdist.backends.mpi import runtime
+from hpcdist.core.backend import Bootstrap
+from hpcdist.launch import rendezvous
 
 MOST_CALLS = 2000
 WARM_UP = 2
@@ -58,16 +58,9 @@ class Bench:
     def gloo(self) -> Any:
         """torch's gloo process group on the same ranks."""
         if self._gloo is None:
-            c10d: Any = torch.distributed  # its stubs leave out what this needs
-            host = self.comm.bcast("127.0.0.1")
-            limit = timedelta(minutes=5)
-            store: Any = None
-            if self.rank == 0:
-                store = c10d.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
-            port = self.comm.bcast(store.port if store is not None else None)
-            if store is None:
-                store = c10d.TCPStore(host, port, self.size, False, limit)
-            self._gloo = torch_bridge.gloo_at(host, store, self.rank, self.size, limit)
+            store = rendezvous.part(rendezvous.store_of(dist.group.WORLD), "bench-gloo")
+            bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)
+            self._gloo = gloo.process_group(bootstrap)
         return self._gloo
 
     def calls_for(self, call: Callable[[], Any]) -> int:
