@@ -19,7 +19,7 @@ PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
 WORKERS = $(shell expr \( $$(getconf _NPROCESSORS_ONLN) + 1 \) / 2)
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-cluster lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -29,7 +29,7 @@ test: test-serial test-mpi test-torch test-gloo
 # side by side; but tests with time limits by themselves
 test-serial: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests \
-	  $(patsubst %,--ignore=tests/%,mpi parity faults stores) $(ARGS)
+	  $(patsubst %,--ignore=tests/%,mpi parity faults stores cluster) $(ARGS)
 	$(BIN)/python -m pytest -q tests/faults tests/stores $(ARGS)
 
 test-mpi: $(READY)
@@ -50,6 +50,10 @@ test-nccl: $(VENV)/.nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
 	PYTHONPATH=tests/fakes HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
 	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
+
+# several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
+test-cluster: $(READY)
+	$(BIN)/python $(PYTEST) tests/cluster $(ARGS)
 
 $(VENV)/.nccl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'
