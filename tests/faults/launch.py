@@ -1,4 +1,4 @@
-"""How does a test start a real job, wait for what happens to its ranks, and leave nothing behind?"""
+"""Jobs that go wrong on purpose: how they are started, what their ranks tell, and how they are ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.programs import LIBRARY, mpirun_command
 from tests.programs import MPIRUN as MPIRUN  # for the tests here
 from tests.programs import environment as settings
 
+Self = TypeVar("Self", bound="Started")  # typing has one of its own from Python 3.11 on
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 LAUNCHERS = {
@@ -46,25 +47,26 @@ def command(
     return mpirun_command(ranks, [script, *arguments], [*LAUNCHERS[launcher], *(options or [])])
 
 
-class Job:
-    """A job under way, and what its ranks have told."""
+class Started:
+    """A job under way, and what its ranks have told: a line of JSON for each event.
 
-    def __init__(
-        self, launcher: str, ranks: int, arguments: list[str], script: Path = HERE / "job.py", **environment: str
-    ) -> None:
-        self.launcher = launcher
-        self.folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
+    Args:
+        command: the command line that starts it.
+        environment: its environment.
+        folder: where its output goes; it is removed with this object.
+
+    Attributes:
+        process: the launcher.
+        ended: when it was seen to have ended.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
+        self.folder = folder
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # tests still read after close()
         self.output, self.errors = self.folder / "out", self.folder / "err"
-        traces = {"TORCH_FR_DUMP_TEMP_FILE": f"{self.folder}/trace_"}
         with open(self.output, "wb") as out, open(self.errors, "wb") as err:
             self.process = subprocess.Popen(
-                command(launcher, ranks, script, arguments),
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                env=settings(**traces, **environment),
-                start_new_session=True,
+                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
         self.ended: float | None = None
 
@@ -103,21 +105,35 @@ class Job:
 
     def close(self) -> None:
         """End what is left of the job."""
-        for pid in {*self.pids().values(), self.process.pid}:
-            if pid != self.process.pid or self.process.poll() is None:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=30)
 
-    def __enter__(self) -> Job:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Job(Started):
+    """A job on this machine."""
+
+    def __init__(
+        self, launcher: str, ranks: int, arguments: list[str], script: Path = HERE / "job.py", **environment: str
+    ) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
+        traces = {"TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
+        super().__init__(command(launcher, ranks, script, arguments), settings(**traces, **environment), folder)
+        self.launcher = launcher
+
+    def close(self) -> None:
+        """End what is left of the job."""
+        for pid in {*self.pids().values(), self.process.pid}:
+            if pid != self.process.pid or self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        super().close()
 
 
 def is_alive(pid: int) -> bool:

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import FIRST, HERE, LAUNCHERS, PLAIN, Job, some
+
+from tests.faults.launch import FIRST, HERE, LAUNCHERS, PLAIN, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 JOBS = HERE / "asking_job.py"

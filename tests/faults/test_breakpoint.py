@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import pytest
-from launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, command, is_alive, settings
+
+from tests.faults.launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, command, is_alive, settings
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 START_SECONDS = 90.0

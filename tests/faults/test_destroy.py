@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import FIRST, PLAIN, Job, some
+
+from tests.faults.launch import FIRST, PLAIN, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 PROGRAM = """

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import FIRST, HERE, Job
+
+from tests.faults.launch import FIRST, HERE, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 JOBS = HERE / "device_job.py"

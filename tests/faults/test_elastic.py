@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import FIRST, HERE, LAUNCHERS, Job
+
+from tests.faults.launch import FIRST, HERE, LAUNCHERS, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 TRAINING = HERE.parents[1] / "slurm" / "jobs" / "train_digits.py"

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import HERE, LIBRARY, PLAIN, Job, is_alive
+
+from tests.faults.launch import HERE, LIBRARY, PLAIN, Job, is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 START_SECONDS, END_SECONDS = 90.0, 20.0

@@ -11,7 +11,8 @@ import os
 import time
 
 import pytest
-from launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
+
+from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
-from signal_job import HELD
+
+from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
+from tests.faults.signal_job import HELD
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 JOBS = Path(__file__).with_name("signal_job.py")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import FIRST, Job
+
+from tests.faults.launch import FIRST, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 PROGRAM = """

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import FIRST, HERE, LAUNCHERS, PLAIN, SOURCE, Job, some
+
+from tests.faults.launch import FIRST, HERE, LAUNCHERS, PLAIN, SOURCE, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]

@@ -12,6 +12,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 
 ENVIRONMENT = "hpcdist.launch.environment"  # which rank am I: reads variables, imports nothing of ours
+ADDRESSES = "hpcdist.launch.addresses"  # this host's addresses: asks the kernel, imports nothing of ours
 
 # part -> the parts it may import, itself aside; a part is the longest name here that a module's begins with
 MAY_IMPORT: dict[str, set[str]] = {
@@ -19,12 +20,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.__main__": {"hpcdist.cli"},
     "hpcdist.c10d": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT, "hpcdist.watch", "hpcdist.torch_bridge", "stores"},
     "hpcdist.torch_bridge": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT},
-    "hpcdist.watch": {"hpcdist.core", ENVIRONMENT, "stores"},
-    "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, "stores"},
+    "hpcdist.watch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "stores"},
+    "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "stores"},
     ENVIRONMENT: set(),
+    ADDRESSES: set(),
     "hpcdist.core": {"stores.keep_alive"},  # a Work and a group live as long as C++ holds them
     "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.foreign"},
     "hpcdist.backends.foreign": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
+    "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.foreign", ADDRESSES},
     "stores": {"stores.keep_alive"},
     "stores.keep_alive": set(),
     "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for

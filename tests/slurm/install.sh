@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Slurm for the tests in this folder, and shellcheck for the templates, from Debian's packages. As root:
+# Slurm for the tests in this folder, shellcheck for the templates, and what tests/cluster makes hosts with, from Debian's packages. As root:
 #
 #   bash tests/slurm/install.sh
 #
 # It does nothing where all is there. Where it cannot install (no root, no apt, no network) it says so and ends with 1.
 set -euo pipefail
-packages=(slurm-wlm munge libpmix-dev shellcheck)
-programs=(slurmctld slurmd munged shellcheck)
+packages=(slurm-wlm munge libpmix-dev shellcheck iproute2 nftables)
+programs=(slurmctld slurmd munged shellcheck ip nft)
 
 missing=()
 for program in "${programs[@]}"; do

@@ -72,16 +72,17 @@ def test_two_jobs_on_one_node_find_their_own_store(monkeypatch):
     monkeypatch.setattr(rendezvous, "CANDIDATES", 3)
     real = rendezvous.serve_any
 
-    def crowded(host, candidates, size, timeout, secret):
+    def crowded(host, candidates, timeout, secret):
         ports.extend(candidates)
-        return real(host, [first.port, *candidates], size, timeout, secret)
+        return real(host, [first.port, *candidates], timeout, secret)
 
     monkeypatch.setattr(rendezvous, "serve_any", crowded)
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     second, *_ = next(iter(rendezvous.rendezvous("slurm://", timeout=limit)))
     assert second.port != first.port
     monkeypatch.setenv("SLURM_PROCID", "1")
-    mine = rendezvous.join_any("127.0.0.1", [first.port, second.port], 2, limit, b"slurm-78.1.0")
+    places = [("127.0.0.1", first.port), ("127.0.0.1", second.port)]
+    mine = rendezvous.join_any(places, limit, b"slurm-78.1.0")
     mine.set("key", "of job 78")
     assert second.get("key") == b"of job 78"
     assert not first.check(["key"])

@@ -1,22 +1,33 @@
-"""How does torch's gloo carry a process group? CPU tensors over sockets, found through a store."""
+"""Backend of torch's gloo: CPU tensors over sockets, the ranks found through a store."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as c10d
 
+from hpcdist import torch_bridge
 from hpcdist.backends.foreign import ForeignBackend
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError
+from hpcdist.launch import addresses
 
 
 def process_group(bootstrap: Bootstrap) -> Any:
-    """Make torch's gloo group over the bootstrap's store."""
-    if bootstrap.store is None:
+    """Make torch's gloo group over the bootstrap's store.
+
+    By itself gloo binds what the host's name means, which on Debian is the loopback; so it is given the address under
+    which the ranks reach each other, unless ``GLOO_SOCKET_IFNAME`` chooses the interfaces.
+    """
+    store, rank, size, timeout = bootstrap.store, bootstrap.rank, bootstrap.size, bootstrap.timeout
+    if store is None:
         raise ValueError("backend 'gloo' needs a store or an init_method to find the other ranks")
-    return c10d.ProcessGroupGloo(bootstrap.store, bootstrap.rank, bootstrap.size, bootstrap.timeout)
+    address = None if os.environ.get(addresses.CHOICE) else addresses.among(store, size)
+    if address is None:
+        return c10d.ProcessGroupGloo(store, rank, size, timeout)
+    return torch_bridge.gloo_at(address, store, rank, size, timeout)
 
 
 class GlooBackend(ForeignBackend):

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, parse_qs, urlparse
@@ -21,12 +21,11 @@ from torch.distributed.distributed_c10d import Store
 
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError
-from hpcdist.launch import environment, slurm_step
+from hpcdist.launch import addresses, environment, slurm_step
 
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
-LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 60000)  # where slurm:// looks for a free one
 CANDIDATES = 8  # ports that a slurm:// job may use, so that jobs on one node do not collide
 
@@ -175,7 +174,7 @@ def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     from hpcdist.backends.mpi import runtime
 
     world = runtime.world(timeout)
-    store = served(world.Get_rank(), world.allgather(environment.node_key()), world.bcast, timeout)
+    store = served(world.Get_rank(), world.allgather(addresses.network()), world.bcast, timeout)
     yield store, world.Get_rank(), world.Get_size()
 
 
@@ -189,15 +188,17 @@ def by_slurm(
     """
     step = slurm_step.step(os.environ)
     rank, world_size = required("slurm", step.rank, step.size)
-    host = LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
+    host = addresses.LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
     secret = f"slurm-{step.identity}".encode()
     first = sum(step.identity.encode()[i] * 257**i for i in range(len(step.identity)))
     ports = [PORTS[(first + 1009 * i) % len(PORTS)] for i in range(CANDIDATES)]
-    open_store = serve_any if rank == 0 else join_any
-    yield open_store(host, ports, world_size, timeout, secret), rank, world_size
+    if rank == 0:
+        yield serve_any(host, ports, timeout, secret), rank, world_size
+    else:
+        yield join_any([(host, port) for port in ports], timeout, secret), rank, world_size
 
 
-def serve_any(host: str, ports: list[int], world_size: int, timeout: timedelta, secret: bytes) -> Store:
+def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes) -> Store:
     """Open a server on the first port that is free."""
     for port in ports:
         try:
@@ -207,12 +208,12 @@ def serve_any(host: str, ports: list[int], world_size: int, timeout: timedelta, 
     raise DistNetworkError(f"no free port for the job's store on {host} among {ports}: {failure}")
 
 
-def join_any(host: str, ports: list[int], world_size: int, timeout: timedelta, secret: bytes) -> Store:
-    """Connect to the job's own server among the ports that it may have."""
+def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: bytes) -> Store:
+    """Connect to the job's own server among the hosts and ports that it may have."""
     deadline = time.monotonic() + timeout.total_seconds()
     failure: Exception | None = None
     while time.monotonic() < deadline:
-        for port in ports:
+        for host, port in places:
             if not is_open(host, port):
                 continue
             try:
@@ -225,8 +226,9 @@ def join_any(host: str, ports: list[int], world_size: int, timeout: timedelta, s
             store.set_timeout(timeout)
             return store
         time.sleep(0.05)
+    tried = ", ".join(f"{host}:{port}" for host, port in places)
     raise DistNetworkError(
-        f"no store of this job on {host} after {timeout.total_seconds():.0f} s, ports tried: {ports} (last: {failure})"
+        f"no store of this job after {timeout.total_seconds():.0f} s; tried {tried} (last: {failure or 'no answer'})"
     )
 
 
@@ -251,15 +253,32 @@ HANDLERS: dict[str, Handler] = {
 # -- a store for groups that have another way to talk ------------------------------------------------------
 
 
-def served(rank: int, node_keys: list[str], broadcast: Callable[..., Any], timeout: timedelta) -> Store:
-    """Open a server on rank 0 and tell the others its address and a random secret by ``broadcast``."""
+def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], timeout: timedelta) -> Store:
+    """Open a server on rank 0 and tell the others by ``broadcast`` where it is, and a random secret.
+
+    Args:
+        rank: this process's.
+        networks: ``addresses.network()`` of every rank. If all are one, the server listens on the loopback; else on all
+            interfaces, and each rank takes the first of rank 0's addresses under which it finds the server.
+        broadcast: sends an object from rank 0 to all.
+        timeout: the store's, and how long finding it may take.
+    """
     if rank == 0:
-        host = LOOPBACK if len(set(node_keys)) == 1 or environment.NODE_KEY in os.environ else socket.gethostname()
         secret = secrets.token_bytes(32)
-        store = stores.TCPStore(host, 0, None, True, timeout, wait_for_workers=False, secret=secret)
-        broadcast((host, store.port, secret), 0)
+        hosts: tuple[str, ...] = (addresses.LOOPBACK,)
+        listening = addresses.LOOPBACK
+        if len(set(networks)) > 1:
+            hosts = addresses.own()
+            listening = addresses.ALL_INTERFACES if hosts else socket.gethostname()
+        store = stores.TCPStore(listening, 0, None, True, timeout, wait_for_workers=False, secret=secret)
+        broadcast(([(host, store.port) for host in hosts or (listening,)], secret), 0)
         return store
-    host, port, secret = broadcast(None, 0)
+    places, secret = broadcast(None, 0)
+    if len(places) > 1 and networks[rank] != networks[0]:
+        return join_any(places, timeout, secret)
+    (host, port), *_ = places
+    if networks[rank] == networks[0]:
+        host = addresses.LOOPBACK
     return stores.TCPStore(host, port, None, False, timeout, wait_for_workers=False, secret=secret)
 
 
@@ -270,8 +289,8 @@ def store_of(group: Any) -> Store:
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
-        keys = carrier.all_gather_object(environment.node_key())
-        WORLD.store = served(group.rank(), keys, carrier.broadcast_object, group.timeout)
+        networks = carrier.all_gather_object(addresses.network())
+        WORLD.store = served(group.rank(), networks, carrier.broadcast_object, group.timeout)
     return WORLD.store
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist.launch import environment
+from hpcdist.launch import addresses, environment
 
 LARGEST = 60_000  # bytes of a datagram, under UDP's limit
 AGAIN_SECONDS = 0.25  # a question unanswered for so long is asked again: datagrams may be lost
@@ -81,23 +81,6 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def own_addresses() -> tuple[str, ...]:
-    """Return this machine's addresses, the one of the default route first."""
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the kernel for the route
-            found.append(probe.getsockname()[0])
-        except OSError:
-            pass
-    try:
-        named = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM)
-        found += [str(each[4][0]) for each in named]
-    except OSError:
-        pass
-    return tuple(dict.fromkeys(found))[:3]
-
-
 class SideChannel:
     """This rank's socket, and where the others listen."""
 
@@ -106,7 +89,7 @@ class SideChannel:
         self.socket.bind(("", 0))
         self.socket.setblocking(False)
         self.own = Place(
-            own_addresses(),
+            addresses.own(),
             self.socket.getsockname()[1],
             secrets.token_hex(8),
             os.getpid(),
@@ -126,8 +109,8 @@ class SideChannel:
 
     def targets(self, place: Place) -> list[tuple[str, int]]:
         """Return the addresses under which a rank may be reached."""
-        addresses = ("127.0.0.1",) if place.machine == self.own.machine else place.addresses
-        return [(address, place.port) for address in addresses]
+        found = (addresses.LOOPBACK,) if place.machine == self.own.machine else place.addresses
+        return [(address, place.port) for address in found]
 
     def answer(self, reply: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Answer the questions that have come."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi import repeated
+from hpcdist.backends.mpi import probed, repeated
 from hpcdist.backends.mpi.datatypes import message
 from hpcdist.backends.mpi.objects import PicklingBackend
 from hpcdist.backends.mpi.requests import RequestWork
@@ -24,7 +24,8 @@ class MessagingBackend(PicklingBackend):
     """
 
     interruption: str | None = None
-    _receiving: MPI.Request | None = None  # the receive that blocks now
+    _receiving: MPI.Request | probed.ProbedReceive | None = None  # the receive that blocks now
+    _probed: probed.ProbedReceives | None = None
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send by MPI_Send (MPI 3.2.1)."""
@@ -45,7 +46,7 @@ class MessagingBackend(PicklingBackend):
         """Receive to what a buffer of MPI describes, and return the sender."""
         status = MPI.Status()
         try:
-            request = self.comm.Irecv(buffer, MPI.ANY_SOURCE if src is None else src, tag)
+            request = self._begin_receive(buffer, src, tag)
             self._receiving = request
             request.Wait(status)
         except MPI.Exception as error:
@@ -57,6 +58,14 @@ class MessagingBackend(PicklingBackend):
             if status.Is_cancelled():  # and not come at the last moment
                 raise DistBackendError(reason)
         return status.Get_source()
+
+    def _begin_receive(self, buffer: list[Any], src: int | None, tag: int) -> Any:
+        """Begin to receive by MPI_Irecv, or by matched probe where this MPI may hang in a receive from any rank."""
+        if src is None and self._probed is None and probed.is_needed():
+            self._probed = probed.ProbedReceives(self.comm)
+        if self._probed is not None:
+            return self._probed.begin(buffer, src, tag)
+        return self.comm.Irecv(buffer, MPI.ANY_SOURCE if src is None else src, tag)
 
     def repeated_message(self, what: str) -> Callable[[torch.Tensor, Any, int], Any]:
         """Return what runs a message again, with the memory described once."""
@@ -73,7 +82,7 @@ class MessagingBackend(PicklingBackend):
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
         try:
-            request = self.comm.Irecv(message(tensor), MPI.ANY_SOURCE if src is None else src, tag)
+            request = self._begin_receive(message(tensor), src, tag)
         except MPI.Exception as error:
             raise self._failure("irecv", error) from error
         return self.hold(RequestWork(request, tensor, [tensor], finish))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.probed import ProbedReceive
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.work import Work
 
@@ -23,7 +24,7 @@ class RequestWork(Work):
 
     def __init__(
         self,
-        request: MPI.Request,
+        request: MPI.Request | ProbedReceive,
         tensor: torch.Tensor,
         result: list[torch.Tensor],
         finish: Callable[[], None] | None,

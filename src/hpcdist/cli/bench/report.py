@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hpcdist.backends.mpi import crossover
 from hpcdist.cli.bench.timing import Bench, Figure
+from hpcdist.cli.doctor.findings import bytes_text
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
@@ -53,6 +54,11 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
     return calls
 
 
+def on_the_wire(figure: Figure) -> str:
+    """Write how many bytes the node sent in a call which sent most; nothing where none were counted."""
+    return f"{bytes_text(figure.wire)} sent" if figure.wire >= 1 else ""
+
+
 def spread(figure: Figure) -> str:
     """Write the median of a figure and its lowest and highest round."""
     return f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
@@ -62,6 +68,9 @@ def table(bench: Bench) -> Table:
     """Make the table that a person reads: a row a call, or where there is one call alone, a row a side."""
     calls = by_call(bench.figures)
     title = f"{bench.size} ranks, {bench.library}, µs a call: median (lowest–highest round)"
+    if bench.wire.nodes > 1:
+        nodes = f"{bench.wire.nodes} nodes, {bench.library}"
+        title = f"{title.replace(bench.library, nodes)}; what the node sent that sent most"
     return table_of_sides(title, *calls.popitem()) if len(calls) == 1 else table_of_calls(title, calls)
 
 
@@ -70,11 +79,12 @@ def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figu
     what, dtype, nbytes = call
     made = Table(title=f"{' '.join((what, dtype, size_name(nbytes))).strip()}\n{title}")
     made.add_column("side")
-    for name in ("time", f"{OURS} / side"):
+    for name in ("time", f"{OURS} / side", *(("by a node",) if any(map(on_the_wire, found.values())) else ())):
         made.add_column(name, justify="right")
     ours = found.get(OURS)
     for side, figure in found.items():
-        made.add_row(side, spread(figure), f"{ours.median / figure.median:.2f}" if ours and ours is not figure else "")
+        ratio = f"{ours.median / figure.median:.2f}" if ours and ours is not figure else ""
+        made.add_row(side, spread(figure), ratio, *([on_the_wire(figure)] if len(made.columns) > 3 else []))
     return made
 
 
@@ -90,7 +100,8 @@ def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figur
     for rival in rivals:
         made.add_column(f"{OURS} /\n{rival}", justify="right")
     for (what, dtype, nbytes), found in calls.items():
-        cells = [what, dtype, size_name(nbytes), *(spread(found[side]) if side in found else "" for side in sides)]
+        shown = {side: f"{spread(figure)}\n{on_the_wire(figure)}".strip() for side, figure in found.items()}
+        cells = [what, dtype, size_name(nbytes), *(shown.get(side, "") for side in sides)]
         ours = found.get(OURS)
         for rival in rivals:
             other = found.get(rival)
@@ -170,6 +181,7 @@ def write(bench: Bench) -> None:
             "machine": machine(),
             "mpi": bench.library,
             "ranks": bench.size,
+            "nodes": bench.wire.nodes,
             "figures": [asdict(figure) for figure in bench.figures],
         }
         Path(options.json).write_text(json.dumps(content, indent=1))

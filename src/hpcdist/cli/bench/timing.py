@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed
-
 import hpcdist as dist
-from hpcdist import torch_bridge
+from hpcdist.backends import gloo
 from hpcdist.backends.mpi import runtime
+from hpcdist.cli.bench.wire import Wire
+from hpcdist.core.backend import Bootstrap
+from hpcdist.launch import rendezvous
 
 MOST_CALLS = 2000
 WARM_UP = 2
@@ -32,6 +33,7 @@ class Figure:
     median: float  # microseconds a call, on the slowest rank
     low: float
     high: float
+    wire: float = 0.0  # bytes a call that the node sent which sent most; 0 on one node, or where nothing counts them
 
 
 class Bench:
@@ -46,6 +48,7 @@ class Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.comm: Any = dist.get_mpi_comm().Dup()  # raw calls meet no message of ours
         self.figures: list[Figure] = []
+        self.wire = Wire(self.comm)
         self._gloo: Any = None
 
     @property
@@ -58,16 +61,9 @@ class Bench:
     def gloo(self) -> Any:
         """torch's gloo process group on the same ranks."""
         if self._gloo is None:
-            c10d: Any = torch.distributed  # its stubs leave out what this needs
-            host = self.comm.bcast("127.0.0.1")
-            limit = timedelta(minutes=5)
-            store: Any = None
-            if self.rank == 0:
-                store = c10d.TCPStore(host, 0, self.size, True, limit, wait_for_workers=False)
-            port = self.comm.bcast(store.port if store is not None else None)
-            if store is None:
-                store = c10d.TCPStore(host, port, self.size, False, limit)
-            self._gloo = torch_bridge.gloo_at(host, store, self.rank, self.size, limit)
+            store = rendezvous.part(rendezvous.store_of(dist.group.WORLD), "bench-gloo")
+            bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)
+            self._gloo = gloo.process_group(bootstrap)
         return self._gloo
 
     def calls_for(self, call: Callable[[], Any]) -> int:
@@ -102,18 +98,22 @@ class Bench:
         """
         calls = {side: self.calls_for(call) for side, call in sides.items()}
         rounds: dict[str, list[float]] = {side: [] for side in sides}
+        sent = dict.fromkeys(sides, 0)
         for number in range(self.options.rounds):
             # in another order each time, the same on all ranks: whoever follows gloo finds the cores asleep
             for side in random.Random(number).sample(list(sides), len(sides)):
                 call = sides[side]
+                sent[side] -= self.wire.sent()
                 self.comm.Barrier()
                 began = time.perf_counter()
                 for _ in range(calls[side]):
                     call()
                 rounds[side].append((time.perf_counter() - began) / calls[side] / operations * 1e6)
+                sent[side] += self.wire.sent()
         medians = {}
         for side, mine in rounds.items():
             slowest = [max(ranks) for ranks in zip(*self.comm.allgather(mine), strict=True)]
             medians[side] = statistics.median(slowest)
-            self.figures.append(Figure(what, dtype, nbytes, side, medians[side], min(slowest), max(slowest)))
+            wire = max(self.comm.allgather(sent[side])) / (self.options.rounds * calls[side] * operations)
+            self.figures.append(Figure(what, dtype, nbytes, side, medians[side], min(slowest), max(slowest), wire))
         return medians

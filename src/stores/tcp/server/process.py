@@ -38,6 +38,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def _is_name(host: str) -> bool:
+    """Tell whether a host is given by a name of its own: not by an address, nor as "localhost"."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,0 +1,125 @@
+"""This host's network addresses, and which of them the processes of other hosts can use.
+
+The host's name is not enough: Debian and Ubuntu write ``127.0.1.1 NAME`` into /etc/hosts, so that the name means the
+loopback on the host itself and another address everywhere else, and a cluster's private network may have no default
+route. So the interfaces are listed, and every user of an address (store, watchdog, gloo, doctor) takes it from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+ALL_INTERFACES = "0.0.0.0"  # what a server listens at that is to be reached from other hosts
+CHOICE = "GLOO_SOCKET_IFNAME"  # gloo's own variable: names of interfaces, separated by commas
+MOST = 4  # addresses that other hosts are told
+
+# linux/sockios.h and linux/if.h
+SIOCGIFFLAGS, SIOCGIFADDR = 0x8913, 0x8915
+IFF_UP, IFF_RUNNING = 0x1, 0x40
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address reaches only the host itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface that is up and has one, the loopback left out."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(probe.fileno(), SIOCGIFFLAGS, request), 16)
+                address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+                if flags & IFF_UP and flags & IFF_RUNNING and not is_loopback(address):
+                    found[name] = address
+    return found
+
+
+def named() -> list[str]:
+    """Return the IPv4 addresses that this host's name means on this host; none for a name that is unknown."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def own() -> tuple[str, ...]:
+    """Return the addresses under which other hosts may reach this one, the likeliest first.
+
+    First comes what the host's name means, because administrators give names to the network for jobs; then the address
+    of the default route; then the other interfaces. The interfaces that ``GLOO_SOCKET_IFNAME`` names replace all of
+    them. There is no loopback among them, and none at all on a host without a network.
+    """
+    by_interface = interfaces()
+    chosen = [by_interface[name] for name in os.environ.get(CHOICE, "").split(",") if name in by_interface]
+    if chosen:
+        return tuple(chosen[:MOST])
+    there = list(by_interface.values())
+    preferred = [address for address in (*named(), *route("192.0.2.1", 9)[:1]) if address in there]
+    return tuple(dict.fromkeys([*preferred, *there]))[:MOST]
+
+
+def route(host: str, port: int) -> tuple[str, str] | tuple[()]:
+    """Return the addresses of this host and of the other one between which the kernel would send; nothing is sent.
+
+    Nothing is returned where the name is unknown or no route leads there.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+    except OSError:
+        return ()
+
+
+def network() -> str:
+    """Return what is the same for all processes that reach each other by the loopback, and for no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def among(store: Any, size: int) -> str | None:
+    """Return the address of this host under which the other users of a store reach it.
+
+    It is the one from which this host reaches the store's server. On the server's own host that may be the loopback:
+    then it is the address under which another host has reached the server, if any of the users is on another host.
+
+    Args:
+        store: a part of a store that belongs to these users; where it is no TCPStore, the host's first address counts.
+        size: how many users the store has; all of them call.
+
+    Returns:
+        An address, or None if this host's name means an address that others may reach, and nothing better is known.
+    """
+    base = store
+    while hasattr(base, "underlying_store"):
+        base = base.underlying_store
+    host, port = getattr(base, "host", None), getattr(base, "port", None)
+    path = route(host, port) if host is not None and port is not None else ()
+    if not path:
+        others = own()
+        return None if not others or any(address in others for address in named()) else others[0]
+    here, server = path
+    if not is_loopback(here):
+        store.set("address/server", server)
+    if store.add("address/users", 1) == size:
+        store.set("address/complete", "")
+    if not is_loopback(here):
+        return here
+    store.wait(["address/complete"])
+    return str(store.get("address/server"), "ascii") if store.check(["address/server"]) else here
