@@ -51,6 +51,7 @@ class MPIBackend(MessagingBackend):
         self.sharing = Sharing(comm, self._notice, self._is_background)
         self._floors = self.sharing.floors  # one comparison keeps small messages out of shared memory
         self._bundler: Bundler | None = None
+        fault_tolerance.check_results(self)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
