@@ -58,6 +58,8 @@ def go_wrong(fault: str, call: str) -> None:
         sys.exit(3)
     elif fault == "leave":  # past Python's exit, and MPI's
         os._exit(3)
+    elif fault == "absent":
+        signal.pause()
     elif fault == "other":  # a collective that the others do not call
         dist.reduce(tensor, 0) if call != "recv" else dist.barrier()
     elif fault == "shape":

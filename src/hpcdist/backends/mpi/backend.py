@@ -103,6 +103,7 @@ class MPIBackend(MessagingBackend):
     def _notice(self) -> None:
         """Raise where the communicator has been revoked or interrupted, from within a wait on shared memory."""
         if self.interruption is not None:
+            fault_tolerance.revoke(self)  # what follows is decided by whether it is revoked, on all ranks alike
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
@@ -293,7 +294,7 @@ class MPIBackend(MessagingBackend):
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
         """Make a communicator without some ranks, dead ones where this MPI can."""
-        return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
+        return self._own(fault_tolerance.shrink(self, excluded, name, aborts))
 
     def knows_death(self) -> bool:
         """Ask MPI for the dead of its world (ULFM)."""

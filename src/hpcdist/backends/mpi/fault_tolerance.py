@@ -190,14 +190,14 @@ def check_results(backend: MPIBackend) -> None:
     setattr(backend, "repeated", repeated_and_checked)  # noqa: B010  # mypy takes no method's place by assignment
 
 
-def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
-    """Return a communicator without some ranks; the others call.
+def shrink(backend: MPIBackend, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
+    """Return a communicator without some ranks of a group; the others call.
 
     Dead ranks go by MPI_Comm_shrink, live ones by MPI_Comm_create_group (MPI 7.4.2), and where both kinds go, or the
     communicator was revoked because of a live one, the rest makes a new one by MPI_Comm_create_from_group (MPI 7.4.2).
 
     Args:
-        comm: the group's communicator.
+        backend: the group's.
         excluded: its ranks that do not take part.
         name: the same on all that call; keeps apart what is made at once.
         aborts: revoke the communicator first, so that calls under way on it raise.
@@ -205,13 +205,15 @@ def shrink(comm: MPI.Intracomm, excluded: Sequence[int], name: str, aborts: bool
     Raises:
         DistBackendError: MPI failed, as it does for dead ranks where it is not fault tolerant.
     """
+    comm = backend.comm
     remaining = [rank for rank in range(comm.Get_size()) if rank not in set(excluded)]
     tag = sum(name.encode()) % 32767
     whole = comm.Get_group()
     members = whole.Incl(remaining)
     try:
-        if aborts and is_tolerant():
-            comm.Revoke()
+        # a rank whose wait was ended may be here before the revocation by the rank that ended it; all must see alike
+        if is_tolerant() and (aborts or backend.interruption is not None):
+            revoke(backend)
         if not (is_tolerant() and comm.Is_revoked()):
             try:
                 return comm.Create_group(members, tag)
