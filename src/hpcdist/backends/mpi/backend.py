@@ -52,6 +52,7 @@ class MPIBackend(MessagingBackend):
         self.sharing = Sharing(comm, self._notice, self._is_background)
         self._floors = self.sharing.floors  # one comparison keeps small messages out of shared memory
         self._bundler: Bundler | None = None
+        fault_tolerance.check_results(self)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -103,6 +104,7 @@ class MPIBackend(MessagingBackend):
     def _notice(self) -> None:
         """Raise where the communicator has been revoked or interrupted, from within a wait on shared memory."""
         if self.interruption is not None:
+            fault_tolerance.revoke(self)  # what follows is decided by whether it is revoked, on all ranks alike
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
@@ -290,7 +292,7 @@ class MPIBackend(MessagingBackend):
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
         """Make a communicator without some ranks, dead ones where this MPI can."""
-        return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
+        return self._own(fault_tolerance.shrink(self, excluded, name, aborts))
 
     def knows_death(self) -> bool:
         """Ask MPI for the dead of its world (ULFM)."""

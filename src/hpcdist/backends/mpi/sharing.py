@@ -59,6 +59,7 @@ class Sharing:
         # row -> bytes sent below which it never uses shared memory, whatever the dtype; rows not here never do
         self.floors = floors(self.size, MPI.get_vendor()[0], crossover.setting()).copy()
         self.shared: NodeShared | None = None
+        self.communicators: list[MPI.Intracomm] = []  # those that the window blocks on, so that they can be revoked
         self._poll = poll
         self._is_background = is_background
         self._switches: dict[tuple[str, torch.dtype, int], crossover.Switches] = {}
@@ -76,7 +77,7 @@ class Sharing:
         shared = self.shared
         if shared is None:
             try:
-                shared = self.shared = NodeShared(self.comm, crossover.node_key())
+                shared = self.shared = NodeShared(self.comm, crossover.node_key(), self.communicators)
             except RuntimeError as error:
                 self.floors.clear()
                 warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
