@@ -171,7 +171,7 @@ def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta =
 
 def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use MPI to tell the address and a random secret: nothing needs to be configured."""
-    from hpcdist.backends.mpi import runtime
+    from hpcdist.backends.mpi.process import runtime
 
     world = runtime.world(timeout)
     store = served(world.Get_rank(), world.allgather(addresses.network()), world.bcast, timeout)
@@ -289,7 +289,7 @@ def store_of(group: Any) -> Store:
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
-        networks = carrier.all_gather_object(addresses.network())
+        networks = carrier.objects.all_gather(addresses.network())
         WORLD.store = served(group.rank(), networks, carrier.broadcast_object, group.timeout)
     return WORLD.store
 
