@@ -16,8 +16,8 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-from stores import keep_alive
 from stores.errors import DistStoreError, wrong_kind
+from stores.keep_alive import KeptAlive, release
 
 Text = str | bytes
 Timeout = timedelta | float
@@ -65,7 +65,7 @@ def deadline_after(seconds: float) -> float | None:
     return None if seconds < 0 else time.monotonic() + seconds
 
 
-class Store(TorchStore):
+class Store(KeptAlive, TorchStore):
     """Defines what every key-value store offers (c10d's Store).
 
     Keys and values are bytes; str is taken as UTF-8. Values come back as bytes. Nothing is ever unpickled.
@@ -76,11 +76,7 @@ class Store(TorchStore):
     def __init__(self) -> None:
         super().__init__()
         self._seconds = DEFAULT_TIMEOUT.total_seconds()
-        keep_alive.release()
-
-    def __del__(self) -> None:
-        if keep_alive.is_held_by_cpp(self):
-            keep_alive.hold(self)
+        release()
 
     # -- what a store must have -------------------------------------------------------------------------
 

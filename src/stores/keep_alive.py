@@ -22,7 +22,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -37,8 +37,7 @@ _IS_SIMPLE = 2  # the flag that tells the two layouts apart
 _SHARE = 16  # a look at the table is due once the events since the last one are a 16th of its entries
 
 
-
-def _words(address: int, kind: str) -> memoryview:
+def _words(address: int, kind: Literal["P", "I"]) -> memoryview:
     """Return this process's memory from an address on as unsigned integers of a kind of the struct module.
 
     To read one from here takes 0.04 µs, by a ctypes object of its own 0.2 µs.
@@ -47,7 +46,7 @@ def _words(address: int, kind: str) -> memoryview:
 
 
 # indexed by the address of an object, and of its C++ half, in units of a word
-_HALVES = _words(_HALF, "N")
+_HALVES = _words(_HALF, "P")
 _COUNTS = _words(_POINTER, "I")
 _TO_POINTERS = (_POINTER - 1).bit_length()
 _TO_COUNTS = 2

@@ -141,6 +141,7 @@ def headline(mine: dict[str, Any], timeout: float) -> str:
     tensor = "" if mine["shape"] is None else f" of {mine['dtype']} {mine['shape']}"
     where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
     return (
-        f"Timed out waiting {timeout * 1000:.0f}ms: {title(mine)}{tensor} on {mine['label']} has not ended after {mine['seconds']:.1f} s "
+        f"Timed out waiting {timeout * 1000:.0f}ms: "
+        f"{title(mine)}{tensor} on {mine['label']} has not ended after {mine['seconds']:.1f} s "
         f"(the timeout is {timeout:g} s), {where}"
     )
