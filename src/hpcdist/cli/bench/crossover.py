@@ -1,8 +1,8 @@
-"""At which sizes is shared memory faster than MPI on this machine? Measured, and written for ``HPCDIST_SHM``.
+"""Subject ``crossover``: the sizes from which shared memory is faster than MPI on this machine, for ``HPCDIST_SHM``.
 
-``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times the shared-memory engine beside raw MPI calls
-for each collective that it knows, and adds the sizes at which the faster way changes to the file; run it for each
-number of ranks that matters. Jobs use the file by ``HPCDIST_SHM=FILE.json``.
+``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times the shared-memory implementation beside raw MPI
+calls for each collective that has one, and adds the sizes at which the faster side changes to the file. Run it once for
+each number of ranks a node that your jobs use; they read the file if ``HPCDIST_SHM=FILE.json`` is set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Sh
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
 SHARED, MPI = "shared memory", "mpi4py"
-MARGIN = 0.97  # shared memory must win by more than two medians of one thing differ
-CHANGE = 0.1  # what a change between the two must gain over all sizes together, as the logarithm of a ratio
+MARGIN = 0.97  # shared memory must be faster by more than the medians of two equal runs differ
+CHANGE = 0.1  # least gain, over all sizes together, of one more change of sides; a logarithm of a ratio
 
 
 def engine(bench: Bench, shared: NodeShared, row: Row, size: int) -> dict[str, Callable[[], object]]:
@@ -44,8 +44,11 @@ def engine(bench: Bench, shared: NodeShared, row: Row, size: int) -> dict[str, C
 
 
 def best(times: dict[int, dict[str, float]]) -> crossover.Switches:
-    """Return the sizes at which to change between the two, MPI first, so that over all the least time is lost."""
-    ways: dict[bool, tuple[float, crossover.Switches]] = {False: (0.0, ()), True: (math.inf, ())}  # is it shared now?
+    """Return the sizes at which to change sides, beginning with MPI, that cost the least time over all sizes."""
+    ways: dict[bool, tuple[float, crossover.Switches]] = {
+        False: (0.0, ()),
+        True: (math.inf, ()),
+    }  # keyed by: does shared memory carry the size before?
     for size, sides in sorted(times.items()):
         cost = {False: math.log(sides[MPI]), True: math.log(sides[SHARED] / MARGIN)}
         ways = {
@@ -62,16 +65,16 @@ def measure(bench: Bench) -> int:
     """Measure, print the table, and add it to the file of ``--json``.
 
     Returns:
-        0; 2 where the ranks are not those of one node, or one rank alone.
+        0, or 2 if the job has only one rank, or ranks on several nodes.
     """
     shared = NodeShared(bench.comm.Dup())
     if shared.nodes > 1 or bench.size == 1:
         if bench.rank == 0:
-            print("bench crossover compares what one node does: run it with two ranks or more, all on one node")
+            print("bench crossover measures within one node: run it with two or more ranks, all on one node")
         return 2
     path = bench.options.json
     if path and Path(path).exists():
-        crossover.read(path)  # before the time is spent: it may hold something else
+        crossover.read(path)  # fail now, not after the measurement, if it is not such a file
     found: dict[str, crossover.Switches] = {}
     table = Table(title=f"{bench.library}, {bench.size} ranks: time through shared memory over MPI's")
     table.add_column("collective")
@@ -95,6 +98,6 @@ def measure(bench: Bench) -> int:
         if path:
             vendor = bench.library.rsplit(" ", 1)[0]
             crossover.write(path, vendor, bench.size, found)
-            print(f"written: use it by {crossover.VARIABLE}={path}")
-    bench.figures.clear()  # the table has them, and --json is the file of the crossovers
+            print(f"written; to use it, set {crossover.VARIABLE}={path}")
+    bench.figures.clear()  # shown above already, and --json names the file of the crossovers
     return 0
