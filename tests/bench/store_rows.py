@@ -1,8 +1,8 @@
 """Measurements behind the rows of the store's comparison.
 
 The time of a single call depends on whether client and server share a core, by a factor of several: on one core it is
-two context switches, on two cores the wake-up of a sleeping core. The scheduler picks either, so these rows are measured
-in both places, with the processes pinned.
+two context switches, on two cores the wake-up of a sleeping core. The scheduler picks either, so these rows are
+measured in both places, with the processes pinned.
 """
 
 from __future__ import annotations

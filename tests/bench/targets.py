@@ -131,7 +131,7 @@ def imports(bench: Bench) -> list[Verdict]:
 
 
 def records(bench: Bench) -> list[Verdict]:
-    """Check the cost of recording a call for the watchdog and the flight recorder, with the statements of ``core.issue``."""
+    """Check the cost of the record that ``core.issue`` keeps of a call, with the same statements."""
     journal, tensor, count = Journal("bench"), torch.zeros(1), 20_000
     dtype = tensor.dtype  # a call reads it in any case
 
