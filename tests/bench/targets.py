@@ -173,9 +173,10 @@ def run(bench: Bench) -> int:
 
 
 if __name__ == "__main__":
+    options = parser().parse_args()
     dist.init_process_group()
     try:
-        status = run(Bench(parser().parse_args()))
+        status = run(Bench(options))
     finally:
         dist.destroy_process_group()
     sys.exit(status)
