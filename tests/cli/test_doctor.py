@@ -1,4 +1,4 @@
-"""Does the doctor see what is right and what is wrong, on real ranks of this environment's MPI?"""
+"""The doctor on real ranks of this environment's MPI: right and wrong set-ups."""
 
 from __future__ import annotations
 

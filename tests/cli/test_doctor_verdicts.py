@@ -1,4 +1,4 @@
-"""What does the doctor make of what the ranks saw? Facts as a rank returns them, and the findings on them."""
+"""The doctor's findings on given facts, as ranks return them."""
 
 from __future__ import annotations
 

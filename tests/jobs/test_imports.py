@@ -1,4 +1,4 @@
-"""Does importing hpcdist leave MPI alone, and does starting it on the wrong MPI say so?"""
+"""Imports, forks, wrong launchers and uncaught exceptions, each in processes of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the built wheel and sdist work in an empty environment, with each extra and with none?
+"""The built wheel and sdist in an empty environment, with each extra and with none.
 
 It builds, downloads torch and makes six environments, so it runs only where HPCDIST_TEST_PACKAGING=1 says so.
 """
