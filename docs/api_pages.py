@@ -1,4 +1,4 @@
-"""Which public names are there, and in which chapter of the reference? Written from ``hpcdist.__all__`` at each build.
+"""Pages of the reference: the public names by chapter, written from ``hpcdist.__all__`` at each build.
 
 A name goes where its module says; what is torch's own type is listed, not described a second time.
 """

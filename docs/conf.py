@@ -1,4 +1,4 @@
-"""How is the documentation built? ``make docs``: Sphinx, warnings are errors."""
+"""Configuration of Sphinx; ``make docs`` builds the documentation, and warnings are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dtype can be reduced by which op? Writes the table of reference/support.md from the code's own tables.
+"""Writes the table of reductions in reference/support.md from the code's own tables.
 
 python docs/support_table.py            writes it
 python docs/support_table.py --check    ends with 1 where the page is not what the code says

@@ -1,4 +1,4 @@
-"""What does ``python -m hpcdist`` do? See ``hpcdist.cli.main``."""
+"""Entry point of ``python -m hpcdist``; the commands are in ``hpcdist.cli.main``."""
 
 import sys
 

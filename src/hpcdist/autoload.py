@@ -1,10 +1,12 @@
-"""How does ``torch.distributed.init_process_group("hpcdist")`` work in a program that never imports hpcdist?
+"""Entry point that makes the backend "hpcdist" known to torch, also in a program that never imports hpcdist.
 
 torch calls ``autoload`` at the end of ``import torch`` (entry-point group ``torch.backends``), in every program of an
-environment where hpcdist is installed. So it imports nothing and starts nothing: it enters a name, and what the name
-stands for is imported when a program uses it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from calling it.
+environment that has hpcdist installed. So this module imports only the standard library and starts nothing: it
+registers the name, and hpcdist itself is imported when a program asks torch for that backend.
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from calling it.
 
-It is installed as a module of its own, ``hpcdist_autoload``, because importing a part of ``hpcdist`` imports the whole.
+It is installed as a module of its own, ``hpcdist_autoload``, because importing a module of ``hpcdist`` imports all
+of it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from functools import cache
 from typing import Any
 
 NAME = "hpcdist"
-STOCK: list[Callable[..., Iterator[Any]]] = []  # torch's own rendezvous, whose place ours takes
+STOCK: list[Callable[..., Iterator[Any]]] = []  # torch's own rendezvous, which ours replaces and calls
 
 
 def autoload() -> None:
-    """Make the backend "hpcdist" known to torch.distributed; once a process."""
+    """Register the backend "hpcdist" with torch.distributed, once a process."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
@@ -32,16 +34,17 @@ def autoload() -> None:
 
 
 def create(options: Any, pg_options: Any) -> Any:
-    """Make a group as torch asks for it (``hpcdist.c10d.adoption.create``)."""
+    """Create the group that torch asks for (see ``hpcdist.c10d.adoption.create``)."""
     from hpcdist.c10d import adoption
 
     return adoption.create(options, pg_options)
 
 
 def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
-    """Find the other processes as torch does; under MPI a group of hpcdist needs no address for it.
+    """Find the other processes as torch does, but let a group of hpcdist start under MPI without MASTER_ADDR.
 
-    Which backend asks is not told here, so any other meets torch's own error when it first uses the store.
+    torch does not pass the backend's name to a rendezvous. So the store is only created when it is first used: hpcdist
+    never uses it under MPI, and any other backend then gets torch's own error about the missing address.
     """
     if str(url).startswith("env:") and "MASTER_ADDR" not in os.environ and is_unasked():
         from hpcdist import torch_bridge
@@ -52,5 +55,5 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 
 @cache
 def is_unasked() -> bool:
-    """Tell whether the program had not imported hpcdist by itself when this was first asked."""
+    """Tell whether the program had not imported hpcdist when this was first called."""
     return NAME not in sys.modules

@@ -1,10 +1,10 @@
-"""How fast are our stores beside torch's own TCPStore, in one run?
+"""Comparison of ``stores.TCPStore`` with torch's TCPStore, client and server in all combinations.
 
-    python -m hpcdist bench store [--json] [--rounds N] [--only NAME]
+    python -m tests.bench.store [--json] [--rounds N] [--only NAME]
 
-Each row is measured on all kinds in turn, round by round, so that other work on the machine hits all alike; the median
-of the rounds counts. The kinds: torch's client on its own server, ours on ours, ours on torch's, torch's on ours.
-Servers run in processes of their own, on loopback.
+Each row is measured on all combinations in turn, round by round, so that other work on the machine affects all of them
+alike; the median of the rounds counts. The combinations: torch's client on its own server, ours on ours, ours on
+torch's, torch's on ours. Servers run in processes of their own, on loopback.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ KINDS = {  # name -> (is the server ours, is the client ours)
 
 
 class Row(NamedTuple):
-    """How a row is measured, in what unit, and what was promised of it."""
+    """How a row is measured, its unit, and its targets."""
 
-    take: Callable[[Setting], float | None]  # None where a kind has no figure of its own
+    take: Callable[[Setting], float | None]  # None if this combination has no figure
     unit: str
     most: float | None = None  # ours / torch's
     least: float | None = None  # ours / torch's
@@ -71,7 +71,7 @@ ROWS = {
 
 
 def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
-    """Measure all rows on all kinds, interleaved.
+    """Measure all rows on all combinations, interleaved.
 
     Args:
         rounds: How often each row is measured.
@@ -104,7 +104,7 @@ def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
 
 
 def verdict(name: str, found: dict[str, float]) -> str:
-    """Say whether a row keeps its promises; the second is that of our client on torch's server."""
+    """Return for each target of a row whether it is reached, also for our client on torch's server."""
     row, ours = ROWS[name], found["ours"]
     ratio = ours / found["torch"] if found["torch"] else 0.0
     promises = [
@@ -124,12 +124,12 @@ def run(args: list[str]) -> int:
     """Run the benchmark and print a table.
 
     Args:
-        args: The command line behind ``bench store``.
+        args: The command line.
 
     Returns:
         0.
     """
-    parser = argparse.ArgumentParser(prog="hpcdist bench store", description="Our TCPStore beside torch's.")
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.store", description="Our TCPStore beside torch's.")
     parser.add_argument("--rounds", type=int, default=5, help="how often each row is measured (default 5)")
     parser.add_argument("--only", help="measure the rows with this in their name")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")

@@ -1,8 +1,8 @@
-"""How is each row of the store bench measured?
+"""Measurements behind the rows of the store's comparison.
 
-A single call has two speeds, several times apart, by whether client and server share a core: then a call is two
-changes of process, else the wake-up of a sleeping core. The scheduler picks either, so such rows are measured in both
-places, with the processes pinned.
+The time of a single call depends on whether client and server share a core, by a factor of several: on one core it is
+two context switches, on two cores the wake-up of a sleeping core. The scheduler picks either, so these rows are
+measured in both places, with the processes pinned.
 """
 
 from __future__ import annotations

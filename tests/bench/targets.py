@@ -1,7 +1,13 @@
-"""Are the promises on speed kept on this machine? Each is measured, and printed as met or missed with its figures."""
+"""Table of the targets on speed: each is measured on this machine and printed as met or missed, with its figures.
+
+    mpirun -n 2 python -m tests.bench.targets [OPTION...]
+
+The options are those of ``python -m hpcdist bench``.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import NamedTuple
 
@@ -10,18 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcdist as dist
-from hpcdist.cli.bench import collectives, groups, init, objects, overlap, p2p
+from hpcdist.cli.bench import collectives, groups, init, objects, overlap, p2p, parser
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.journal import Journal
 from hpcdist.core.table import ALL_REDUCE
 
 KIB, MIB = 1 << 10, 1 << 20
-LATENCY = 1.5  # microseconds that a call of ours may add to MPI's
-NOISE = 1.03  # "at most MPI's time" where both run the same call: what medians differ by when repeated
+LATENCY = 1.5  # microseconds that hpcdist may add to a call of MPI
+NOISE = 1.03  # for "at most MPI's time" if both make the same call: medians of repeated runs differ by this
 
 
 class Verdict(NamedTuple):
-    """One target: what was promised, what was found."""
+    """One target and the figure that was measured for it."""
 
     what: str
     target: str
@@ -30,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 def at_most(what: str, medians: dict[str, float], rival: str, factor: float, slack: float = 0.0) -> Verdict:
-    """Compare ours with a factor of a rival's time, plus some microseconds."""
+    """Compare hpcdist's time with a factor of another side's time, plus some microseconds."""
     ours, theirs = medians["hpcdist"], medians[rival]
     target = f"≤ {rival} + {slack} µs" if slack else f"≤ {factor} × {rival}"
     allowed = theirs * factor * (NOISE if factor == 1.0 and not slack else 1.0) + slack
@@ -82,7 +88,7 @@ def gathered_objects(bench: Bench) -> list[Verdict]:
 
 
 def subgroups(bench: Bench) -> list[Verdict]:
-    """Check new_subgroups, where there are as many ranks as its target speaks of."""
+    """Check new_subgroups, if there are as many ranks as its target is about."""
     if bench.size < 16:
         return []
     return [at_most("new_subgroups, destroyed", groups.compare(bench, max(1, bench.size // 2)), "mpi4py", 1.5)]
@@ -102,7 +108,7 @@ def coalesced(bench: Bench) -> list[Verdict]:
 
 
 def overlaps(bench: Bench) -> list[Verdict]:
-    """Check that an asynchronous all_reduce hides behind computing, where there are cores for both."""
+    """Check that an asynchronous all_reduce overlaps with computing, if there are cores for both."""
     if not overlap.has_spare_cores(bench):
         return []
     medians = overlap.compare(bench)
@@ -114,7 +120,7 @@ def overlaps(bench: Bench) -> list[Verdict]:
 
 
 def imports(bench: Bench) -> list[Verdict]:
-    """Check the time of the import, in processes of their own."""
+    """Check the time of the import, in fresh processes."""
     figure: Figure | None = None
     if bench.rank == 0:
         times = init.import_time()
@@ -125,9 +131,9 @@ def imports(bench: Bench) -> list[Verdict]:
 
 
 def records(bench: Bench) -> list[Verdict]:
-    """Check what a call leaves for the watchdog and the flight recorder, with the statements of ``core.issue``."""
+    """Check the cost of the record that ``core.issue`` keeps of a call, with the same statements."""
     journal, tensor, count = Journal("bench"), torch.zeros(1), 20_000
-    dtype = tensor.dtype  # which a call asks for in any case
+    dtype = tensor.dtype  # a call reads it in any case
 
     def seconds(is_recorded: bool) -> float:
         began = time.perf_counter()
@@ -150,11 +156,11 @@ def records(bench: Bench) -> list[Verdict]:
 CHECKS = (all_reduces, moves, messages, gathered_objects, subgroups, coalesced, overlaps, records, imports)
 
 
-def measure(bench: Bench) -> int:
+def run(bench: Bench) -> int:
     """Check every target and print the verdicts.
 
     Returns:
-        0 where all are met, else 1.
+        0 if all are met, else 1.
     """
     verdicts = [verdict for check in CHECKS for verdict in check(bench)]
     if bench.rank == 0:
@@ -163,5 +169,14 @@ def measure(bench: Bench) -> int:
         for v in verdicts:
             table.add_row(v.what, v.target, v.found, "met" if v.met else "MISSED")
         Console(width=150).print(table)
-    bench.figures.clear()  # the verdicts say it all
     return int(not all(v.met for v in verdicts))
+
+
+if __name__ == "__main__":
+    options = parser().parse_args()
+    dist.init_process_group()
+    try:
+        status = run(Bench(options))
+    finally:
+        dist.destroy_process_group()
+    sys.exit(status)

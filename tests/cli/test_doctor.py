@@ -1,4 +1,4 @@
-"""Does the doctor see what is right and what is wrong, on real ranks of this environment's MPI?"""
+"""The doctor on real ranks of this environment's MPI: right and wrong set-ups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ranks_of_two_nodes_on_one_page():
     assert len(page["ranks"]) == 4
     texts = {each["text"] for each in page["findings"]}
     assert "4 ranks on 2 nodes, 2 each" in texts
-    assert "ranks and world size are what the launcher says" in texts
+    assert "ranks and world size agree with the launcher" in texts
     assert any(text.startswith("all 2 directed pairs of 2 nodes meet") for text in texts)
     assert any(text.startswith("2 ranks a node wrote and read") for text in texts)
     assert any(text.startswith("all_reduce over mpi is right for 5 dtypes on 4 ranks") for text in texts)

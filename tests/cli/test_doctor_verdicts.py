@@ -1,4 +1,4 @@
-"""What does the doctor make of what the ranks saw? Facts as a rank returns them, and the findings on them."""
+"""The doctor's findings on given facts, as ranks return them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_bound_ranks_are_well_and_overlapping_ones_are_not():
         changes = [{"cores": list(s), "quota": None, "threads": 1, "launcher_size": None, "numa": [0]} for s in sets]
         return placement.judge(of_ranks("placement", placement.look, *changes))
 
-    assert found(bound([0, 1], [2, 3]), "cores of its own").level == OK
+    assert found(bound([0, 1], [2, 3]), "has its own cores").level == OK
     assert found(bound([0, 1], [1, 2]), "bindings overlap").level == ADVICE
     assert found(bound([0, 1], [0, 1]), "are not bound").level == NOTE
 
@@ -80,7 +80,7 @@ def test_lists_of_cpus(text, numbers):
 
 def test_too_little_shared_memory_is_a_problem():
     ranks = [{"memory": {"free": 64 << 20, "limit": None, "locked": None, "tried": "too little", "ranks": 32}}] * 32
-    problem = found(memory.judge(ranks), "/dev/shm has 64 MiB left, 32 ranks a node need 256 MiB")
+    problem = found(memory.judge(ranks), "/dev/shm has 64 MiB free, but 32 ranks a node need 256 MiB")
     assert problem.level == PROBLEM
     assert "--shm-size" in problem.mend
 
@@ -114,7 +114,7 @@ def speeds(latency, bandwidth, backend="mpi"):
 def test_slow_messages_get_advice_fast_ones_none():
     assert levels(speeds(2e-6, 10e9)) == {OK}
     assert found(speeds(60e-6, 10e9), "a message between nodes").level == ADVICE
-    assert found(speeds(2e-6, 0.1e9), "MPI goes over TCP").level == ADVICE
+    assert found(speeds(2e-6, 0.1e9), "MPI uses TCP").level == ADVICE
     assert found(speeds(60e-6, 0.1e9, "gloo"), "gloo's sockets").level == NOTE
 
 

@@ -1,4 +1,4 @@
-"""Does every command that is listed run, and is every command listed?"""
+"""The table of commands: each runs, none is missing, wrong calls exit with 2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_listed_command_can_be_run(name):
 
 
 def test_every_module_of_the_folder_is_listed():
-    # a name with an underscore is a part of a command, as bench_store is of bench
+    # a module with an underscore in its name, such as job_arguments, is no command
     there = {module.name for module in pkgutil.iter_modules(cli.__path__) if "_" not in module.name} - {"main"}
     listed = {command.module.rsplit(".", 1)[-1] for command in cli_main.COMMANDS.values()}
     assert there == listed, f"hpcdist.cli.main.COMMANDS has {listed}, the folder {there}"

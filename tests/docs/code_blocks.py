@@ -1,14 +1,14 @@
-"""Which code blocks does a page have, and how is each of them run?
+"""Code blocks of a page, and how each of them is run.
 
-A block says so after its language, in the words of this table (GitHub and Sphinx read the language alone):
+A block's marks stand after its language, in the words of this table (GitHub and Sphinx only read the language):
 
     ```python                       run by itself: hpcdist's loopback, one process
     ```python mpirun=2              run on two ranks
-    ```python mpirun=4 ulfm         with `mpirun --with-ft ulfm`; skipped, visibly, where that is not Open MPI's
+    ```python mpirun=4 ulfm         with `mpirun --with-ft ulfm`; skipped, visibly, without Open MPI
     ```python torchrun=2            run by torchrun
     ```python file=train.py         written to that file, which a later block of the page must start
-    ```python needs=NAME            as above, but only where hpcdist has NAME, a module or a public
-                                    name, or another package of that name is there; gpu is a GPU
+    ```python needs=NAME            as above, but only if hpcdist has NAME, a module or a public
+                                    name, or if there is a package of that name; gpu is a GPU
     ```bash                         run by bash, in a folder of the page's own, with this environment's programs first
     ```bash fails                   the same, and its exit status must not be 0
     ```bash cluster                 read by `bash -n`, not run: it needs a cluster, a container or root

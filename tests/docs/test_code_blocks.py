@@ -1,4 +1,4 @@
-"""Does every code block in README and docs run? See ``code_blocks`` for the marks that a block may have."""
+"""Runs every code block of README and docs; ``code_blocks`` explains the marks of a block."""
 
 from __future__ import annotations
 

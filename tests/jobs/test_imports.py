@@ -1,4 +1,4 @@
-"""Does importing hpcdist leave MPI alone, and does starting it on the wrong MPI say so?"""
+"""Imports, forks, wrong launchers and uncaught exceptions, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -121,10 +121,7 @@ def test_a_launcher_that_speaks_another_mpi_is_an_error():
         assert "sees a world of 1" in result.stderr
 
 
-@pytest.mark.timed
 def test_an_uncaught_exception_ends_the_job(tmp_path):
-    import time
-
     program = tmp_path / "fails.py"
     program.write_text(
         "import hpcdist as dist, torch\n"
@@ -134,9 +131,7 @@ def test_an_uncaught_exception_ends_the_job(tmp_path):
         "    raise ZeroDivisionError('on purpose')\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    start = time.monotonic()
-    result = mpirun(3, [program])
+    result = mpirun(3, [program], timeout=90)  # without an end of the job, ranks 0 and 2 would wait for 30 minutes
     assert result.returncode != 0
     assert "[rank 1 of 3] uncaught exception" in result.stderr
     assert "ZeroDivisionError: on purpose" in result.stderr
-    assert time.monotonic() - start < 20  # most of it is the start of three interpreters

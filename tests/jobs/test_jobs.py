@@ -1,4 +1,4 @@
-"""Do the jobs of slurm/jobs give the same result however many ranks there are, and however they were started?"""
+"""The jobs of slurm/jobs: the same result on any number of ranks, with any launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does HPCDIST_LOG say what each rank does, and which rank and group said it?"""
+"""Log lines of HPCDIST_LOG, with rank and group."""
 
 from __future__ import annotations
 

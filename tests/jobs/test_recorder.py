@@ -1,4 +1,4 @@
-"""Does the flight recorder keep as many calls as it is told to, those of the default group too?"""
+"""The length of the flight recorder, also for the default group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The direction of every import, held over the parsed source: down only, no circles, also through other modules."""
+"""The direction of imports, checked on the parsed source: down only and without circles, also through other modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what torch keeps for itself touched in two files alone?"""
+"""Private names of torch: used only in two files, which list them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the table in docs/reference/support.md what the code does?"""
+"""The table in docs/reference/support.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a real Slurm cluster of two nodes run on one machine?
+"""A real Slurm cluster of two nodes on one machine.
 
 munged, slurmctld and two ``slurmd -N``, all from Debian's packages, in a temporary folder and on ports of their own,
 without an init system and without touching the machine's configuration. The nodes are called 127.0.0.1 and 127.0.0.2:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How does Apptainer come onto a Debian 12 machine, which has no package of it? As root:
+# Installs Apptainer on Debian 12, which has no package of it. As root:
 #
 #   bash tests/slurm/install_apptainer.sh [FOLDER]     # /opt/apptainer, and a link to its program in /usr/local/bin
 #

@@ -86,7 +86,7 @@ def test_a_value_that_would_break_its_line_is_refused(value, capsys):
     assert slurm.run(["cpu", "--partition", value, "train.py"]) == 2
     seen = capsys.readouterr()
     assert seen.out == ""
-    assert f"--partition {value!r} cannot stand in a job script" in seen.err
+    assert f"--partition {value!r} cannot be written to a job script" in seen.err
 
 
 @pytest.mark.parametrize(

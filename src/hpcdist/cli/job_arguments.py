@@ -1,4 +1,4 @@
-"""How does a command that every rank of a job runs read its arguments? What there is to print, rank 0 prints."""
+"""Argument parser for commands that every rank of a job runs: only rank 0 prints help and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpcdist.launch import environment
 
 
 def is_speaker() -> bool:
-    """Tell whether this process speaks for its job: rank 0, or one that no launcher started."""
+    """Tell whether this process prints for its job: it is rank 0, or no launcher started it."""
     launch = environment.detect()
     return launch is None or launch.rank == 0
 

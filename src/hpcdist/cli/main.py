@@ -1,4 +1,4 @@
-"""Which commands are there? ``python -m hpcdist COMMAND``, and the console script ``hpcdist``."""
+"""Table and dispatch of the commands: ``python -m hpcdist COMMAND`` and the console script ``hpcdist``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from hpcdist.cli.job_arguments import is_speaker
 
 
 class Command(NamedTuple):
-    """Where a command is, and what it does in one line."""
+    """A command's module and its one-line summary."""
 
     module: str  # has run(args) -> exit status; imported when the command is called
     summary: str
 
 
 COMMANDS = {
-    "doctor": Command("hpcdist.cli.doctor", "try everything that a job needs here, and say what to mend"),
+    "doctor": Command(
+        "hpcdist.cli.doctor", "test everything that a job needs on this machine, and say how to fix what fails"
+    ),
     "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
     "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
@@ -34,7 +36,7 @@ def usage() -> str:
 
 
 def tell(text: str, file: TextIO | None = None) -> None:
-    """Print once a job."""
+    """Print on one rank of the job."""
     if is_speaker():
         print(text, file=file)
 

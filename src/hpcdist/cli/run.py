@@ -1,7 +1,8 @@
-"""How does an unmodified torch script run on MPI? ``mpirun -n 4 python -m hpcdist run train.py --epochs 3``.
+"""The command ``run``: an unmodified torch.distributed script with its groups made by hpcdist.
 
-The script's ``torch.distributed.init_process_group("gloo")`` or ``("mpi")`` makes hpcdist's world. What torchrun would
-have set (RANK, WORLD_SIZE, LOCAL_RANK) comes from the launcher, so scripts that read these work too.
+``mpirun -n 4 python -m hpcdist run train.py --epochs 3``. The script's ``init_process_group("gloo")`` or ``("mpi")``
+creates hpcdist's default group. RANK, WORLD_SIZE and LOCAL_RANK, which torchrun would set, are taken from the launcher,
+so scripts that read these variables work too.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def parser() -> JobParser:
     """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist run", description=(__doc__ or "").splitlines()[0])
     made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
-    made.add_argument("script", help="the script, which stays as it is")
+    made.add_argument("script", help="the script to run, unmodified")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     return made
 
 
 def announce(launch: environment.Launch | None) -> None:
-    """Set what torchrun would have set, where nobody has."""
+    """Set the variables that torchrun would set, unless they are set already."""
     if launch is None:
         return
     local_rank = environment.node_local_rank()
@@ -44,7 +45,7 @@ def run(args: list[str]) -> int:
         args: the command line after ``run``.
 
     Returns:
-        0; what the script raises, SystemExit included, goes through.
+        0, or 2 if there is no such script. Whatever the script raises, SystemExit included, is passed on.
     """
     given = parser().parse_args(args)
     launch = environment.detect()
@@ -57,7 +58,7 @@ def run(args: list[str]) -> int:
         return 0
     script = Path(given.script)
     if not script.is_file():
-        print(f"python -m hpcdist run: no script {given.script!r} in {os.getcwd()}", file=sys.stderr)
+        print(f"python -m hpcdist run: no script {given.script!r} in {os.getcwd()}; expected a path", file=sys.stderr)
         return 2
     sys.path[0:0] = [str(script.resolve().parent)]
     runpy.run_path(str(script), run_name="__main__")

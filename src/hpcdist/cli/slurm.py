@@ -1,7 +1,8 @@
-"""How does a job script come from a template? ``python -m hpcdist slurm cpu --nodes 4 train.py``.
+"""The command ``slurm``: writes or submits a job script made from a template.
 
-The templates are the files in ``slurm/``, which run as they are; here their lines for the site and for the size of the
-job are filled in, and the script with its arguments. What can be filled in is read from the template itself.
+``python -m hpcdist slurm cpu --nodes 4 train.py``. The templates are the files in ``slurm/``, which can also be
+submitted as they are. This command fills in the size of the job, the site's settings, the script and its arguments; the
+options of a template are read from the template itself.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGED = Path(__file__).parent / "templates"  # where a wheel has them
-CHECKOUT = Path(__file__).parents[3] / "slurm"  # where an editable installation finds them
+PACKAGED = Path(__file__).parent / "templates"  # in an installed wheel
+CHECKOUT = Path(__file__).parents[3] / "slurm"  # in a checkout
 
-# sbatch's options that a job may need and a template need not have, each with a value
+# options of sbatch, each with a value, that can be set even if the template has no line for them
 DIRECTIVES = (
     "account",
     "array",
@@ -52,7 +53,7 @@ def templates() -> dict[str, Path]:
 
 
 def settings(template: str) -> dict[str, tuple[str, str]]:
-    """Return the lines that a site edits: option, then its default and what it means."""
+    """Return the settings of a site: option -> its default and its meaning."""
     found = (SETTING.match(line) for line in template.splitlines())
     return {m[1].lower().replace("_", "-"): (m[2], m[3]) for m in found if m}
 
@@ -65,17 +66,17 @@ def parser_of(kind: str, template: str) -> argparse.ArgumentParser:
         description=template.splitlines()[1].lstrip("# "),
         allow_abbrev=False,
     )
-    parser.add_argument("--output", metavar="FILE", help="write the job script there, not to the terminal")
-    parser.add_argument("--submit", action="store_true", help="submit it by sbatch")
+    parser.add_argument("--output", metavar="FILE", help="write the job script to this file instead of the terminal")
+    parser.add_argument("--submit", action="store_true", help="submit the job script with sbatch")
     here = {m[1]: m[2] for m in map(DIRECTIVE.match, template.splitlines()) if m}
-    size = parser.add_argument_group("the job, as sbatch's options")
+    size = parser.add_argument_group("size of the job (options of sbatch)")
     for name in DIRECTIVES:
-        size.add_argument(f"--{name}", help=f"here {here[name]}" if name in here else None)
-    site = parser.add_argument_group("the site")
+        size.add_argument(f"--{name}", help=f"default {here[name]}" if name in here else None)
+    site = parser.add_argument_group("settings of the site")
     for name, (default, meaning) in settings(template).items():
         # This Python has hpcdist, which the one on a compute node's PATH may not have.
         preset = sys.executable if name == "python" and kind != "apptainer" else None
-        shown = f"{meaning} (here {preset or default})" if preset or default else meaning
+        shown = f"{meaning} (default {preset or default})" if preset or default else meaning
         site.add_argument(f"--{name}", default=preset, help=shown.replace("%", "%%"))
     parser.add_argument("script", help="the Python script that every rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -83,18 +84,18 @@ def parser_of(kind: str, template: str) -> argparse.ArgumentParser:
 
 
 def fill(template: str, values: dict[str, str], script: list[str]) -> str:
-    """Fill a template in.
+    """Fill in a template.
 
     Args:
         template: the text of the template.
-        values: what to set, by the name of an option of sbatch or of a line that a site edits.
+        values: option of sbatch or setting of the site -> its value.
         script: the script and its arguments.
 
     Returns:
-        A job script that sbatch takes without further arguments; arguments given to it come after the script's own.
+        A job script. Arguments given to sbatch after it are appended to those of ``script``.
 
     Raises:
-        ValueError: A value that cannot stand in a line for sbatch.
+        ValueError: a value that sbatch cannot read from a line of the job script.
     """
     left = dict(values)
     lines: list[str] = []
@@ -116,10 +117,10 @@ def fill(template: str, values: dict[str, str], script: list[str]) -> str:
 
 
 def directive_line(name: str, value: str) -> str:
-    """Write one line for sbatch, which ends a value at white space and at ``#``, and knows quotes of its own."""
+    """Return one ``#SBATCH`` line; sbatch ends a value at white space and at ``#``, and has its own quoting rules."""
     if not value or re.search(r"[\s#'\"\\]", value):
         raise ValueError(
-            f"--{name} {value!r} cannot stand in a job script; expected no spaces, quotes, '#' or backslash"
+            f"--{name} {value!r} cannot be written to a job script; expected no spaces, quotes, '#' or backslash"
         )
     return f"#SBATCH --{name}={value}"
 
@@ -131,7 +132,7 @@ def run(args: list[str]) -> int:
         args: the template's name, options, the script and its arguments.
 
     Returns:
-        0, or the status of sbatch, or 2 for a wrong call.
+        0, or the exit status of sbatch, or 2 for wrong arguments.
     """
     known = templates()
     if not args or args[0] in {"-h", "--help"} or args[0] not in known:
@@ -164,10 +165,13 @@ def run(args: list[str]) -> int:
 
 
 def sbatch(script: str, file: str | None) -> int:
-    """Submit a job script, from its file where it has one; return sbatch's status."""
+    """Submit a job script, from its file if it has one; return sbatch's exit status."""
     command = ["sbatch", file] if file else ["sbatch"]
     try:
         return subprocess.run(command, input=None if file else script, text=True, check=False).returncode
     except FileNotFoundError:
-        print("error: no sbatch on the PATH; --output FILE writes a job script to take to the cluster", file=sys.stderr)
+        print(
+            "error: no sbatch on the PATH; run this on the cluster, or write the job script with --output FILE",
+            file=sys.stderr,
+        )
         return 1

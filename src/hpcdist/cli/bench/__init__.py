@@ -1,7 +1,8 @@
-"""How fast is hpcdist here? ``mpirun -n N python -m hpcdist bench [SUBJECT]``.
+"""The command ``bench``: times hpcdist beside mpi4py, gloo and a memory copy.
 
-Every subject times hpcdist and its rivals on the same ranks, on the same buffers and in the same run, in interleaved
-rounds, so that a noisy machine favours nobody. The figure of a round is that of the slowest rank.
+``mpirun -n N python -m hpcdist bench [SUBJECT]``. All sides run on the same ranks and the same buffers, in interleaved
+rounds of one run, so that noise on the machine affects all of them alike. The time of a round is that of the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hpcdist.cli.bench import report
 from hpcdist.cli.bench.timing import Bench
 from hpcdist.cli.job_arguments import JobParser
 
-# what can be timed -> the module whose ``measure(bench)`` does it, or whose ``run(args)`` takes over
+# subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
 SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
     "p2p": "hpcdist.cli.bench.p2p",
@@ -36,7 +37,7 @@ def size_in_bytes(text: str) -> int:
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     digits = text[:-1] if unit else text
     if unit not in UNITS or not digits.isdigit() or not int(digits):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected bytes such as 4, 64K or 16M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected bytes such as 4, 64K or 16M")
     return int(digits) * UNITS[unit]
 
 
@@ -44,28 +45,32 @@ def dtype(text: str) -> torch.dtype:
     """Read a torch dtype by name."""
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{text!r} is no torch dtype; expected one such as float32 or bfloat16")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a torch dtype; expected one such as float32 or bfloat16")
     return found
 
 
 def parser() -> JobParser:
-    """Make the command line's parser."""
+    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist bench", description=__doc__)
     made.add_argument("subject", nargs="?", default="collectives", choices=SUBJECTS)
-    made.add_argument("--device", choices=("cpu", "cuda"), help="cuda: beside torch's NCCL (has options of its own)")
+    made.add_argument(
+        "--device", choices=("cpu", "cuda"), help="cuda: compare with torch's NCCL (see --device cuda --help)"
+    )
     made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all"')
     made.add_argument("--dtypes", nargs="+", type=dtype, default=[torch.float32])
     made.add_argument("--min", type=size_in_bytes, default=4, help="smallest size (4)")
     made.add_argument("--max", type=size_in_bytes, default=256 << 20, help="largest size (256M)")
-    made.add_argument("--factor", type=int, default=4, help="from one size to the next (4)")
-    made.add_argument("--sizes", nargs="+", type=size_in_bytes, help="these sizes instead")
+    made.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before (4)")
+    made.add_argument("--sizes", nargs="+", type=size_in_bytes, help="these sizes instead of --min to --max")
     made.add_argument("--rounds", type=int, default=7)
-    made.add_argument("--seconds", type=float, default=0.05, help="about this long for one side in one round")
+    made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
     made.add_argument("--sides", nargs="+", default=["hpcdist", "mpi4py", "gloo", "copy"])
     made.add_argument("--json", metavar="FILE")
     made.add_argument("--csv", metavar="FILE")
     made.add_argument("--plot", metavar="FILE.png", help="needs matplotlib: pip install 'hpcdist[plot]'")
-    made.add_argument("--explain", action="store_true", help="print from which size on shared memory is used, and why")
+    made.add_argument(
+        "--explain", action="store_true", help="print from which size on shared memory is used, and by which setting"
+    )
     return made
 
 

@@ -1,4 +1,4 @@
-"""How long does a collective take, from 4 bytes to hundreds of megabytes?"""
+"""Subject ``collectives``: time of collectives on tensors, from 4 bytes to hundreds of megabytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def sizes(bench: Bench) -> Iterator[int]:
-    """Count from the smallest to the largest size."""
+    """Yield the sizes to measure, in bytes."""
     options = bench.options
     if options.sizes:
         yield from options.sizes
@@ -60,7 +60,7 @@ def all_gather_single(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part
 
 
 def reduce_scatter_single(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
-    """Sum, and keep one's own part."""
+    """Sum, and keep this rank's part."""
     calls: Calls = {"hpcdist": lambda: dist.reduce_scatter_tensor(part, whole)}
     if whole.dtype is torch.float32:
         send, recv = whole.numpy(), part.numpy()
@@ -90,7 +90,7 @@ COLLECTIVES: dict[str, Callable[[Bench, torch.Tensor, torch.Tensor, torch.Tensor
 def buffers(
     bench: Bench, name: str, dtype: torch.dtype, nbytes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a whole tensor of some bytes, another as large, and a rank's part, for one collective."""
+    """Return input and output of some bytes, and one rank's part, for one collective."""
     divided = name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     unit = bench.size if divided else 1
     numel = max(1, nbytes // dtype.itemsize // unit) * unit
@@ -99,7 +99,7 @@ def buffers(
 
 
 def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[str, float]:
-    """Time one collective at one size; ``copy`` is one local copy of the tensor, the floor."""
+    """Time one collective at one size; ``copy`` is one local copy of the tensor, for comparison."""
     whole, out, part = buffers(bench, name, dtype, nbytes)
     calls = COLLECTIVES[name](bench, whole, out, part)
     calls["copy"] = lambda: out.copy_(whole)
@@ -111,15 +111,15 @@ def measure(bench: Bench) -> None:
     """Time the collectives asked for at all sizes.
 
     Raises:
-        SystemExit: a collective that this subject does not know.
+        SystemExit: --collectives names one that this subject cannot time.
     """
     options = bench.options
     names = list(COLLECTIVES) if options.collectives == ["all"] else options.collectives
     unknown = [name for name in names if name not in COLLECTIVES]
     if unknown:
-        raise SystemExit(f"no collective {unknown[0]!r} to time (known: {', '.join(COLLECTIVES)}, all)")
+        raise SystemExit(f"cannot time the collective {unknown[0]!r} (known: {', '.join(COLLECTIVES)}, all)")
     work = [(name, dtype, size) for name in names for dtype in options.dtypes for size in sizes(bench)]
-    # no refreshing thread: it would compete for a core with what is being timed
+    # no refresh thread: it would compete for a core with the measured calls
     with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("collectives", total=len(work))
         for name, dtype, size in work:

@@ -1,8 +1,8 @@
-"""At which sizes is shared memory faster than MPI on this machine? Measured, and written for ``HPCDIST_SHM``.
+"""Subject ``crossover``: the sizes from which shared memory is faster than MPI on this machine, for ``HPCDIST_SHM``.
 
-``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times the shared-memory engine beside raw MPI calls
-for each collective that it knows, and adds the sizes at which the faster way changes to the file; run it for each
-number of ranks that matters. Jobs use the file by ``HPCDIST_SHM=FILE.json``.
+``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times the shared-memory implementation beside raw MPI
+calls for each collective that has one, and adds the sizes at which the faster side changes to the file. Run it once for
+each number of ranks a node that your jobs use; they read the file if ``HPCDIST_SHM=FILE.json`` is set.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def measure(bench: Bench) -> int:
     """Measure, print the table, and add it to the file of ``--json``.
 
     Returns:
-        0; 2 where the ranks are not those of one node, or one rank alone.
+        0, or 2 if the job has only one rank, or ranks on several nodes.
     """
     shared = NodeShared(bench.comm.Dup())
     if shared.nodes > 1 or bench.size == 1:
         if bench.rank == 0:
-            print("bench crossover compares what one node does: run it with two ranks or more, all on one node")
+            print("bench crossover measures within one node: run it with two or more ranks, all on one node")
         return 2
     path = bench.options.json
     if path and Path(path).exists():

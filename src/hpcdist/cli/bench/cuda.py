@@ -1,8 +1,8 @@
-"""How far is hpcdist from ``torch.distributed`` on NCCL? ``mpirun -n N python -m hpcdist bench --device cuda``.
+"""Comparison with ``torch.distributed`` on NCCL: ``mpirun -n N python -m hpcdist bench --device cuda``.
 
-Both sides call NCCL on the same tensors of the same GPUs in one run, in turns, so that a busy machine favours nobody.
-Two times are taken of each: of the host alone, until the call returns (what 5 µs are allowed on), and with the device,
-until the result is there.
+Both sides call NCCL on the same tensors of the same GPUs in one run, in turns, so that noise affects both alike. Each
+call has two times: that of the host, until the call returns (hpcdist may take 5 µs longer than torch), and that of the
+device, until the result is there.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 
 
 def parser() -> JobParser:
-    """Make the command line's parser."""
+    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist bench --device cuda", description=__doc__)
     made.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     made.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
     made.add_argument("--rounds", type=int, default=ROUNDS)
-    made.add_argument("--json", metavar="FILE", help="write the figures here too")
+    made.add_argument("--json", metavar="FILE", help="write the figures to this file too")
     return made
 
 
 def run(args: list[str]) -> int:
-    """Time both sides on all ranks of this job.
+    """Time both sides; every rank calls this.
 
     Args:
         args: the command line after ``bench --device cuda``.
 
     Returns:
-        The exit status: 0; 1 where a synchronous or asynchronous call of 4 bytes took the host more than 5 µs longer
-        than torch's; 2 where there is no GPU or no NCCL.
+        The exit status: 0; 1 if a call of 4 bytes, synchronous or asynchronous, took the host more than 5 µs longer
+        than torch's; 2 if there is no GPU or no NCCL.
     """
     options = parser().parse_args(args)
     lacks = missing()
@@ -107,7 +107,7 @@ def run(args: list[str]) -> int:
 
 
 def missing() -> str | None:
-    """Return what this machine lacks for the comparison, or None."""
+    """Return why the comparison cannot run here, or None."""
     from hpcdist.backends.nccl.library import check_gpu, load
 
     try:
@@ -115,7 +115,11 @@ def missing() -> str | None:
         check_gpu()
     except dist.DistBackendError as error:
         return str(error)
-    return None if c10d.is_nccl_available() else "this torch has no NCCL backend to compare with"
+    return (
+        None
+        if c10d.is_nccl_available()
+        else "this torch has no NCCL backend to compare with; install a torch built for CUDA"
+    )
 
 
 def torchs_group(backend: str = "nccl") -> Any:
@@ -124,7 +128,7 @@ def torchs_group(backend: str = "nccl") -> Any:
 
 
 def measure(options: argparse.Namespace, theirs: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Return one figure for each collective, size and way of calling; on rank 0, elsewhere none."""
+    """Return one figure for each collective, size, and sync or async call; on rank 0 only."""
     sides = {"hpcdist": (dist, None), "torch": (c10d, theirs)}
     figures = []
     for name in options.collectives:
@@ -144,7 +148,7 @@ def measure(options: argparse.Namespace, theirs: Any, device: torch.device) -> l
 def one_round(
     call: Callable[..., Any], side: Side, group: Any, nbytes: int, is_async: bool, device: torch.device
 ) -> tuple[float, float]:
-    """Return the microseconds of one call, on the host alone and with the device, of the slowest rank."""
+    """Return the microseconds of one call on the slowest rank: of the host, and until the device has the result."""
     size = dist.get_world_size()
     tensor = torch.zeros(max(nbytes // 4, size), device=device)
     count = next(calls for limit, calls in CALLS.items() if nbytes <= limit)
@@ -165,13 +169,13 @@ def one_round(
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU is through with what it was given; the calls on CPU tensors have ended themselves."""
+    """Wait until a GPU has finished its queued work; calls on CPU tensors have ended when they return."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def called(call: Callable[..., Any], side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> None:
-    """Make one call and, where it hands back a Work, wait for it on the stream."""
+    """Make one call and, if it is asynchronous, wait for its Work on the stream."""
     work = call(side, group, tensor, size, is_async)
     if is_async:
         work.wait()
@@ -193,7 +197,7 @@ def figure(name: str, nbytes: int, is_async: bool, taken: dict[str, Any]) -> dic
 
 
 def about() -> dict[str, str]:
-    """Return what the figures were taken on, for ``docs/explanation/gpu-results.md``."""
+    """Return the hardware and versions behind the figures, for ``docs/explanation/gpu-results.md``."""
     from hpcdist.backends.nccl.library import load
 
     return {

@@ -1,8 +1,8 @@
-"""How long does a step of DistributedDataParallel take, beside stock gloo? ``mpirun -n 2 python -m hpcdist bench ddp``.
+"""Subject ``ddp``: time of a step of DistributedDataParallel, beside stock gloo.
 
-One model, one batch, three ways in turn: gradients over hpcdist's group, over a group of torch's own gloo, and not
-exchanged at all (``no_sync``), which is what the computation alone takes. With a batch of one,
-communication weighs most.
+``mpirun -n 2 python -m hpcdist bench ddp``. The same model and batch take a step in three ways in turn: gradients over
+hpcdist's group, over a group of torch's own gloo, and not exchanged (``no_sync``), which shows the time of the
+computation. Communication has its largest share with a batch of one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ LAYERS = 4
 def parser() -> JobParser:
     """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist bench ddp", description=(__doc__ or "").splitlines()[0])
-    made.add_argument("--parameters", type=float, default=10e6, help="of the model (default: 10 million)")
-    made.add_argument("--batch", type=int, default=1, help="samples a rank; 1 is bound by communication (default)")
+    made.add_argument(
+        "--parameters", type=float, default=10e6, help="number of the model's parameters (default 10 million)"
+    )
+    made.add_argument(
+        "--batch", type=int, default=1, help="samples a rank (default 1: the step is bound by communication)"
+    )
     made.add_argument("--steps", type=int, default=20, help="timed steps of each kind")
-    made.add_argument("--warmup", type=int, default=3, help="steps before")
+    made.add_argument("--warmup", type=int, default=3, help="untimed steps before them")
     made.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     made.add_argument("--json", type=Path, help="write the figures to this file")
     return made
 
 
 def perceptron(parameters: float) -> nn.Module:
-    """Return a stack of square linear layers with about so many parameters, the same on all ranks."""
+    """Return a stack of square linear layers with about this many parameters, equal on all ranks."""
     torch.manual_seed(0)
     width = max(1, round((parameters / LAYERS) ** 0.5))
     layers: list[nn.Module] = []
@@ -68,7 +72,7 @@ def stepper(given: argparse.Namespace, group: Any, is_synced: bool) -> tuple[Cal
 
 
 def measure(steps: dict[str, Callable[[], None]], given: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of a step of each kind; a step is as long as on the slowest rank."""
+    """Return the median seconds of a step of each kind; the slowest rank counts."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(given.warmup + given.steps):
         for name, step in steps.items():

@@ -1,4 +1,4 @@
-"""How long does it take to make and destroy subgroups?"""
+"""Subject ``groups``: time to create and destroy subgroups."""
 
 from __future__ import annotations
 

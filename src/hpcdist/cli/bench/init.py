@@ -1,4 +1,4 @@
-"""How long does it take until a rank can begin? Imports, and init_process_group again after destroy."""
+"""Subject ``init``: time of ``import hpcdist`` and of creating a group over all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def import_time() -> list[float]:
 
 
 def measure(bench: Bench) -> None:
-    """Time the import on rank 0, and a group over all ranks made and destroyed."""
+    """Time the import on rank 0, and creating and destroying a group over all ranks."""
     import hpcdist as dist
 
     if bench.rank == 0:

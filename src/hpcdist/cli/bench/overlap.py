@@ -1,6 +1,7 @@
-"""How much of an asynchronous all_reduce hides behind computing?
+"""Subject ``overlap``: how much of an asynchronous all_reduce runs while the rank computes.
 
-The worker thread of ``async_op=True`` is timed against MPI's own non-blocking call, both beside the same computing.
+``async_op=True``, carried out by a worker thread, is timed beside MPI's own non-blocking call, with the same
+computation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hpcdist.cli.bench.timing import Bench
 
 NBYTES = 32 << 20
 SEVERAL = 10  # matrix products that are timed together
-CALLS = 11  # the first ones make what later ones use
+CALLS = 11  # the first calls set up what later ones reuse
 
 
 def typical_seconds(bench: Bench, call: Callable[[], Any]) -> float:
@@ -33,13 +34,13 @@ def typical_seconds(bench: Bench, call: Callable[[], Any]) -> float:
 
 
 def has_spare_cores(bench: Bench) -> bool:
-    """Tell whether the node has a second core for each rank, on which a thread can work beside its computing."""
+    """Tell whether the node has a second core for each rank, for the communicating thread."""
     cores = set().union(*bench.comm.allgather(os.sched_getaffinity(0)))
     return len(cores) >= 2 * bench.size
 
 
 def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:
-    """Time all_reduce alone, computing alone, and both at once in three ways."""
+    """Time all_reduce by itself, the computation by itself, both in turn, and both at once in two ways."""
     data, other = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
     matrix = torch.rand(384, 384)
     send, recv = data.numpy(), other.numpy()

@@ -1,4 +1,4 @@
-"""How long does a message take from one rank to another? Half a ping-pong of ranks 0 and 1."""
+"""Subject ``p2p``: time of a message between ranks 0 and 1 (half a ping-pong), and of the barrier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.cli.bench.timing import Bench
 
 
 def ping_pong(bench: Bench, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Callable[[], None]:
-    """Make the call of one rank: there and back; ranks above 1 look on."""
+    """Return one rank's part of a ping-pong; ranks above 1 do nothing."""
     if bench.rank == 0:
 
         def call() -> None:
@@ -56,7 +56,7 @@ def compare(bench: Bench, nbytes: int) -> dict[str, float]:
 def measure(bench: Bench) -> None:
     """Time ping-pong at all sizes, and the barrier."""
     if bench.size < 2:
-        raise SystemExit("bench p2p needs two ranks or more: mpirun -n 2 python -m hpcdist bench p2p")
+        raise SystemExit("bench p2p needs two or more ranks, this job has one: mpirun -n 2 python -m hpcdist bench p2p")
     for size in sizes(bench):
         compare(bench, size)
     barrier(bench)

@@ -1,4 +1,4 @@
-"""How are the figures shown? A table with ratios, JSON, CSV, a plot."""
+"""Output of the figures: a table with ratios, JSON, CSV, a plot."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def size_name(nbytes: int) -> str:
 
 
 def microseconds(value: float) -> str:
-    """Write a time so that three digits or more count."""
+    """Write a time with at least three significant digits, if it is that long."""
     return f"{value:.0f}" if value >= WHOLE_FROM else f"{value:.1f}"
 
 
 def machine() -> dict[str, Any]:
-    """Say on what the figures were measured."""
+    """Return the machine and versions behind the figures."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
-    """Put the sides of one call together."""
+    """Group the figures by call: call -> side -> figure."""
     calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
     for figure in figures:
         calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
@@ -65,7 +65,7 @@ def spread(figure: Figure) -> str:
 
 
 def table(bench: Bench) -> Table:
-    """Make the table that a person reads: a row a call, or where there is one call alone, a row a side."""
+    """Make the printed table: a row for each call, or for each side if there is only one call."""
     calls = by_call(bench.figures)
     title = f"{bench.size} ranks, {bench.library}, µs a call: median (lowest–highest round)"
     if bench.wire.nodes > 1:
@@ -75,7 +75,7 @@ def table(bench: Bench) -> Table:
 
 
 def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figure]) -> Table:
-    """Show one call, a row a side."""
+    """Show one call, a row for each side."""
     what, dtype, nbytes = call
     made = Table(title=f"{' '.join((what, dtype, size_name(nbytes))).strip()}\n{title}")
     made.add_column("side")
@@ -89,7 +89,7 @@ def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figu
 
 
 def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figure]]) -> Table:
-    """Show several calls, a row each."""
+    """Show several calls, a row for each."""
     sides = list(dict.fromkeys(side for found in calls.values() for side in found))
     rivals = [side for side in sides if side != OURS]
     made = Table(title=title)
@@ -139,7 +139,7 @@ def explain(bench: Bench) -> None:
 
 
 def plot(bench: Bench, path: str) -> None:
-    """Draw time over size, a line a side.
+    """Draw time over size, a line for each side.
 
     Raises:
         SystemExit: matplotlib is missing.

@@ -1,4 +1,4 @@
-"""How is one call timed against others so that the comparison is fair?"""
+"""Fair timing of calls beside each other: interleaved rounds, the slowest rank's time, medians."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM_UP = 2
 
 @dataclass
 class Figure:
-    """One measured number: who did what, how often, and how long a call took."""
+    """One measured number: the call, the side, and the time of a call over the rounds."""
 
     what: str
     dtype: str
@@ -37,7 +37,7 @@ class Figure:
 
 
 class Bench:
-    """The ranks, the rivals and the figures of one run.
+    """The ranks, the libraries compared and the figures of one run.
 
     Args:
         options: the parsed command line.
@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.comm: Any = dist.get_mpi_comm().Dup()  # raw calls meet no message of ours
+        self.comm: Any = dist.get_mpi_comm().Dup()  # so that raw calls cannot match messages of hpcdist
         self.figures: list[Figure] = []
         self.wire = Wire(self.comm)
         self._gloo: Any = None
@@ -67,10 +67,10 @@ class Bench:
         return self._gloo
 
     def calls_for(self, call: Callable[[], Any]) -> int:
-        """Say how many calls fill the time of one round, the same number on every rank."""
-        for _ in range(WARM_UP):  # the first call makes what later ones use: a window, a plan
+        """Return how many calls fill the time of one round, the same number on every rank."""
+        for _ in range(WARM_UP):  # the first calls set up what later ones reuse: a window, a plan
             call()
-        count = WARM_UP  # so few calls of a fast one say little: double until they do
+        count = WARM_UP  # doubled until the calls take long enough for a good estimate
         while True:
             self.comm.Barrier()
             began = time.perf_counter()
@@ -90,17 +90,17 @@ class Bench:
             what: the collective or action.
             dtype: of the buffers, for the table.
             nbytes: size of the larger buffer.
-            sides: who -> the call; every rank gives the same sides in the same order.
-            operations: how many of what is timed one call makes, one after the other.
+            sides: side -> its call; every rank gives the same sides in the same order.
+            operations: how many of the timed operations one call makes, one after the other.
 
         Returns:
-            who -> median of the rounds in microseconds an operation.
+            side -> median of the rounds, in microseconds an operation.
         """
         calls = {side: self.calls_for(call) for side, call in sides.items()}
         rounds: dict[str, list[float]] = {side: [] for side in sides}
         sent = dict.fromkeys(sides, 0)
         for number in range(self.options.rounds):
-            # in another order each time, the same on all ranks: whoever follows gloo finds the cores asleep
+            # in another order each round, the same on all ranks: after gloo, which sleeps, the cores are slow to wake
             for side in random.Random(number).sample(list(sides), len(sides)):
                 call = sides[side]
                 sent[side] -= self.wire.sent()

@@ -1,7 +1,7 @@
-"""Does everything that a job needs work here? ``python -m hpcdist doctor``, alone or under mpirun, srun or torchrun.
+"""The command ``doctor``: tests everything that a job needs, as one process or under mpirun, srun or torchrun.
 
-Each topic is a module with two functions: ``look`` tries things on every rank and returns facts, ``judge`` turns the
-facts of all ranks into findings on rank 0. One page comes out, and the exit status is 1 where something is wrong.
+Each topic is a module with two functions: ``look`` runs checks on every rank and returns facts, ``judge`` turns the
+facts of all ranks into findings on rank 0. The command prints one page, and exits with 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hpcdist.cli.doctor.supervision import CONNECTION, Ended, Step, supervise, w
 from hpcdist.cli.job_arguments import JobParser
 from hpcdist.launch import environment
 
-SECONDS = 120.0  # for one topic; starting a large job's MPI is the longest
+SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
 
-# before MPI is started, on every rank by itself
+# run before MPI is started, on each rank by itself
 LOCAL = {
     "installed": installed,
     "placement": placement,
@@ -39,7 +39,7 @@ LOCAL = {
     "slurm": slurm_step,
     "devices": devices,
 }
-# with the communicator of the world, or None, and then without it
+# run with the world's communicator (None without MPI), and those that use the default group
 WITH_COMM = {"mpi_world": mpi_world, "memory": memory}
 WITH_GROUP = {"network": network, "speed": speed}
 ORDER: dict[str, Any] = {
@@ -59,13 +59,13 @@ ORDER: dict[str, Any] = {
 
 
 def run(args: list[str]) -> int:
-    """Run ``python -m hpcdist doctor``.
+    """Run the command.
 
     Args:
         args: the command line after ``doctor``.
 
     Returns:
-        0 where nothing is wrong, 1 where something is, 2 for a wrong call.
+        0 if nothing is wrong, 1 if something is, 2 for wrong arguments.
     """
     parser = JobParser(prog="python -m hpcdist doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
@@ -74,7 +74,7 @@ def run(args: list[str]) -> int:
         options = parser.parse_args(args)
     except SystemExit as refused:
         return int(refused.code or 0)
-    warnings.simplefilter("ignore")  # what mpi4py and torch warn of is among the findings
+    warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about
 
     def work(tell: Step) -> int:
         return examine(tell, options.json)
@@ -92,7 +92,7 @@ def run(args: list[str]) -> int:
 
 
 def examine(tell: Step, as_json: bool) -> int:
-    """Look at everything on this rank, and let rank 0 write the page; return the exit status."""
+    """Run all checks on this rank, let rank 0 write the page, and return the exit status."""
     facts: Facts = {}
     for name, topic in LOCAL.items():
         tell(name)
@@ -116,7 +116,9 @@ def examine(tell: Step, as_json: bool) -> int:
             chapters[mpi_world.TITLE] = [failure]
         status = [1 if page.count(chapters, PROBLEM) else 0]
         launch = environment.detect()
-        if failure is None or launch is None or launch.rank == 0:  # else every rank is a rank 0 of its own
+        if (
+            failure is None or launch is None or launch.rank == 0
+        ):  # without a common world every rank is rank 0 of a world of its own
             show(chapters, ranks, as_json)
     dist.broadcast_object_list(status, 0)
     dist.destroy_process_group()
@@ -124,7 +126,11 @@ def examine(tell: Step, as_json: bool) -> int:
 
 
 def start(facts: Facts) -> tuple[Any, Finding | None]:
-    """Make the world that a script's ``init_process_group()`` would make; else one of one rank, and say why."""
+    """Create the world that a script's ``init_process_group()`` would create; if that fails, one of one rank.
+
+    Returns:
+        The world's communicator, or None without MPI; and the finding that says what failed, or None.
+    """
     launch = environment.detect()
     if facts["mpi_library"]["error"] is None and (launch is None or launch.starts_mpi):
         try:
@@ -139,7 +145,7 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
 
 
 def judge(ranks: list[Facts]) -> page.Chapters:
-    """Turn the facts of all ranks into findings, a chapter a topic."""
+    """Turn the facts of all ranks into findings, a chapter for each topic."""
     return {topic.TITLE: topic.judge(ranks) for name, topic in ORDER.items() if name in ranks[0]}
 
 
@@ -152,14 +158,14 @@ def show(chapters: page.Chapters, ranks: list[Facts], as_json: bool) -> None:
 
 
 def report_end(ended: Ended, as_json: bool, seconds: float) -> None:
-    """Say what became of checks that ended their process: a page on the launcher's rank 0, a line on the others."""
+    """Report checks that ended their own process: a page on the launcher's rank 0, a line on other ranks."""
     launch = environment.detect()
     how = (
-        f"did not end within {seconds:g} s"
+        f"did not finish within {seconds:g} s"
         if ended.is_late
         else f"ended the process with {'signal' if ended.status < 0 else 'status'} {abs(ended.status)}"
     )
-    text = f"{ended.step} {how}; above is what it wrote"
+    text = f"{ended.step} {how}; its output is above"
     if launch is not None and launch.rank != 0:
         print(f"hpcdist doctor, rank {launch.rank}: {text}", file=sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""Which GPUs are there, do they compute, and does each rank have one?"""
+"""GPUs: which there are, whether they compute, and whether each rank has its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TITLE = "GPUs"
 
 
 def look() -> Facts:
-    """Ask the driver, and compute on this rank's GPU."""
+    """Query the driver, and compute on this rank's GPU."""
     tool = shutil.which("nvidia-smi")
     driver = None
     if tool is not None:
@@ -42,7 +42,7 @@ def compute(index: int) -> str:
         total = torch.arange(1000, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    return "works" if total == 499500 else f"computed {total} for 499500"
+    return "works" if total == 499500 else f"computed {total}, expected 499500"
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
@@ -50,13 +50,19 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     seen = [facts["devices"] for facts in ranks]
     first = seen[0]
     if isinstance(first["driver"], str):
-        return [Finding(PROBLEM, first["driver"], "nvidia-smi   # on that node; the driver needs its administrator")]
+        return [
+            Finding(
+                PROBLEM,
+                first["driver"],
+                "nvidia-smi   # on that node; the site's administrator has to look at the driver",
+            )
+        ]
     if not any(facts["count"] for facts in seen):
         if first["driver"] and first["built_for"] is None:
             mend = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
-            return [Finding(ADVICE, f"{len(first['driver'])} GPUs here, but this torch is built for CPUs", mend)]
+            return [Finding(ADVICE, f"{len(first['driver'])} GPUs here, but this torch is built for CPUs only", mend)]
         if first["driver"]:
-            mend = "unset CUDA_VISIBLE_DEVICES   # or a driver as new as torch's CUDA: see nvidia-smi"
+            mend = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
             text = f"nvidia-smi sees {len(first['driver'])} GPUs, torch sees none (visible: {first['visible']!r})"
             return [Finding(PROBLEM, text, mend)]
         return [Finding(NOTE, "no GPU on these nodes")]
@@ -64,7 +70,9 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     wrong = [rank for rank, facts in enumerate(seen) if facts["computed"] not in ("works", None)]
     if wrong:
         text = f"the GPU does not compute on {ranks_text(wrong)}: {seen[wrong[0]]['computed']}"
-        findings.append(Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site"))
+        findings.append(
+            Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site's administrator")
+        )
     without = [rank for rank, facts in enumerate(seen) if facts["count"] == 0]
     if without:
         findings.append(Finding(PROBLEM, f"no GPU on {ranks_text(without)}", "sbatch --gpus-per-node=N …"))
@@ -74,8 +82,8 @@ def judge(ranks: list[Facts]) -> list[Finding]:
             users.setdefault((facts["node"], facts["uuid"]), []).append(rank)
     shared = [those for those in users.values() if len(those) > 1]
     if shared:
-        text = f"{ranks_text(shared[0])} share one GPU, which NCCL refuses"
+        text = f"{ranks_text(shared[0])} share one GPU, which NCCL does not allow"
         findings.append(Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …"))
     elif users:
-        findings.append(Finding(OK, "each rank has a GPU of its own, and it computes"))
+        findings.append(Finding(OK, "each rank has its own GPU, which computes"))
     return findings

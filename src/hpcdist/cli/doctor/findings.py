@@ -1,21 +1,21 @@
-"""What did the doctor find? One line of the page: how bad it is, what was tried, and what mends it."""
+"""Findings of the doctor: one line of the page each, with its level, its text and the command that fixes it."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-Facts = dict[str, Any]  # what one rank saw, under the name of each topic
+Facts = dict[str, Any]  # topic -> what one rank found
 
 OK, NOTE, ADVICE, PROBLEM = "ok", "note", "advice", "problem"
 LEVELS = (OK, NOTE, ADVICE, PROBLEM)  # only a problem makes the exit status 1
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: str
     text: str
-    mend: str = ""  # the command, or the line of a job script, that changes it
+    mend: str = ""  # the command, or the line of a job script, that fixes it
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -32,7 +32,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def by_value(ranks: list[Facts], topic: str, key: str) -> dict[Any, list[int]]:
-    """Return which ranks saw which value of a fact."""
+    """Return value -> the ranks that found this value of a fact."""
     seen: dict[Any, list[int]] = {}
     for rank, facts in enumerate(ranks):
         seen.setdefault(facts[topic].get(key), []).append(rank)

@@ -1,4 +1,4 @@
-"""What is installed, and is it the same on every rank?"""
+"""Installed versions, compared between the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "What is installed"
 
 
 def look() -> Facts:
-    """Return versions and places."""
+    """Return versions and paths."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -44,7 +44,7 @@ def judge(ranks: list[Facts]) -> list[Finding]:
                 Finding(
                     PROBLEM,
                     f"{name} differs between ranks: {text}",
-                    f"start every rank with the same interpreter, by its absolute path: srun {sys.executable} train.py",
+                    f"srun {sys.executable} train.py   # the same interpreter on every rank, by its absolute path",
                 )
             )
         elif (value := next(iter(seen))) is None:

@@ -1,4 +1,4 @@
-"""Can the ranks of a node share memory, and how much of it? Tried by writing to it."""
+"""Memory shared within a node: how much there is, tested by writing to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpcdist.launch import environment
 
 TITLE = "Memory shared within a node"
 SHARED = Path("/dev/shm")
-NEED = 8 << 20  # bytes a rank: what hpcdist's window takes, and some for MPI's own
+NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
 
 
 def look(comm: Any) -> Facts:
-    """Let each rank of a node write to shared memory and read its neighbour's; every rank of ``comm`` calls."""
+    """Write to shared memory and read what the neighbour wrote; every rank of ``comm`` calls this."""
     facts: Facts = {"free": free(), "limit": memory_limit(), "locked": locked_limit(), "tried": None, "ranks": 1}
     if comm is None:
         return facts
@@ -65,7 +65,7 @@ def bytes_of(memory: Any) -> Any:
 
 
 def free() -> int | None:
-    """Return how many bytes /dev/shm has left."""
+    """Return how many bytes are free in /dev/shm."""
     try:
         state = os.statvfs(SHARED)
     except OSError:
@@ -83,13 +83,13 @@ def memory_limit() -> int | None:
 
 
 def locked_limit() -> int | None:
-    """Return how much memory may be pinned where there is an InfiniBand adapter that needs it, else None."""
+    """Return how many bytes may be locked if there is an InfiniBand adapter and a limit, else None."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return soft if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY else None
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Say whether sharing worked, and what limits it."""
+    """Report whether sharing worked, and its limits."""
     seen = [facts["memory"] for facts in ranks]
     findings = []
     free_bytes = min((facts["free"] for facts in seen if facts["free"] is not None), default=None)
@@ -97,32 +97,39 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     failed = sorted({facts["tried"] for facts in seen if facts["tried"] not in ("works", "too little", None)})
     if free_bytes is None:
         findings.append(
-            Finding(ADVICE, "there is no /dev/shm; MPI uses files or sockets", "mount -t tmpfs shm /dev/shm")
+            Finding(
+                ADVICE, "there is no /dev/shm: MPI will use files or sockets instead", "mount -t tmpfs shm /dev/shm"
+            )
         )
     elif free_bytes < NEED * most:
         findings.append(
             Finding(
                 PROBLEM,
-                f"/dev/shm has {bytes_text(free_bytes)} left, {most} ranks a node need {bytes_text(NEED * most)}",
+                f"/dev/shm has {bytes_text(free_bytes)} free, but {most} ranks a node need {bytes_text(NEED * most)}",
                 "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g",
             )
         )
     else:
-        findings.append(Finding(OK, f"/dev/shm has {bytes_text(free_bytes)} left on the fullest node"))
+        findings.append(Finding(OK, f"/dev/shm has {bytes_text(free_bytes)} free on the fullest node"))
     look_there = "df -h /dev/shm; ls -l /dev/shm"
     findings += [Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", look_there) for text in failed]
     if not failed and any(facts["tried"] == "works" for facts in seen):
         findings.append(
-            Finding(OK, f"{most} rank{'s' if most > 1 else ''} a node wrote and read {bytes_text(NEED)} each")
+            Finding(
+                OK,
+                f"{most} rank{'s' if most > 1 else ''} a node wrote and read {bytes_text(NEED)} of shared memory each",
+            )
         )
     limits = [facts["limit"] for facts in seen if facts["limit"] is not None]
     if limits:
-        findings.append(Finding(NOTE, f"the control group allows a node's processes {bytes_text(min(limits))}"))
+        findings.append(
+            Finding(NOTE, f"the control group limits a node's processes to {bytes_text(min(limits))} of memory")
+        )
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
         findings.append(
             Finding(
                 ADVICE,
-                f"only {bytes_text(min(locked))} may be pinned; InfiniBand wants no limit",
+                f"only {bytes_text(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
                 "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
             )
         )

