@@ -1,4 +1,4 @@
-"""How does torch.distributed come to know our groups, and we its calls to make some?
+"""Bridge to ``torch.distributed``: shows it our groups, and takes its calls to make some.
 
 torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here, and what
 else torch keeps private is used here or, of its compiler, in ``torch_compiler``, and nowhere else

@@ -1,4 +1,4 @@
-"""What does torch.compile make of our calls, and what of it serves us?
+"""Bridge to ``torch.compile``: lets it run our calls as they are, and uses its comparison of tensors.
 
 Beside ``torch_bridge`` the only place that uses what torch keeps private. What is used, and the versions where that was
 checked; where it is missing, calls are slower, or ``torch.compile`` cannot take them:

@@ -1,4 +1,4 @@
-"""How does one of torch's own c10d backends carry a group of ours?
+"""Adapter for torch's own c10d backends, which then carry groups of ours.
 
 gloo, and whatever was given to ``Backend.register_backend``, speak c10d's list-and-options methods. What they
 cannot reduce is gathered and combined here in rank order, so that every dtype and op works, and with the

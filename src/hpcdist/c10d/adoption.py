@@ -1,4 +1,4 @@
-"""How does ``torch.distributed.init_process_group("hpcdist")`` end in a group of ours?
+"""Creator of groups for ``torch.distributed.init_process_group("hpcdist")``.
 
 torch calls ``create`` once for the default group and, on its members, once for every group that ``new_group`` or
 ``DeviceMesh`` makes. The default group is the facade's too: both front doors lead to one world.

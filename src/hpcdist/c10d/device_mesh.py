@@ -1,4 +1,4 @@
-"""How are ranks laid out in several dimensions?
+"""Device meshes: ranks laid out in several dimensions.
 
 ``DeviceMesh`` is torch's class, so that DTensor, FSDP2, tensor parallel and DCP take a mesh of the facade for one of
 theirs. On our groups every dimension of it is one MPI_Comm_split (``hpcdist.torch_bridge``), whoever asks for it.

@@ -1,6 +1,6 @@
-"""How are subgroups made?
+"""Making of groups: ``new_group``, ``new_subgroups`` and ``split_group``.
 
-One step however many there are: ``MPI_Comm_split`` under MPI. Unless said otherwise every rank of the default
+However many groups are made at once, it is one step: ``MPI_Comm_split`` under MPI. Unless said otherwise every rank of the default
 group calls, also those that will not be members.
 """
 

@@ -1,4 +1,4 @@
-"""How does the world begin and end?"""
+"""Start and end of the default group: ``init_process_group`` and ``destroy_process_group``."""
 
 from __future__ import annotations
 

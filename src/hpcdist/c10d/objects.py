@@ -1,4 +1,4 @@
-"""How do picklable objects travel?
+"""Object collectives and messages.
 
 Every rank of the group calls the collective ones. Objects are pickled, and unpickling runs code: take them
 from ranks that you trust, which the ranks of your own job are. Over MPI they go by pickle protocol 5 with

@@ -1,4 +1,4 @@
-"""Who am I in this group, and what is the group?"""
+"""Queries about groups: ranks, sizes, backends, names."""
 
 from __future__ import annotations
 

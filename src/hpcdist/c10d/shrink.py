@@ -1,4 +1,4 @@
-"""How does a group go on without some of its ranks?"""
+"""``shrink_group``: a group without some of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of ``torch.distributed``'s own names work on our groups as they are?
+"""Names of ``torch.distributed`` that work on our groups as they are.
 
 The pieces of DDP's reducer, the collectives over a store, and what else ``torch.distributed``'s ``__init__`` offers
 beside c10d's functions. They take a group, and a group of ours is one.

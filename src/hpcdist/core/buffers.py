@@ -1,4 +1,4 @@
-"""What memory does a call read, and what does it write?
+"""Buffers of a call: the memory that it reads and the memory that it writes.
 
 Backends see flat, contiguous, dense tensors of one device. What the caller gave may be a NumPy array, a
 strided view, a lazily conjugated or negated tensor, or require grad: then a contiguous copy stands in for

@@ -1,4 +1,4 @@
-"""What goes wrong, and as which of torch's exception classes does it reach the caller?"""
+"""Errors, by torch's exception classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has this rank called, and what is it in now?
+"""Journal of a group: the calls of this rank, and the one that blocks now.
 
 Every call leaves one tuple in a ring that all groups share, and a mark on its group while it blocks. That is all
 that the way of a call pays for the watchdog and the flight recorder (``hpcdist.watch``): no clock is read and

@@ -1,4 +1,4 @@
-"""How does a rank talk to itself, where the library cannot?"""
+"""Messages of a rank to itself, for libraries that have none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How does torch.profiler see a call?
+"""Events of torch.profiler for calls.
 
-As an event named ``backend:call`` that carries the shape of the input, and that ends when the operation ends.
+A call is an event named ``backend:call`` that carries the shape of the input, and that ends when the operation ends.
 Whoever knows torch's profiler (``hpcdist.torch_bridge``) installs two functions here; without a profiler a call
 costs one question, ``is_on()``.
 """

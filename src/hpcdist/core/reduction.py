@@ -1,4 +1,4 @@
-"""Which values can be combined, and how?
+"""Reductions: which op has a meaning for which dtype, and torch's arithmetic for it.
 
 Every dtype is of a kind, and a kind has the ops that mean something for it. What cannot be meant, such as
 the maximum of complex numbers, is an error of c10d's class before anything is sent.

@@ -1,4 +1,4 @@
-"""Which collectives exist, and what shape is each?
+"""Table of collectives: what torch, MPI and NCCL call each, and the shape of its buffers.
 
 One row says what torch, MPI and NCCL call a collective and how its buffers relate. mpi4py and nccl4py
 take arguments in the same order (send, receive, op, root), so a row describes the call to both. A new

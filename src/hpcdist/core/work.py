@@ -1,4 +1,4 @@
-"""What does an asynchronous call hand back, and who carries it out?"""
+"""Work of an asynchronous call, and the queue whose thread carries such calls out."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class Queue:
         call = in_modes_of_caller(call)
         with self._wake:
             if self.broken is not None:
-                raise DistBackendError(f"no call can follow on this group: {self.broken}")
+                raise DistBackendError(f"this group can no longer be used: {self.broken}")
             self._calls.append((call, work))
             self._last = work
             self._wake.notify()
@@ -258,7 +258,7 @@ class Queue:
                 if last is self._last:
                     self._last = None  # its buffers belong to the caller again
         if self.broken is not None:  # also where the watchdog gave the calls up meanwhile: their thread is still in one
-            raise DistBackendError(f"no call can follow on this group: {self.broken}")
+            raise DistBackendError(f"this group can no longer be used: {self.broken}")
 
     def close(self) -> None:
         """Carry out what is queued and end the thread."""

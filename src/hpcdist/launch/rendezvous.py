@@ -1,4 +1,4 @@
-"""How do the processes of a job find each other without MPI?
+"""Rendezvous of a job's processes without MPI.
 
 A handler per URL scheme makes a store that all of them reach, and says which rank each is (c10d's
 ``rendezvous``). Stores come from the package ``stores`` and speak torch's protocol, so that the agent of

@@ -1,4 +1,4 @@
-"""Which task of which Slurm step is this, and where do its rank 0 and the others run?
+"""Slurm step of this task: its rank, the number of tasks, and the nodes they run on.
 
 The step's variables come before the job's: a job of eight nodes may run a step on two of them.
 """

@@ -1,6 +1,6 @@
-"""How do many small tensors become one buffer, and one buffer many tensors, faster than one by one?
+"""Bundler: copies many small tensors to one buffer and back by one MPI call.
 
-A datatype of MPI can say where they all lie (MPI 5.1.3). Then MPI copies 100 tensors of 1 KiB in one call, in 4 µs,
+A datatype of MPI describes where they all lie (MPI 5.1.3). Then MPI copies 100 tensors of 1 KiB in one call, in 4 µs,
 where ``memmove`` takes 40; to describe them takes another 4, unless they lie where the last ones did. The call is a
 message to oneself, on a duplicate of MPI_COMM_SELF, whose messages are nobody else's: MPI_Pack does the same, but takes
 34 µs in MPICH.

@@ -1,4 +1,4 @@
-"""How does MPI see a torch dtype, and a block of any number of bytes?"""
+"""MPI's datatypes for torch's dtypes, and for a block of any number of bytes."""
 
 from __future__ import annotations
 

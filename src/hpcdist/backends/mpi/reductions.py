@@ -1,4 +1,4 @@
-"""How does MPI combine the values of a dtype?
+"""Reductions over MPI: datatype, operation, and what surrounds the call, for every dtype and op.
 
 Native where MPI has the type and the op. Narrow floats are widened to float32, reduced natively and rounded
 once; AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool uses MPI's logical ops.

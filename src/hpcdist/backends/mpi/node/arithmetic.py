@@ -1,4 +1,4 @@
-"""What does a reduction compute on slices of memory, for every dtype and op?
+"""Arithmetic of node-shared reductions: what is computed on slices of memory, for every dtype and op.
 
 `FOLDS` is the table: (kind of dtype, op) -> the torch function that combines two slices into a third. A pair that is
 not in it has no meaning (MAX of complex numbers, BAND of floats) and raises TypeError before anything moves.

@@ -1,10 +1,11 @@
-"""How does a collective run through the memory that the ranks of one node share?
+"""Collectives through the memory that the ranks of one node share.
 
-Each method is one rhythm on the window's three slots: put my part, publish the step, wait for the mates' step, read.
+Each method repeats the same steps on the window's three slots: put this rank's part, publish the step, wait until the
+other ranks of the node have published theirs, read.
 
 - Small all_reduce ("direct"): every rank puts all of its tensor, waits once and reduces everything itself, always in
   rank order, so that all ranks hold the same bits. One synchronisation, P - 1 additions of the whole tensor.
-- Large all_reduce ("sliced", in `node_slices`): each rank reduces its own slice of every chunk.
+- Large all_reduce ("sliced", in `slices`): each rank reduces its own slice of every chunk.
 - broadcast, all_gather_single, reduce_scatter_single: put, publish, wait, read; one step a chunk.
 
 When may a slot be overwritten? `_free[slot]` is the step that every mate must have published first. A rank publishes

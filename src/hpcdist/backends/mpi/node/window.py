@@ -1,4 +1,4 @@
-"""Which memory do the ranks of one node share, and how does one rank know what another has written?
+"""Shared window of a node: memory that its ranks share, and the flags by which they know what has been written.
 
 Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
 imitated on one machine. One `MPI_Win_allocate_shared` gives every rank a segment that its node mates can load from:
@@ -6,7 +6,7 @@ imitated on one machine. One `MPI_Win_allocate_shared` gives every rank a segmen
     | flag (one page) | slot 0 | slot 1 | slot 2 |
 
 A rank puts data in its own segment, which the others read, or each part in the segment of the rank that it is for (the
-stacks of `node_slices`); never do two write to one place. The flag is one aligned 8-byte counter that the owner alone
+stacks of `slices`); never do two write to one place. The flag is one aligned 8-byte counter that the owner alone
 increments. All ranks of a group run the same collectives in the same order, so they count the same steps, and flag >= t
 says: "whatever I publish in step t lies in the window, and I have finished every read that I make before step t".
 Three slots, because a rank then writes chunk c+1 while a slower mate still reads chunk c-1 and the next one is due.
@@ -21,8 +21,8 @@ Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model; the wi
   only grows, so a stale value delays and never misleads.
 - the compiler cannot move any of it: each load, store and barrier is a separate call of the interpreter.
 
-Waiting must not be deaf. A mate may be stuck in a send to us that only our MPI can complete, so the wait makes MPI
-progress with `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI; it
+A waiting rank must keep driving MPI progress: another rank may be in a send to it that only its own MPI can complete.
+So the wait calls `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI; it
 calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps, because
 then a mate is late for reasons of its own and the core is better used by others. An asynchronous call naps at once
 where the node has no second core a rank: it runs beside the computation that it was made asynchronous for.

@@ -1,6 +1,6 @@
-"""What would a killed job leave on the node, and how does it not?
+"""Unlinks MPICH's files in /dev/shm after MPI_Init, so that a killed job leaves none.
 
-MPICH 5 names the memory that the ranks of a node share, and takes the name away in MPI_Finalize alone: a job that is
+MPICH 5 names the memory that the ranks of a node share, and removes the name only in MPI_Finalize: a job that is
 killed leaves a file in /dev/shm, 1 MiB a rank. Nobody opens it after MPI_Init, which returns once every
 rank of the node has mapped it (MPICH's posix ``comm_bootstrap`` waits for a flag of each). So the name can go at
 once; the memory lives as long as a process maps it.

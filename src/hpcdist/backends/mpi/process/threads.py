@@ -1,7 +1,7 @@
-"""May a thread call a collective while another thread of the rank is in one, on another communicator?
+"""Intel MPI's limit on threads: a setting that lets two threads of a rank be in collectives at once.
 
-At MPI_THREAD_MULTIPLE the standard says yes: a blocking call blocks its own thread alone (MPI 4.1, 11.6). Intel MPI
-2021.18 does not keep to it. Within a node its collectives share memory, and a rank that waits in one keeps its other
+At MPI_THREAD_MULTIPLE a blocking call blocks only its own thread (MPI 4.1, 11.6). Intel MPI 2021.18 does not keep to
+it. Within a node its collectives share memory, and a rank that waits in one keeps its other
 threads out of MPI: an asynchronous call on one group and any call on another wait for each other for ever (MPI_Bcast of
 1 KiB on 3 ranks, MPI_Reduce of 1 KiB on 2, MPI_Allreduce of 4 MiB on 3; 8 of 8 runs of ``tests/parity`` on 3 ranks).
 Its collectives over messages do not, and take as long: from 4 B to 16 MiB on 2 and 4 ranks the two are within 10 %, but
