@@ -1,7 +1,7 @@
 """Making of groups: ``new_group``, ``new_subgroups`` and ``split_group``.
 
-However many groups are made at once, it is one step: ``MPI_Comm_split`` under MPI. Unless said otherwise every rank of the default
-group calls, also those that will not be members.
+However many groups are made at once, it is one step: ``MPI_Comm_split`` under MPI. Unless said otherwise every rank of
+the default group calls, also those that will not be members.
 """
 
 from __future__ import annotations
