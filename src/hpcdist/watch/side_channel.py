@@ -1,11 +1,10 @@
-"""How do ranks learn where the others are when the library between them is stuck?
+"""Side channel: datagrams between the watchdog threads, by which ranks ask each other where they are.
 
-By datagrams between the watchdog threads, on sockets of their own. MPI itself cannot be asked: a process that is in a
-blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no
-connection, no central rank that may be the stopped one, and no file to leave behind; a thread answers it while the
-main thread is inside MPI or computes. A process that does not answer is judged from outside where it runs on
-this machine: the kernel says whether it is stopped, dead or busy. That it has ended is told to the other nodes by one
-of those that see it.
+Each rank has a UDP socket of its own. MPI cannot carry these questions: a process that is in a blocking call of another
+communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no connection, no central rank,
+which might be the stopped one, and no file to leave behind; a thread answers it while the main thread is inside MPI or
+computes. A process that does not answer is judged by the kernel's view of it if it runs on this machine: stopped, dead
+or busy. One rank of each node tells the other nodes which processes of its node have ended.
 
 Questions carry the asked rank's secret, which the ranks exchange over the group when it is made.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import select
 import socket
@@ -37,6 +37,7 @@ PROCESS_STATES = {
     "D": "its process is in uninterruptible sleep (I/O)",
 }
 NO_ANSWER = "it does not answer: stopped, gone, or busy in native code that holds Python's interpreter lock"
+NOBODY_ANSWERS = "nobody off this node answers: is UDP blocked between the nodes?"
 
 
 Process = tuple[str, int]  # machine and process id
@@ -102,6 +103,7 @@ class SideChannel:
         self.left: set[Process] = set()  # these make no more calls, and wait for the others at the end
         self._told: set[Process] = set()  # what the other nodes were told of
         self.left_out: list[Place] = []  # of ranks that the world was shrunk by
+        self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
@@ -125,6 +127,7 @@ class SideChannel:
                 continue
             if not isinstance(question, dict) or question.pop("secret", None) != self.own.secret:
                 continue
+            self._note_heard(question.get("from"))
             text = json.dumps(reply(question)).encode()
             if len(text) <= LARGEST:
                 try:
@@ -184,6 +187,18 @@ class SideChannel:
                 continue
             if waiting.pop(rank, None) is not None:
                 answers[rank] = answer
+                self._note_heard(rank)
+
+    def _note_heard(self, rank: Any) -> None:
+        if not self.has_heard and (place := self.places.get(rank)) is not None:
+            self.has_heard = not self.sees(place)
+
+    def unheard(self) -> list[int]:
+        """Return a rank of another node, chosen by chance, while nothing has come from any of them; else none."""
+        if self.has_heard:
+            return []
+        strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
+        return [random.choice(strangers)] if strangers else []
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
@@ -260,8 +275,10 @@ class SideChannel:
         if place is None:
             return NO_ANSWER
         if not self.sees(place):
-            said = PROCESS_STATES[""] if self.has_ended(place) else NO_ANSWER
-            return f"{said} (process {place.pid} on {place.host})"
+            has_ended = self.has_ended(place)
+            if not has_ended and not self.has_heard:
+                return NOBODY_ANSWERS
+            return f"{PROCESS_STATES[''] if has_ended else NO_ANSWER} (process {place.pid} on {place.host})"
         state = process_state(place.pid)
         return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {place.pid})" if state else "")
 

@@ -43,6 +43,7 @@ ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 NEWS_SECONDS = 0.5  # how long they have to take note of what they are told
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
+GREETING_SECONDS = 10.0  # how often a rank from whose other nodes no datagram has come asks one for a sign of life
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 ABORT_STATUS = 1
 
@@ -67,6 +68,7 @@ class Watchdog:
         self.inquiries = Inquiries()
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
+        self._next_greeting = 0.0
         self._since: dict[int, tuple[Any, float]] = {}  # by id of the call's record: the record, when first seen
         # the overdue ones: the record, "due", "asking" or "reported", and from when on this rank may ask
         self._handled: dict[int, tuple[Any, str, float]] = {}
@@ -111,6 +113,9 @@ class Watchdog:
             strangers, gone = self.channel.to_tell()
             if strangers:
                 self.ask(strangers, "", NEWS_SECONDS, ended=gone)
+            if now >= self._next_greeting and (unheard := self.channel.unheard()):
+                self._next_greeting = now + GREETING_SECONDS
+                self.ask(unheard, "", NEWS_SECONDS)
         since: dict[int, tuple[Any, float]] = {}
         overdue = []
         for each in whereabouts.under_way():
