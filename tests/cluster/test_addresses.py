@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,10 @@ QUIET = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
-def debian(cluster: Cluster) -> Iterator[Cluster]:
+def debian(cluster: Cluster) -> Cluster:
     """Hosts as Debian's installer leaves them: 127.0.1.1 and the own name in /etc/hosts."""
     cluster.name_hosts("debian")
-    yield cluster
+    return cluster
 
 
 def run_on_each(cluster: Cluster, count: int, command: Sequence[str], **more: str) -> list[str]:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
+from mpi4py import MPI
+
 import hpcdist as dist
 from hpcdist.backends.mpi import node_slices, node_slots, node_window
 from hpcdist.backends.mpi.node_arithmetic import FOLDS, KINDS
@@ -42,11 +44,20 @@ REDUCIBLE = [(dtype, op) for dtype, kind in KINDS.items() for op in FOLDS[kind]]
 
 
 @pytest.fixture(scope="module")
-def comm(_default_group):
+def every(_default_group):
+    """All ranks, of however many hosts."""
     try:
         return dist.get_mpi_comm()
     except Exception:
         pytest.skip("no MPI in this backend")
+
+
+@pytest.fixture(scope="module")
+def comm(every):
+    """The ranks of this host, each host's by themselves: what is shared is a node's memory."""
+    of_host = MPI.Intracomm(every.Split_type(MPI.COMM_TYPE_SHARED, key=every.rank))
+    yield of_host
+    of_host.Free()
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +77,8 @@ def nodes_of(ranks: int) -> list[list[str]]:
 
 
 @pytest.fixture(params=range(3))
-def several(request, comm):
-    shared = NodeShared(comm, nodes_of(comm.size)[request.param][comm.rank])
+def several(request, every):
+    shared = NodeShared(every, nodes_of(every.size)[request.param][every.rank])
     yield shared
     shared.close()
 
@@ -206,22 +217,22 @@ def test_a_pair_without_meaning_raises_before_anything_moves(node, comm):
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "PRODUCT"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
-def test_several_nodes(several, comm, dtype, op):
+def test_several_nodes(several, every, dtype, op):
     if op not in FOLDS[KINDS[dtype]]:
         pytest.skip("no meaning")
     for numel in (1, 1000, 700_001):
-        send = values(comm.rank, numel, dtype)
+        send = values(every.rank, numel, dtype)
         recv = torch.empty_like(send)
         several.all_reduce(send, recv, getattr(ReduceOp, op))
-        assert_same(recv, expected(op, comm.size, numel, dtype), op)
+        assert_same(recv, expected(op, every.size, numel, dtype), op)
 
 
-def test_several_nodes_keep_nan(several, comm):
+def test_several_nodes_keep_nan(several, every):
     send = torch.zeros(1000)
-    send[comm.rank] = float("nan")
+    send[every.rank] = float("nan")
     several.all_reduce(send, send, ReduceOp.MAX)
-    assert send[: comm.size].isnan().all()
-    assert not send[comm.size :].isnan().any()
+    assert send[: every.size].isnan().all()
+    assert not send[every.size :].isnan().any()
 
 
 def test_random_interleavings(node, comm):

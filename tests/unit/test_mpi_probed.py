@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("mpi4py.MPI")
 
-from hpcdist.backends.mpi.probed import netmod  # noqa: E402  # needs an MPI library
+from hpcdist.backends.mpi.probed import netmod  # needs an MPI library
 
 
 @pytest.mark.parametrize(
