@@ -81,7 +81,7 @@ def is_batch_shell(environment: Mapping[str, str]) -> bool:
 
 
 def is_task_of_srun(environment: Mapping[str, str], rank: int) -> bool:
-    """Tell whether srun started this rank: its pmi2 plugin sets PMI_RANK as hydra does, but not hydra's own variable."""
+    """Tell whether srun started this rank: its pmi2 plugin sets PMI_RANK as hydra does, but no variable of hydra's."""
     return (
         not is_batch_shell(environment)
         and HYDRAS_OWN not in environment
