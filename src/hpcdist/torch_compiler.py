@@ -14,7 +14,7 @@ what                                                  why                       
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -46,7 +46,10 @@ with suppress(Exception):  # a torch that compares in another way: then each cal
 
 
 def run_as_they_are(values: Iterable[Any]) -> None:
-    """Let torch.compile call our functions among these without tracing into them.
+    """Let torch.compile call our functions among these, and our classes' methods, without tracing into them.
+
+    A group is opaque to the compiler: it may ask for a group's name, rank and size, and raises an error at any other
+    member, which our methods cannot do without. What is skipped breaks the graph instead, and runs.
 
     This is what ``torch.compiler.disable`` does, without its wrapper, which would cost each call a microsecond, and
     without importing the compiler, which takes seconds.
@@ -54,8 +57,17 @@ def run_as_they_are(values: Iterable[Any]) -> None:
     with suppress(AttributeError):
         frames = compiler.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for function in values:
-            if isinstance(function, FunctionType) and function.__module__.startswith("hpcdist."):
-                frames.set_code_exec_strategy(function.__code__, skip)
-                marked: Any = function
-                marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON
+        for function in functions_among(values):
+            frames.set_code_exec_strategy(function.__code__, skip)
+            marked: Any = function
+            marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON
+
+
+def functions_among(values: Iterable[Any]) -> Iterator[FunctionType]:
+    """Yield our functions among the values, and the methods that our classes among them define and inherit."""
+    for value in values:
+        parts = (vars(each).values() for each in value.__mro__) if isinstance(value, type) else ([value],)
+        for part in parts:
+            for each in part:
+                if isinstance(each, FunctionType) and each.__module__.startswith("hpcdist."):
+                    yield each

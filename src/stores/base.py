@@ -1,11 +1,12 @@
-"""What can every store do?
+"""Store: the contract of every key-value store, with torch.distributed's names, arguments and error classes.
 
-``Store`` is the contract: torch.distributed's names, arguments, and error classes. It derives from
-torch's Store, so that each of ours can be handed to torch's gloo, PrefixStore or init_process_group. A
-subclass writes ``set``, ``get``, ``add``, ``check``, ``compare_set``, ``wait_until``, ``delete_key``,
-``num_keys`` and ``clone``; the rest follows, and is overridden where a store knows a faster way.
+``Store`` derives from torch's Store, so that each of ours can be handed to torch's gloo, PrefixStore or
+init_process_group. A subclass writes ``set``, ``get``, ``add``, ``check``, ``compare_set``, ``wait_until``,
+``delete_key``, ``num_keys``, ``list_keys`` and ``clone``; the rest follows, and is overridden by a store
+that has a faster way.
 
-One rule for all stores, torch's TCPStore's: a timeout of 0 means "at once", a negative one "for ever".
+The timeout is kept in torch's C++ half and nowhere else, because C++ can set it only there. One rule for
+all stores, torch's TCPStore's: a timeout of 0 means "at once", a negative one "for ever".
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-from stores import keep_alive
 from stores.errors import DistStoreError, wrong_kind
+from stores.integers import is_i64
+from stores.keep_alive import KeptAlive, release
 
 Text = str | bytes
 Timeout = timedelta | float
@@ -35,24 +37,24 @@ def as_bytes(text: Text, name: str = "key") -> bytes:
 
 
 def as_key_list(keys: Iterable[Text]) -> list[bytes]:
-    """Return a list of keys as bytes; a lone str or bytes is no list."""
+    """Return a list of keys as bytes; a single str or bytes is not a list."""
     if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Sequence):
         raise wrong_kind("keys", keys, "a list of str or bytes")
     return [key.encode() if isinstance(key, str) else as_bytes(key) for key in keys]
 
 
 def as_amount(amount: int) -> int:
-    """Return what is to be added; it fits into 64 bits."""
+    """Return the amount to add, an int of 64 bits."""
     if not hasattr(amount, "__index__"):
         raise wrong_kind("amount", amount, "an int")
     number = amount.__index__()
-    if not -(1 << 63) <= number < 1 << 63:
+    if not is_i64(number):
         raise wrong_kind("amount", amount, "an int of 64 bits")
     return number
 
 
 def as_seconds(timeout: Timeout) -> float:
-    """Return a timeout in seconds; an int is refused, as by torch, since it does not say its unit."""
+    """Return a timeout in seconds; an int is refused, as by torch, because it does not say its unit."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
     if isinstance(timeout, float):
@@ -61,38 +63,38 @@ def as_seconds(timeout: Timeout) -> float:
 
 
 def deadline_after(seconds: float) -> float | None:
-    """Return when a timeout is over on the monotonic clock; None for never."""
+    """Return the time on the monotonic clock when a timeout is over; None for never."""
     return None if seconds < 0 else time.monotonic() + seconds
 
 
-class Store(TorchStore):
+class Store(KeptAlive, TorchStore):
     """Defines what every key-value store offers (c10d's Store).
 
     Keys and values are bytes; str is taken as UTF-8. Values come back as bytes. Nothing is ever unpickled.
     """
 
     where = "the store"
+    timeout: timedelta  # torch's property, which reads the C++ half; torch's stubs do not have it
 
     def __init__(self) -> None:
         super().__init__()
-        self._seconds = DEFAULT_TIMEOUT.total_seconds()
-        keep_alive.release()
+        release()
 
-    def __del__(self) -> None:
-        if keep_alive.is_held_by_cpp(self):
-            keep_alive.hold(self)
+    @property
+    def _seconds(self) -> float:
+        return self.timeout.total_seconds()
 
-    # -- what a store must have -------------------------------------------------------------------------
+    # -- methods that each store writes -----------------------------------------------------------------
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, in place of any earlier one."""
+        """Store a value, replacing any earlier one."""
         raise NotImplementedError
 
     def get(self, key: Text) -> bytes:
         """Return a value, waiting for the key up to the store's timeout.
 
         Raises:
-            DistStoreError: When the key did not come in time.
+            DistStoreError: If the key did not come in time.
         """
         raise NotImplementedError
 
@@ -100,7 +102,7 @@ class Store(TorchStore):
         """Add to a decimal counter and return the total; a missing key counts as 0, totals wrap at 64 bits.
 
         Raises:
-            ValueError: When the value is no number (TCPStore: DistNetworkError, its server closes then).
+            ValueError: If the value is not a number (TCPStore: DistNetworkError, because its server closes).
         """
         raise NotImplementedError
 
@@ -129,29 +131,29 @@ class Store(TorchStore):
         raise NotImplementedError
 
     def list_keys(self) -> list[str]:
-        """Return all keys; raises UnicodeDecodeError when one is not UTF-8."""
+        """Return all keys; raises UnicodeDecodeError if one is not UTF-8."""
         raise NotImplementedError
 
     def clone(self) -> Store:
         """Return another handle to the same keys, for use beside this one."""
         raise NotImplementedError
 
-    # -- what follows from it ---------------------------------------------------------------------------
+    # -- methods that follow from them ------------------------------------------------------------------
 
     def wait(self, keys: Sequence[Text], timeout: Timeout | None = None) -> None:
         """Wait until all keys are there.
 
         Args:
             keys: The keys.
-            timeout: How long; the store's own timeout when not given.
+            timeout: How long; the store's own timeout if not given.
 
         Raises:
-            DistStoreError: When a key did not come in time; the message names keys, place and time.
+            DistStoreError: If a key did not come in time; the message names keys, place and time.
         """
         self.wait_until(as_key_list(keys), self._seconds if timeout is None else as_seconds(timeout))
 
     def append(self, key: Text, value: Text) -> None:
-        """Put a value behind the one that is there."""
+        """Append to a value; a missing key counts as empty."""
         value = as_bytes(value, "value")
         old = b""
         while (now := self.compare_set(key, old, old + value)) != old + value:
@@ -167,7 +169,7 @@ class Store(TorchStore):
             self.set(key, value)
 
     def as_pairs(self, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
-        """Return keys and values in pairs; raises DistStoreError when they are not of one number."""
+        """Return keys and values in pairs; raises DistStoreError if their numbers differ."""
         if len(keys) != len(values):
             raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
         return list(zip(as_key_list(keys), [as_bytes(value, "value") for value in values], strict=True))
@@ -180,8 +182,8 @@ class Store(TorchStore):
         """Take the oldest value of a queue.
 
         Raises:
-            QueueEmptyError: When there is none and ``block`` is False.
-            DistStoreError: When none came within the store's timeout.
+            QueueEmptyError: If there is none and ``block`` is False.
+            DistStoreError: If none came within the store's timeout.
         """
         raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
 
@@ -190,10 +192,10 @@ class Store(TorchStore):
         raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Wait until ``world_size`` callers have come to the same key; who comes later passes at once.
+        """Wait until ``world_size`` callers have called with the same key; later callers pass at once.
 
         Raises:
-            DistStoreError: When fewer came in time.
+            DistStoreError: If fewer came in time.
         """
         base = as_bytes(key)
         last = base + b"/last_member"
@@ -205,14 +207,9 @@ class Store(TorchStore):
         """Return whether append, multi_get and multi_set are one operation each."""
         return True
 
-    @property
-    def timeout(self) -> timedelta:
-        """Return how long get and wait may take."""
-        return timedelta(seconds=self._seconds)
-
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set how long get and wait may take."""
-        self._seconds = as_seconds(timeout)
+        """Set how long get and wait may take; kept in whole milliseconds."""
+        super().set_timeout(timedelta(seconds=as_seconds(timeout)))
 
     # torch's C++ calls these two by their C++ names
     def deleteKey(self, key: Text) -> bool:

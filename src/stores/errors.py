@@ -1,8 +1,7 @@
-"""What do the stores raise, and how is it worded?
+"""Errors that the stores raise, and their messages.
 
 The classes are torch's own, so that ``except torch.distributed.DistStoreError`` works for both kinds of
-stores. Messages begin as torch's do and go on with what torch leaves out: where, how long, and what
-helps.
+stores. Messages begin as torch's do and add what torch leaves out: the place, the time, and what helps.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "NoAnswerError",
     "QueueEmptyError",
     "connect_timeout",
     "lost_server",
-    "no_answer",
     "queue_empty",
     "wait_timeout",
     "wrong_kind",
@@ -27,8 +26,15 @@ __all__ = [
 _SHOWN = 16  # keys named in a message
 
 
+class NoAnswerError(DistNetworkError):
+    """Reports a server that did not answer in time; a call with a deadline turns it into a wait timeout."""
+
+    def __init__(self, what: str, where: str, seconds: float) -> None:
+        super().__init__(f"no answer from {where} to {what} within {seconds:.3f} s: is the server stopped?")
+
+
 def name_keys(keys: Sequence[bytes]) -> str:
-    """Return the keys for a message, readable and not without end."""
+    """Return keys as text for a message, at most 16 of them."""
     shown = ", ".join(key.decode("utf-8", "backslashreplace") for key in keys[:_SHOWN])
     return shown if len(keys) <= _SHOWN else f"{shown}, ... ({len(keys)} keys)"
 
@@ -42,37 +48,34 @@ def wait_timeout(keys: Sequence[bytes], seconds: float, waited: float, where: st
     )
 
 
-def barrier_timeout(key: bytes, world_size: int, seconds: float, waited: float, where: str) -> DistStoreError:
-    """Make the error for a barrier that not all reached in time."""
+def barrier_timeout(
+    key: bytes, world_size: int, seconds: float, waited: float, where: str, note: str = ""
+) -> DistStoreError:
+    """Make the error for a barrier that too few callers reached in time."""
     return DistStoreError(
         f"barrier timeout after {seconds * 1000:.0f}ms, key: {name_keys([key])} "
-        f"(fewer than {world_size} came at {where} in {waited:.3f} s)"
+        f"(fewer than {world_size} callers came to {where} in {waited:.3f} s{note})"
     )
 
 
 def queue_empty(key: bytes, where: str) -> QueueEmptyError:
-    """Make the error for a pop that does not wait."""
+    """Make the error for a pop from an empty queue that does not wait."""
     return QueueEmptyError(f"queue is empty: {name_keys([key])} at {where}")
 
 
 def lost_server(what: str, where: str, waited: float, cause: object) -> DistNetworkError:
-    """Make the error for a connection that ended."""
+    """Make the error for a connection that ended or could not be opened again."""
     return DistNetworkError(
-        f"lost the connection to {where} in {what}, after {waited:.3f} s: {cause}. "
-        "The server was ended, or it refused the request (a length above its limits, or a number expected)."
+        f"lost the connection to {where} in {what}, after {waited:.3f} s: {cause}. The server has ended, "
+        "or it refused the request (a length above its limits, or text where it expected a number)."
     )
 
 
-def no_answer(what: str, where: str, seconds: float) -> DistNetworkError:
-    """Make the error for a server that is there but silent."""
-    return DistNetworkError(f"no answer from {where} to {what} within {seconds:.3f} s: is it stopped?")
-
-
 def connect_timeout(where: str, seconds: float, tries: int, cause: object) -> DistNetworkError:
-    """Make the error for a server that could not be reached."""
+    """Make the error for a server that could not be reached in time."""
     return DistNetworkError(
         f"the connection to {where} timed out after {seconds * 1000:.0f}ms "
-        f"({tries} tries, the last: {cause}). Is the server's process up, and is this its address?"
+        f"({tries} tries, the last: {cause}). Is the server's process running, and is this its address?"
     )
 
 

@@ -1,4 +1,4 @@
-"""How do threads of one process share keys?"""
+"""HashStore: keys kept in this process, for threads that share them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 from stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
 from stores.errors import queue_empty, wait_timeout
-from stores.tcp_wire import parse_i64, wrap_i64
+from stores.integers import parse_i64, wrap_i64
 
 
 class HashStore(Store):
-    """Keeps keys in this process (c10d's HashStore); safe between threads.
+    """Keeps keys in this process (c10d's HashStore); threads may share it.
 
-    Unlike torch's, ``add`` wakes those who wait for its key.
+    Unlike torch's, ``add`` wakes waiters of its key.
     """
 
     where = "this process's HashStore"
@@ -27,7 +27,7 @@ class HashStore(Store):
         self._changed = threading.Condition()
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, in place of any earlier one."""
+        """Store a value, replacing any earlier one."""
         key, value = as_bytes(key), as_bytes(value, "value")
         with self._changed:
             self._data[key] = value
@@ -52,7 +52,7 @@ class HashStore(Store):
             self._changed.notify_all()
 
     def append(self, key: Text, value: Text) -> None:
-        """Put a value behind the one that is there."""
+        """Append to a value; a missing key counts as empty."""
         key, value = as_bytes(key), as_bytes(value, "value")
         with self._changed:
             self._data[key] = self._data.get(key, b"") + value
@@ -62,8 +62,8 @@ class HashStore(Store):
         """Add to a decimal counter and return the total.
 
         Raises:
-            ValueError: When the value is no number.
-            IndexError: When the value does not fit into 64 bits (torch's class for it).
+            ValueError: If the value is not a number.
+            IndexError: If the value does not fit into 64 bits (torch's class for it).
         """
         key, amount = as_bytes(key), as_amount(amount)
         with self._changed:
@@ -137,7 +137,7 @@ class HashStore(Store):
         return len(self._queues.get(as_bytes(key), ()))
 
     def clone(self) -> HashStore:
-        """Return this very store: its keys live nowhere else."""
+        """Return this store itself: its keys live nowhere else."""
         return self
 
     def _missing(self, keys: list[bytes]) -> list[bytes]:

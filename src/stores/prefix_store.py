@@ -1,9 +1,9 @@
-"""How do several users share one store without meeting in its keys?"""
+"""PrefixStore: a part of another store, so that several users of one store do not meet in its keys."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
@@ -11,21 +11,28 @@ from torch.distributed.distributed_c10d import Store as TorchStore
 
 from stores.base import Store, Text, Timeout, as_bytes, as_key_list
 from stores.errors import wrong_kind
+from stores.keep_alive import release
 
 
-class PrefixStore(Store):
-    """Puts ``prefix/`` before every key and hands on to another store, ours or torch's (c10d's PrefixStore).
+class PrefixStore(Store, TorchPrefixStore):
+    """Puts ``prefix/`` before every key and calls another store, ours or torch's (c10d's PrefixStore).
 
     The timeout and num_keys are those of the store below. Unlike torch's, list_keys takes whole prefixes only
     (``p`` does not take ``pq/x``).
+
+    The C++ half is torch's PrefixStore over the store below: a timeout that C++ sets arrives there.
     """
 
     def __init__(self, prefix: Text, store: TorchStore) -> None:
-        super().__init__()
         if not isinstance(store, TorchStore):
             raise wrong_kind("store", store, "a Store")
         self._prefix = as_bytes(prefix, "prefix") + b"/"
         self._store: Any = store
+        TorchPrefixStore.__init__(self, self._prefix[:-1], store)  # type: ignore[arg-type]  # bytes do as well
+        release()
+        # The attribute goes before the C++ half, the finalizer's reference after it: so the store below sees that
+        # C++ has let go of it, and ends with this one.
+        weakref.finalize(self, id, store).atexit = False
 
     def _key(self, key: Text) -> bytes:
         return self._prefix + (key.encode() if isinstance(key, str) else as_bytes(key))
@@ -34,20 +41,8 @@ class PrefixStore(Store):
         prefix = self._prefix
         return [prefix + key for key in as_key_list(keys)]
 
-    @property
-    def underlying_store(self) -> TorchStore:
-        """Return the store below."""
-        return self._store
-
-    @property
-    def _underlying_non_prefix_store(self) -> TorchStore:
-        below = self._store
-        while isinstance(below, (PrefixStore, TorchPrefixStore)):
-            below = below.underlying_store
-        return below
-
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, in place of any earlier one."""
+        """Store a value, replacing any earlier one."""
         self._store.set(self._key(key), value)
 
     def get(self, key: Text) -> bytes:
@@ -59,7 +54,7 @@ class PrefixStore(Store):
         return self._store.add(self._key(key), amount)
 
     def append(self, key: Text, value: Text) -> None:
-        """Put a value behind the one that is there."""
+        """Append to a value; a missing key counts as empty."""
         self._store.append(self._key(key), value)
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
@@ -109,21 +104,12 @@ class PrefixStore(Store):
         return self._store.queue_len(self._key(key))
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Wait until ``world_size`` callers have come to the same key."""
+        """Wait until ``world_size`` callers have called with the same key."""
         self._store.barrier(self._key(key), world_size, *(() if timeout is None else (timeout,)))
 
     def has_extended_api(self) -> bool:
         """Return what the store below says."""
         return self._store.has_extended_api()
-
-    @property
-    def timeout(self) -> timedelta:
-        """Return the timeout of the store below."""
-        return self._store.timeout
-
-    def set_timeout(self, timeout: Timeout) -> None:
-        """Set the timeout of the store below."""
-        self._store.set_timeout(timeout)
 
     def clone(self) -> PrefixStore:
         """Return the same prefix over a clone of the store below."""

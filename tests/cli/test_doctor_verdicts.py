@@ -187,6 +187,7 @@ def test_a_check_that_ends_the_process_is_named():
     assert (ended.status, ended.step, ended.is_late, ended.is_said) == (-signal.SIGKILL, "starting MPI", False, False)
 
 
+@pytest.mark.timed
 def test_a_check_that_never_ends_is_killed():
     def work(tell):
         tell("memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,8 @@ while data := s.recv(65536):
     n += len(data)
 print(n)
 """
-WHERE = "import os; from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1), os.uname().nodename)"
+# one word a rank: launchers may put the pieces of two ranks' lines into one
+WHERE = "import os; from mpi4py import MPI; print(f'<{MPI.COMM_WORLD.allreduce(1)}@{os.uname().nodename}>')"
 KEPT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -136,7 +138,7 @@ def test_a_test_run_that_is_killed_leaves_nothing_behind(number: int) -> None:
 def test_mpi_starts_on_several_hosts(cluster: Cluster, slots: tuple[int, ...]) -> None:
     before = cluster.traffic()
     done = launch.run(cluster, slots, [sys.executable, "-c", WHERE])
-    told = sorted(line.split() for line in done.stdout.splitlines())
-    expected = [[str(sum(slots)), f"n{number}"] for number, count in enumerate(slots, 1) for _ in range(count)]
+    told = sorted(re.findall("<.*?>", done.stdout))
+    expected = [f"<{sum(slots)}@n{number}>" for number, count in enumerate(slots, 1) for _ in range(count)]
     assert told == expected, done.stderr
     assert cluster.traffic()["n2"].sent > before["n2"].sent + 1000

@@ -38,7 +38,7 @@ def command(block: Block) -> list[str]:
         return [*run, "block.py"]
     if "mpirun" in block.settings:
         tolerant = ["--with-ft", "ulfm"] if "ulfm" in block.words else []
-        return [str(programs.MPIRUN), *tolerant, "-n", block.settings["mpirun"], sys.executable, "block.py"]
+        return programs.mpirun_command(int(block.settings["mpirun"]), ["block.py"], tolerant)
     return [sys.executable, "block.py"]
 
 
@@ -67,7 +67,7 @@ def test_blocks_of(name, folder, monkeypatch):
         if not has(block.settings.get("needs", "init_process_group")):
             skipped.append(f"{block.place} needs {block.settings['needs']}")
             continue
-        if "ulfm" in block.words and not programs.is_open_mpi():
+        if "ulfm" in block.words and programs.LIBRARY != "openmpi":
             skipped.append(f"{block.place} needs Open MPI")
             continue
         if ("mpirun" in block.settings or "mpirun" in block.text) and not programs.MPIRUN.exists():
@@ -84,7 +84,6 @@ def run(block: Block, folder) -> None:
     variables = {
         "PATH": f"{programs.BIN}:{os.environ.get('PATH', '/usr/bin:/bin')}",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # as many ranks as a page says, on any machine
-        "HPCDIST_TEST_CHILD": "1",
     }
     done = programs.run(command(block), SECONDS, folder, **variables)
     ended_well = done.returncode == 0

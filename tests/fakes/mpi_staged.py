@@ -1,7 +1,7 @@
 """Do the facade's tests pass when every tensor goes through a staging copy? A pytest plugin.
 
-    HPCDIST_TEST_BACKEND=cpu:mpi_staged,cuda:mpi PYTHONPATH=src:tests/fakes \
-        mpirun -n 2 python -m pytest -p mpi_staged --with-mpi tests/mpi
+    HPCDIST_TEST_BACKEND=cpu:mpi_staged,cuda:mpi \
+        mpirun -n 2 python -m pytest -p tests.fakes.mpi_staged --with-mpi tests/mpi
 
 The copies, their order and what MPI is given are the real ones; the device is CPU memory, because there is no other.
 """
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import fake_nccl as fake
-
 from hpcdist.backends.mpi import staging
 from hpcdist.backends.mpi.backend import MPIBackend
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
+from tests.fakes import fake_nccl as fake
 
 
 class Staged(staging.StagedBackend):
@@ -41,4 +40,4 @@ class Staged(staging.StagedBackend):
         self.inner.close()
 
 
-registry.ENTRIES["mpi_staged"] = registry.Entry("mpi_staged", "Staged", ("cpu",), "")
+registry.ENTRIES["mpi_staged"] = registry.Entry("tests.fakes.mpi_staged", "Staged", ("cpu",), "")

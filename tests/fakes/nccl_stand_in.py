@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-import fake_nccl as fake
 import pytest
 import torch
 
@@ -27,6 +26,7 @@ from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
+from tests.fakes import fake_nccl as fake
 
 MEETING: list[Path] = []
 
@@ -83,7 +83,7 @@ class StandIn(NCCLBackend):
         super().run(row, send, recv, op, root, counts)
 
 
-registry.ENTRIES["nccl_stand_in"] = registry.Entry("nccl_stand_in", "StandIn", ("cpu",), "")
+registry.ENTRIES["nccl_stand_in"] = registry.Entry("tests.fakes.nccl_stand_in", "StandIn", ("cpu",), "")
 
 LACKS = ("on NCCL:", "NCCL cannot receive from anyone", "NCCL carries a message to oneself")
 

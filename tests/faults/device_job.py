@@ -17,15 +17,13 @@ from typing import Any, ClassVar
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import fake_nccl as fake
-
 import hpcdist as dist
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.world import WORLD
+from tests.fakes import fake_nccl as fake
 
 SECONDS = 2.0
 FOLDER = Path(os.environ["FOLDER"])

@@ -1,4 +1,4 @@
-"""One job with one fault: mpirun -n 3 python job.py FAULT CALL. Rank 1 is the one that goes wrong.
+"""One job with one fault: mpirun -n 3 python job.py FAULT CALL. Rank FAULT_VICTIM (1) is the one that goes wrong.
 
 Each rank writes a line of JSON for what happens to it, and then waits to be ended by the test.
 """
@@ -17,7 +17,7 @@ import torch
 import hpcdist as dist
 from hpcdist.launch import environment
 
-VICTIM = 1
+VICTIM = int(os.environ.get("FAULT_VICTIM", "1"))
 SECOND = int(os.environ.get("FAULT_SECOND", "-1"))  # a rank that ends by os._exit at the same time
 SECONDS = float(os.environ.get("FAULT_TIMEOUT", "2"))
 tensor = torch.ones(int(os.environ.get("FAULT_COUNT", "8")))
@@ -58,6 +58,8 @@ def go_wrong(fault: str, call: str) -> None:
         sys.exit(3)
     elif fault == "leave":  # past Python's exit, and MPI's
         os._exit(3)
+    elif fault == "absent":
+        signal.pause()
     elif fault == "other":  # a collective that the others do not call
         dist.reduce(tensor, 0) if call != "recv" else dist.barrier()
     elif fault == "shape":
@@ -100,7 +102,7 @@ def main(fault: str, call: str) -> None:
                 leave(float(seconds))
                 return
     else:
-        tell("passed")
+        tell("passed", value=tensor[0].item())
     signal.pause()
 
 

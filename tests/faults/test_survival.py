@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,7 @@ def test_a_missed_barrier_says_that_its_time_is_over(launcher: str, ranks: int, 
         job.finish(60)
         raised = next(line for line in job.stderr().splitlines() if line.startswith("raised:"))
         assert "barrier #1 on group '0' has not ended after 1.0 s" in raised
+        assert re.search(" Timed out waiting 1000ms", raised)  # what torch's programs look for
 
 
 @pytest.mark.parametrize("launcher", ULFM)

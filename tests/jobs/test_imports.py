@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.programs import mpirun, run
 
 UNTOUCHED = """
 import sys, hpcdist
 assert "mpi4py" not in sys.modules, "import hpcdist imported mpi4py"
-assert "stores.tcp_server" not in sys.modules
+assert "stores.tcp.server.loop" not in sys.modules
 """
 
 CHILDREN = """
@@ -92,6 +94,7 @@ def test_forked_children_are_no_ranks(tmp_path):
     assert done.stdout.count("whole") == 2
 
 
+@pytest.mark.timed
 def test_import_is_quick():
     code = (
         "import time, torch, torch.distributed, numpy; start = time.perf_counter(); import hpcdist; "
@@ -118,6 +121,7 @@ def test_a_launcher_that_speaks_another_mpi_is_an_error():
         assert "sees a world of 1" in result.stderr
 
 
+@pytest.mark.timed
 def test_an_uncaught_exception_ends_the_job(tmp_path):
     import time
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
 import sys
 
 import pytest
-from tests.programs import BIN, ROOT, environment, mpirun, run
+
+from tests.programs import BIN, ROOT, mpirun, output, run, start
 
 TRAIN = ROOT / "slurm/jobs/train_digits.py"
 HEAT = ROOT / "slurm/jobs/heat2d.py"
@@ -60,12 +60,9 @@ def test_training_without_a_launcher(scheme, tmp_path, short_accuracy):
         with socket.create_server(("127.0.0.1", 0)) as probe:
             url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, TRAIN, *SHORT, "--init-method", url, "--world-size", "4", "--rank"]
-    ranks = [
-        subprocess.Popen([*command, str(r)], stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT)
-        for r in range(4)
-    ]
+    ranks = [start([*command, r]) for r in range(4)]
     try:
-        outputs = [process.communicate(timeout=90)[0] for process in ranks]
+        outputs = [output(process, timeout=90)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

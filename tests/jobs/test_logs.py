@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+
 from tests.programs import mpirun, run
 
 PROGRAM = """

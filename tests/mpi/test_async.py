@@ -55,6 +55,47 @@ def test_dropped_temporaries(name, rank, size):
     assert len(junk) == 50
 
 
+INTO_INFERENCE_TENSORS = {  # each goes by a copy that is written back when the call has ended
+    "a list": lambda size: dist.all_gather([torch.zeros(4) for _ in range(size)], torch.ones(4), async_op=True),
+    "strided": lambda size: dist.all_reduce(torch.ones(4, 4).t()[1:], async_op=True),
+    "half average": lambda size: dist.all_reduce(torch.ones(4).half(), dist.ReduceOp.AVG, async_op=True),
+    "scattered halves": lambda size: dist.reduce_scatter_single(
+        torch.zeros(2).bfloat16(), torch.ones(2 * size).bfloat16(), async_op=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTO_INFERENCE_TENSORS)
+def test_the_modes_of_autograd_go_with_a_call(name, rank, size):
+    dist.all_reduce(torch.ones(3), async_op=True).wait()  # the thread has begun outside
+    with torch.inference_mode():
+        work = INTO_INFERENCE_TENSORS[name](size)
+    work.wait()
+    expected = size if name in ("strided", "scattered halves") else 1
+    assert all(bool((output == expected).all()) for output in work.result())
+
+
+def test_a_callback_runs_outside_the_modes_of_the_call(rank, size):
+    with torch.inference_mode():
+        tensor = torch.ones(2, 3).t()
+        modes = dist.all_reduce(tensor, async_op=True).get_future().then(lambda _: torch.is_inference_mode_enabled())
+        outside = modes.wait()
+    queued = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]
+    assert tensor[0, 0] == size
+    assert outside in (True, False)  # True where the call had ended before the callback was added, on this thread
+    for work in queued:
+        work.wait()
+
+
+def test_a_message_into_an_inference_tensor(rank, size):
+    with torch.inference_mode():
+        target = torch.zeros(3, 2).t()
+        works = [dist.irecv(target, (rank - 1) % size), dist.isend(torch.full((2, 3), rank + 1.0), (rank + 1) % size)]
+    for work in works:
+        work.wait()
+    assert target.tolist() == [[(rank - 1) % size + 1.0] * 3] * 2
+
+
 def test_a_dropped_work_is_still_carried_out(rank, size):
     tensors = [torch.full((100,), float(rank)) for _ in range(20)]
     for tensor in tensors:

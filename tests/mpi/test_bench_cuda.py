@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed
 
-from hpcdist.cli import bench_cuda
+from hpcdist.cli.bench import cuda as bench_cuda
 
 pytestmark = pytest.mark.mpi
 

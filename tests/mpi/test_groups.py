@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.runtime import group_tag
 
 from .expected import same
 
@@ -254,3 +255,13 @@ def test_monitored_barrier(rank, size):
     if rank == 0 and size > 1:
         with pytest.raises(dist.DistBackendError, match="Rank 1 failed to pass monitoredBarrier"):
             dist.monitored_barrier(group, timedelta(seconds=0.3))
+
+
+def test_tags_of_groups_made_by_their_members(world):
+    names = [f"{index:040x}" for index in range(20_000)]
+    tags = [group_tag(name) for name in names]
+    assert len(set(tags)) > 14_000  # of 20,000 names that fall on 32,768 tags at random
+    assert 0 <= min(tags) <= max(tags) <= 32767
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, tags[:100])
+    assert all(each == tags[:100] for each in everywhere)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import hpcdist as dist
-from hpcdist.c10d.coalescing import Bundle
+from hpcdist.core.lists import Bundle
 from hpcdist.core.repetition import LOOKS, Recognition, Repetition
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, BROADCAST, REDUCE_SCATTER_SINGLE
 from hpcdist.core.world import WORLD

@@ -1,4 +1,4 @@
-"""Is what users see whole: public names, docstrings, types, file sizes, documented variables?"""
+"""The public surface: names, signatures, docstrings, types, documented variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import hpcdist
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-LONGEST = 400  # lines
 LATER = {"weights_only", "enable_reconfigure"}  # arguments new in torch 2.15, which docs/reference/support.md lists
 
 
@@ -68,10 +67,8 @@ def test_types_are_shipped():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_answer_one_question(path):
-    text = path.read_text()
-    assert text.count("\n") < LONGEST, f"{text.count(chr(10))} lines; split it"
-    assert ast.get_docstring(ast.parse(text)), "no docstring says which question it answers"
+def test_modules_say_what_they_are(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), "no docstring says what the module is"
 
 
 def test_no_bin_for_what_fits_nowhere():

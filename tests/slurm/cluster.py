@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from supervisor import descendants
+from tests.slurm.supervisor import descendants
 
 NODES = ("127.0.0.1", "127.0.0.2")
 CPUS_PER_NODE = 4
@@ -81,7 +81,7 @@ def why_not() -> str:
     if not any(Path("/usr/lib").glob("*/libpmix.so")):
         missing.add(PMIX_LIBRARY)
     if missing:
-        return f"Slurm is not installed: apt-get install {' '.join(sorted(missing))}"
+        return f"no {', '.join(sorted(missing))} here: bash tests/slurm/install.sh (Debian, as root)"
     if os.geteuid() != 0:
         return "slurmd starts jobs as other users, which takes root"
     return ""

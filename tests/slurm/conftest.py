@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# pytest imports by importlib, which leaves a test's own folder off the path.
-sys.path.insert(0, str(Path(__file__).parent))
-from cluster import Cluster, why_not
-from mpis import MPIS, mpi_of
+from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.mpis import MPIS, mpi_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

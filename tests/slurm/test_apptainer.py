@@ -7,10 +7,11 @@ image mounted by FUSE.
 import re
 from pathlib import Path
 
-import image
 import pytest
-from cluster import NODES, wait_until
-from mpis import MPIS, mpi_of
+
+from tests.slurm import image
+from tests.slurm.cluster import NODES, wait_until
+from tests.slurm.mpis import MPIS, mpi_of
 
 TRAIN = image.ROOT / "slurm/jobs/train_digits.py"
 IN_IMAGE = "/opt/hpcdist/lib/python3.11/site-packages/hpcdist"

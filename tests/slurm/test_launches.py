@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import NODES, wait_until
-from supervisor import descendants
 
 from hpcdist.launch import hostlist
-
-HERE = Path(__file__).parent
+from tests.programs import environment
+from tests.slurm.cluster import NODES, wait_until
+from tests.slurm.supervisor import descendants
 
 
 def test_srun_without_mpi_is_an_error_not_lonely_worlds(cluster, jobs, pythons):
@@ -97,15 +96,16 @@ def test_the_controller_accounts_for_each_job(cluster, submit, jobs, any_mpi):
 
 def test_a_killed_test_run_takes_its_cluster_with_it():
     script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from cluster import Cluster\n"
+        "import time\n"
+        "from tests.slurm.cluster import Cluster\n"
         "with Cluster() as c:\n"
         "    c.run('sbatch', '--wrap=srun sleep 600', '--output=/dev/null')\n"
         "    while not any('sleep 600' in line for line in c.processes()): time.sleep(0.1)\n"
         "    print(c.folder, c.supervisor.pid, flush=True)\n"
         "    time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(HERE)], stdout=subprocess.PIPE, text=True) as run:
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as run:
         assert run.stdout is not None
         folder, supervisor = run.stdout.readline().split()
         left = descendants(int(supervisor))

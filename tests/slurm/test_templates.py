@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import wait_until
+
+from tests.slurm.cluster import wait_until
 
 TRAIN = Path(__file__).parents[2] / "slurm/jobs/train_digits.py"
 

@@ -1,21 +1,17 @@
-"""Which processes and servers do the store tests use? (Loopback only.)"""
+"""Processes and servers that the store tests use (loopback only)."""
 
 import multiprocessing
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the contract and the workers are plain modules beside the tests
-
-import store_workers
+from tests.stores import store_workers
 
 
 @pytest.fixture(scope="session")
 def processes():
     """Start functions of store_workers in processes that have torch and stores imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "stores", "store_workers"])
+    context.set_forkserver_preload(["torch.distributed", "stores", "tests.stores.store_workers"])
 
     def run(function, *argument_lists, timeout=60):
         with context.Pool(len(argument_lists)) as pool:

@@ -1,4 +1,4 @@
-"""What do the tests run in other processes? (Functions that can be imported there.)"""
+"""Functions that the tests run in other processes, which import this module."""
 
 import os
 import signal

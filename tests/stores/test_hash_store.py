@@ -1,10 +1,10 @@
-"""Does HashStore keep the contract?"""
+"""HashStore: the contract."""
 
 import pytest
 import torch.distributed as dist
-from store_contract import StoreContract
 
 import stores
+from tests.stores.store_contract import StoreContract
 
 
 class TestHashStore(StoreContract):

@@ -1,10 +1,10 @@
-"""Do processes with our stores and torch's work together, on both servers, and under torch's gloo?"""
+"""Processes with our stores and torch's work together, on both servers, and under torch's gloo."""
 
 import pytest
-import store_workers
 import torch.distributed as dist
 
 import stores
+from tests.stores import store_workers
 
 WORLD = 4
 

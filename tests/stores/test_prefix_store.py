@@ -1,10 +1,10 @@
-"""Does PrefixStore keep the contract, over our stores and torch's?"""
+"""PrefixStore: the contract, over our stores and torch's."""
 
 import pytest
 import torch.distributed as dist
-from store_contract import StoreContract
 
 import stores
+from tests.stores.store_contract import StoreContract
 
 
 class TestPrefixStore(StoreContract):
@@ -43,5 +43,6 @@ class TestPrefixStoreOverTorch(StoreContract):
     # torch's own store is below: its errors name no keys, and its add wakes nobody
     test_deadlines_are_kept_and_errors_tell = None
     test_the_stores_own_timeout = None
+    test_a_timeout_that_cpp_sets = None
     test_every_write_wakes = None
     test_queues = None

@@ -1,4 +1,4 @@
-"""Do random sequences of calls give the same results and errors on our stores as on torch's?"""
+"""Random sequences of calls give the same results and errors on our stores as on torch's."""
 
 import contextlib
 import tempfile

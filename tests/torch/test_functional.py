@@ -101,3 +101,17 @@ def test_collectives_with_gradients(rank, size):
     gathered = with_gradients.all_gather(given)
     (sum(each.sum() for each in gathered)).backward()
     torch.testing.assert_close(given.grad, torch.full((2,), float(size)))
+
+
+def test_what_a_compiled_function_calls_on_a_group_breaks_the_graph(rank, size, group):
+    @torch.compile(backend="aot_eager")
+    def step(value):
+        value = value * 2
+        group.allreduce([value]).wait()
+        gathered = [torch.empty(4) for _ in range(size)]
+        group.allgather([gathered], [value]).wait()
+        return value + 1, torch.stack(gathered)
+
+    value, gathered = step(torch.full((4,), rank + 1.0))
+    torch.testing.assert_close(value, torch.full((4,), size * (size + 1) + 1.0))
+    torch.testing.assert_close(gathered, torch.full((size, 4), size * (size + 1.0)))

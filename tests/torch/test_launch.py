@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import socket
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
-BIN = pathlib.Path(sys.executable).parent
-LAUNCHED = ("OMPI_", "PMI", "PMIX", "PRTE", "HYDRA", "MPI_LOCAL", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
-ROOT = pathlib.Path(__file__).parents[2]
+from tests import programs
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.skipif(
     any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
 )
 
 
-def environment(**given):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-    source = str(ROOT / "src")
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH")]))
-    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    return kept | {"HPCDIST_TEST_CHILD": "1"} | given
-
-
 RUN = ["-c", "import sys; from hpcdist.cli.run import run; sys.exit(run(sys.argv[1:]))"]  # python -m hpcdist run
 
 LAUNCHERS = {
-    "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable],
+    "mpirun": programs.mpirun_command(2, []),
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
     "alone": [sys.executable],
 }
@@ -43,7 +32,7 @@ def run(tmp_path, launcher, script, *arguments, **given):
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
     command = [*LAUNCHERS[launcher], *given.pop("before", []), str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment(**given), check=False)
+    done = programs.run(command, timeout=90, **given)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line for line in done.stdout.splitlines() if line)
 
@@ -124,15 +113,7 @@ def test_an_unmodified_script_alone(tmp_path):
 
 
 def test_run_without_a_script(tmp_path):
-    done = subprocess.run(
-        [sys.executable, *RUN, "absent.py"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-        cwd=tmp_path,
-        timeout=60,
-    )
+    done = programs.run([sys.executable, *RUN, "absent.py"], folder=tmp_path)
     assert done.returncode == 2
     assert "no script 'absent.py'" in done.stderr
 

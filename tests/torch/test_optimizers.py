@@ -85,6 +85,22 @@ def test_hierarchical_averaging(rank, size):
     torch.testing.assert_close(model.weight.detach(), torch.full((2, 2), (size - 1) / 2))
 
 
+def test_groups_are_counted_as_torch_counts_them(rank, size):
+    from collections import OrderedDict
+
+    before = torch_dist.get_pg_count()
+    assert dist.get_pg_count() == before
+    periods = OrderedDict((2**index, 2 ** (index + 1)) for index in range(size.bit_length() - 1))
+    HierarchicalModelAverager(period_group_size_dict=periods)  # makes groups that this rank is not in
+    torch_dist.new_group([0])
+    counts = [None] * size
+    dist.all_gather_object(counts, (dist.get_pg_count(), torch_dist.get_pg_count()))
+    assert len({count for both in counts for count in both}) == 1
+    assert counts[0][0] > before
+    dist.new_group([size - 1])
+    assert dist.get_pg_count() == torch_dist.get_pg_count() == counts[0][0] + 1
+
+
 def test_local_sgd(rank, size):
     parallel = DDP(perceptron())
     subgroup, _ = torch_dist.new_subgroups(1)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -189,9 +191,10 @@ def test_a_checkpoint_is_saved_and_loaded(rank, size, shared_path):
         torch.testing.assert_close(each, before[name].detach(), rtol=0, atol=0)
 
 
-def test_an_asynchronous_checkpoint(rank, size, shared_path):
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_an_asynchronous_checkpoint(rank, size, shared_path, backend):
     model = perceptron()
-    group = torch.distributed.new_group(backend="gloo")
+    group = None if backend is None else torch.distributed.new_group(backend=backend)
     saved = dcp.async_save(model.state_dict(), checkpoint_id=str(shared_path), process_group=group)
     saved.result()
     dist.barrier()
@@ -199,6 +202,31 @@ def test_an_asynchronous_checkpoint(rank, size, shared_path):
     dcp.load(state, checkpoint_id=str(shared_path))
     for name, each in model.state_dict().items():
         torch.testing.assert_close(state[name], each, rtol=0, atol=0)
+
+
+def test_a_file_of_torch_save_is_read_by_one_rank(rank, size, shared_path):
+    before = {"weight": torch.arange(12.0).view(3, 4)}
+    if rank == 0:
+        torch.save(before, shared_path / "model.pt")
+    dist.barrier()
+    state = {"weight": torch.zeros(3, 4)}
+    dcp.load(
+        state,
+        storage_reader=BroadcastingTorchSaveReader(),
+        planner=DynamicMetaLoadPlanner(),
+        checkpoint_id=str(shared_path / "model.pt"),
+    )
+    torch.testing.assert_close(state["weight"], before["weight"], rtol=0, atol=0)
+
+
+def test_the_device_types_of_a_group(world):
+    group = dist.new_group()
+    for each in (world, group):
+        assert distributed_c10d._device_capability(each) == list(each.backends)
+        assert distributed_c10d._get_pg_default_device(each) == torch.device("cpu")
+        assert distributed_c10d._get_object_coll_device(each) == "cpu"
+        assert each.get_backend(torch.device("cpu")).name() == each.backends["cpu"].name
+    dist.destroy_process_group(group)
 
 
 def test_a_mesh_of_torch_on_our_groups(size):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.cli import bench_cuda
+from hpcdist.cli.bench import cuda as bench_cuda
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -15,7 +15,7 @@ pytest.importorskip("mpi4py.MPI", reason="no MPI library")
 
 from hpcdist.backends.mpi import staging
 from hpcdist.backends.mpi.backend import MPIBackend
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
 
 LIMIT = torch.distributed.default_pg_timeout

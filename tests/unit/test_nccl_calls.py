@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +16,9 @@ from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ROWS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import fake_nccl as fake
+from tests.fakes import fake_nccl as fake
 
 OLD, NEW = (2, 27, 3), (2, 30, 0)
 SUM = ReduceOp.RedOpType.SUM

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.nccl import datatypes
 from hpcdist.core import reduction
 from hpcdist.core.table import ALL_REDUCE, ROWS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import fake_nccl as fake
+from tests.fakes import fake_nccl as fake
 
 OPS = {
     name: getattr(ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.group import ProcessGroup
 from hpcdist.core.issue import issue
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
 from hpcdist.watch import whereabouts
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import fake_nccl as fake
+from tests.fakes import fake_nccl as fake
 
 SUM = ReduceOp.RedOpType.SUM
 

@@ -284,7 +284,8 @@ def _scatter(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any)
 
 
 def _all_to_all(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    sent, received = shares or ([], [])
+    # with counts where another rank gives none, too: gloo runs another exchange without them
+    sent, received = shares or ([send.numel() // self.size] * self.size, [recv.numel() // self.size] * self.size)
     self.inner.alltoall_base(recv, send, received, sent, c10d.AllToAllOptions()).wait()
 
 

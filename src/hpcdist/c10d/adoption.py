@@ -13,12 +13,13 @@ from hpcdist.c10d.lifecycle import begin, carried, choose
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.watch import logs
 
 
-def create(options: Any, pg_options: Any) -> ProcessGroup:
+def create(options: Any, pg_options: Any) -> Group:
     """Make the group that torch asks for (the extended interface of c10d's ``register_backend``).
 
     Args:
@@ -47,7 +48,7 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
     return group
 
 
-def create_world(options: Any, pg_options: Any) -> ProcessGroup:
+def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
     logs.set_up()
     launch = torch_bridge.launched()
@@ -70,7 +71,7 @@ def create_world(options: Any, pg_options: Any) -> ProcessGroup:
     return group
 
 
-def create_subgroup(default: ProcessGroup, ranks: tuple[int, ...], options: Any) -> ProcessGroup:
+def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:
     """Make a group of some ranks, which alone call (MPI_Comm_create_group)."""
     members = [default.group_ranks[rank] for rank in ranks]
     name, limit = options.group_id, options.timeout

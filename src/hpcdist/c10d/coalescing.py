@@ -1,32 +1,22 @@
-"""How do many small calls become one?
-
-Tensors of one dtype and device travel in one buffer as long as they are small: a call costs microseconds,
-a copy of a few kilobytes less. A large tensor goes on its own, where a copy would cost more than the call.
-"""
+"""Coalesced collectives: many calls that are issued together."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.c10d.lists import all_gather
-from hpcdist.core import world
-from hpcdist.core.buffers import as_tensors, is_plain, joined, same_dtype, scattering
-from hpcdist.core.group import ProcessGroup
-from hpcdist.core.issue import canonical, issue, issue_any
-from hpcdist.core.repetition import Likeness, Recognition
+from hpcdist.core import lists, world
+from hpcdist.core.buffers import as_tensors, same_dtype
+from hpcdist.core.group import Group
+from hpcdist.core.issue import canonical
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
-
-DTYPE, NBYTES, IS_CPU = map(attrgetter, ("dtype", "nbytes", "is_cpu"))
-BUCKET_BYTES = 1 << 20  # the most that is copied together
-ALONE_BYTES = 1 << 18  # a tensor of this size is not worth copying
 
 
 def all_reduce_coalesced(
@@ -51,55 +41,14 @@ def all_reduce_coalesced(
     if pg is None:
         return None
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if not async_op and pg.coalescing is None and reduce_plain(pg, listed, op):
+    if not async_op and pg.coalescing is None and lists.reduce_plain(pg, listed, op):
         return None
     given = as_tensors(listed, "tensors", writable=True)
     if given:
         same_dtype(*given)
     with pg.grouped():
-        works = reduce_together(pg, given, op)
+        works = lists.reduce_together(pg, given, op, async_op)
     return ended(works, given, async_op)
-
-
-class Bundle(NamedTuple):
-    """What a group's small tensors looked like when it saw them twice, and the bytes of each."""
-
-    is_like: Likeness
-    sizes: list[int]
-
-
-def sizes_of_plain(pg: ProcessGroup, tensors: list[Any]) -> list[int] | None:
-    """Return the bytes of each tensor; None where they are not small contiguous CPU tensors of one dtype."""
-    known = pg.known.get("all_reduce_coalesced")
-    if known.__class__ is Bundle and len(known.sizes) == len(tensors) and known.is_like(*tensors):
-        sizes: list[int] = known.sizes
-        return sizes
-    if not tensors or not all(map(is_plain, tensors)) or not all(map(IS_CPU, tensors)):
-        return None
-    if len(set(map(DTYPE, tensors))) > 1:
-        return None
-    sizes = list(map(NBYTES, tensors))
-    if sum(sizes) > BUCKET_BYTES:
-        return None
-    if known != sizes:
-        pg.known["all_reduce_coalesced"] = sizes
-    elif Recognition.of is not None:
-        pg.known["all_reduce_coalesced"] = Bundle(Recognition.of(*tensors), sizes)
-    return sizes
-
-
-def reduce_plain(pg: ProcessGroup, tensors: list[Any], op: Any) -> bool:
-    """Combine small contiguous CPU tensors of one dtype in one call, and tell whether they are such."""
-    if pg.cpu is None or pg.cpu.has_groups:  # a library that makes many calls one needs no copies for it
-        return False
-    sizes = sizes_of_plain(pg, tensors)
-    if sizes is None:
-        return False
-    pg.cpu.settle()  # an asynchronous call may still write what is read here
-    flat, copy = pg.cpu.bundle(tensors, sizes)
-    issue(ALL_REDUCE, pg, flat, flat, op)
-    copy()
-    return True
 
 
 def all_gather_coalesced(
@@ -160,7 +109,7 @@ class CoalescingManager:
 
 @contextlib.contextmanager
 def _coalescing_manager(
-    group: ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
+    group: Group | None = None, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[CoalescingManager]:
     """Hold back the collectives made inside and issue them together at the end (c10d's private name).
 
@@ -190,20 +139,21 @@ def _coalescing_manager(
         manager.wait()
 
 
-def together(pg: ProcessGroup, held: list[partial[Work | None]], async_ops: bool) -> list[Work | None]:
+def together(pg: Group, held: list[partial[Work | None]], async_ops: bool) -> list[Work | None]:
     """Begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
     works: list[Work | None] = []
     alike: list[Any] = []
     op: Any = None
 
     def flush() -> None:
-        if async_ops or not reduce_plain(pg, alike, op):
-            works.extend(reduce_together(pg, as_tensors(alike, "tensor", writable=True), op))
+        if alike and (async_ops or not lists.reduce_plain(pg, alike, op)):
+            works.extend(lists.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
         alike.clear()
 
     for call in held:
-        row, _, send, recv, call_op = call.args[:5]
-        if row is ALL_REDUCE and send is recv:
+        row, _, send, recv, call_op, _, _, _, then, _ = call.args
+        # a PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks
+        if row is ALL_REDUCE and send is recv and then is None and canonical(call_op).__class__ is ReduceOp.RedOpType:
             if alike and canonical(call_op) is not canonical(op):
                 flush()
             op = call_op
@@ -215,32 +165,7 @@ def together(pg: ProcessGroup, held: list[partial[Work | None]], async_ops: bool
     return works
 
 
-def reduce_together(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> list[Work | None]:
-    """Begin the all_reduce of many tensors, the small ones of a kind in one buffer."""
-    works: list[Work | None] = []
-    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
-        if tensor.is_sparse or tensor.nbytes >= ALONE_BYTES or pg.backend(tensor.device).has_groups:
-            works.append(issue_any(ALL_REDUCE, pg, tensor, tensor, op, None, True))
-            continue
-        if filled.get(kind, 0) + tensor.nbytes > BUCKET_BYTES:
-            works.append(reduce_bucket(pg, buckets.pop(kind), op))
-            filled[kind] = 0
-        buckets.setdefault(kind, []).append(tensor)
-        filled[kind] = filled.get(kind, 0) + tensor.nbytes
-    works.extend(reduce_bucket(pg, bucket, op) for bucket in buckets.values())
-    return works
-
-
-def reduce_bucket(pg: ProcessGroup, tensors: list[torch.Tensor], op: Any) -> Work | None:
-    """Begin the all_reduce of small tensors of one kind in one buffer."""
-    flat = joined(tensors)
-    return issue_any(ALL_REDUCE, pg, flat, flat, op, None, True, None, scattering(flat, tensors), tensors)
-
-
-def ended(works: list[Work | None], result: list[torch.Tensor], async_op: bool) -> Work | None:
+def ended(works: Sequence[Work | None], result: list[torch.Tensor], async_op: bool) -> Work | None:
     """Return one Work for several, or wait for them."""
     work = AllWork([each for each in works if each is not None], result)
     if async_op:

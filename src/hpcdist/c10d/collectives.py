@@ -13,18 +13,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.core import world
-from hpcdist.core.buffers import as_splits, as_tensor, rows_of
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core import lists, world
+from hpcdist.core.group import Group
 from hpcdist.core.issue import dispatch, issue, issue_any
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
     REDUCE,
@@ -57,7 +53,7 @@ def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op:
 def broadcast(
     tensor: Any,
     src: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
@@ -86,7 +82,7 @@ def reduce(
     tensor: Any,
     dst: int | None = None,
     op: Any = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
@@ -180,7 +176,8 @@ def all_to_all_single(
     Args:
         output: the shares received, in rank order along dimension 0.
         input: the shares to send, in rank order along dimension 0.
-        output_split_sizes: rows of ``output`` from each rank; None for equal shares.
+        output_split_sizes: rows of ``output`` from each rank; None for equal shares. Some ranks may give splits and
+            others None, as long as what one rank sends another is what that one receives.
         input_split_sizes: rows of ``input`` to each rank; None for equal shares.
         group: the group; None for the default one.
         async_op: return a Work at once.
@@ -195,22 +192,11 @@ def all_to_all_single(
     pg = world.joined(group, "all_to_all_single")
     if pg is None:
         return None
-    size = len(pg.ranks)
-    if output_split_sizes is not None or input_split_sizes is not None:
-        output_split_sizes, input_split_sizes = as_splits(output_split_sizes), as_splits(input_split_sizes)
-    if not output_split_sizes and not input_split_sizes:
-        if output.__class__ is not torch.Tensor or output.dim() != 1:  # of one dimension, its elements are its rows
-            rows_of(as_tensor(output, "output"), None, size, "output")
-        if input.__class__ is not torch.Tensor or input.dim() != 1:
-            rows_of(as_tensor(input, "input"), None, size, "input")
-        return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op)
-    sent = rows_of(as_tensor(input, "input"), input_split_sizes, size, "input")
-    received = rows_of(as_tensor(output, "output"), output_split_sizes, size, "output")
-    return issue(ALL_TO_ALL, pg, input, output, None, None, async_op, (sent, received))
+    return lists.all_to_all_single(pg, output, input, output_split_sizes, input_split_sizes, async_op)
 
 
 def barrier(
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     async_op: bool = False,
     device_ids: list[int] | None = None,
     timeout: timedelta | None = None,

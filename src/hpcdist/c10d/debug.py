@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist.core import world
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
 from hpcdist.core.journal import SCRUTINY
 from hpcdist.core.reduction import MAX
@@ -66,7 +66,7 @@ def scrutinise(level: DebugLevel) -> None:
 
 
 def monitored_barrier(
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
@@ -101,16 +101,16 @@ def monitored_barrier(
             report_to_first(pg, number, deadline)
 
 
-def of_group(self: ProcessGroup, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+def of_group(self: Group, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
     monitored_barrier(self, timeout, wait_all_ranks)
 
 
-setattr(ProcessGroup, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
+setattr(Group, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
 
 
 @contextmanager
-def own_limit(pg: ProcessGroup, name: str) -> Iterator[None]:
+def own_limit(pg: Group, name: str) -> Iterator[None]:
     """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
 
     It is not counted: ranks that miss a barrier are still in step with those that gave it up.
@@ -143,7 +143,7 @@ def is_in_time(work: Work, deadline: float) -> bool:
     return work.exception() is None
 
 
-def hear_all(pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
+def hear_all(pg: Group, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
     """Hear from every other rank, then let them go; the part of rank 0."""
     if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
         raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
@@ -174,7 +174,7 @@ def hear_all(pg: ProcessGroup, number: torch.Tensor, deadline: float, seconds: f
         backend.isend(number, rank, BARRIER_TAG)
 
 
-def report_to_first(pg: ProcessGroup, number: torch.Tensor, deadline: float) -> None:
+def report_to_first(pg: Group, number: torch.Tensor, deadline: float) -> None:
     """Tell rank 0 that this rank is here, and wait for its word; the part of the others."""
     backend, answer = pg.any_backend(), torch.zeros_like(number)
     sent = backend.isend(number, 0, BARRIER_TAG)
@@ -194,7 +194,7 @@ def report_to_first(pg: ProcessGroup, number: torch.Tensor, deadline: float) -> 
     )
 
 
-def whereabouts_of(pg: ProcessGroup, ranks: list[int]) -> str:
+def whereabouts_of(pg: Group, ranks: list[int]) -> str:
     """Return where ranks of a group are, as they say themselves."""
     if not RUNNING:
         return ""
@@ -247,7 +247,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         debugger.go_on(caller)
 
 
-def stop_requested(group: ProcessGroup | None = None) -> bool:
+def stop_requested(group: Group | None = None) -> bool:
     """Tell, on all ranks alike, whether SIGTERM or SIGUSR1 has reached any of them.
 
     Every rank of the group calls this at the same step, for instance once an iteration: to write a checkpoint

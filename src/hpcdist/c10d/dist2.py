@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from hpcdist import torch_bridge
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.launch import environment, rendezvous
 
 __all__ = [

@@ -17,7 +17,8 @@ from hpcdist.c10d.names import Backend, BackendConfig, parse_pairs
 from hpcdist.core import registry, world
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.logs import LOG, of
@@ -82,7 +83,7 @@ def new_group(
 
 def new_subgroups(
     group_size: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     timeout: timedelta | None = None,
     backend: str | None = None,
     pg_options: Any = None,
@@ -116,7 +117,7 @@ def new_subgroups(
     return new_subgroups_by_enumeration(divided, timeout, backend, pg_options, group_desc)
 
 
-def nodes(parent: ProcessGroup) -> list[list[int]]:
+def nodes(parent: Group) -> list[list[int]]:
     """Return the global ranks on each node of a group; every rank of it calls."""
     carrier = parent.any_backend()
     carrier.settle()
@@ -164,7 +165,7 @@ def new_subgroups_by_enumeration(
 
 
 def split_group(
-    parent_pg: ProcessGroup | None = None,
+    parent_pg: Group | None = None,
     split_ranks: list[list[int]] | None = None,
     timeout: timedelta | None = None,
     pg_options: Any = None,
@@ -212,7 +213,7 @@ def split_group(
     return make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
 
 
-def check_kept(parent: ProcessGroup, backend: str) -> None:
+def check_kept(parent: Group, backend: str) -> None:
     """Raise where a backend string names something that the parent does not have."""
     carried = {device: each.name for device, each in parent.backends.items()}
     wanted = parse_pairs(backend.lower()) if ":" in backend else BackendConfig(backend).get_device_backend_map()
@@ -240,7 +241,7 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
 
 
 def make(
-    parent: ProcessGroup,
+    parent: Group,
     subgroups: Sequence[list[int]],
     timeout: timedelta | None,
     backend: str | None,
@@ -279,7 +280,7 @@ def make(
 
 def begin(
     name: str,
-    parent: ProcessGroup,
+    parent: Group,
     subgroups: Sequence[list[int]],
     names: Sequence[str],
     index: int | None,
@@ -307,7 +308,7 @@ def begin(
 
 
 def register(
-    parent: ProcessGroup,
+    parent: Group,
     ranks: list[int],
     backends: dict[Communicator, Communicator],
     config: str,
@@ -323,7 +324,7 @@ def register(
 
 def add(
     ranks: list[int],
-    parent: ProcessGroup,
+    parent: Group,
     backends: dict[str, Any],
     config: str,
     name: str,

@@ -18,7 +18,7 @@ from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch import logs, watchdog

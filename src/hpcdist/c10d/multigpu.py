@@ -1,12 +1,11 @@
-"""What could PyTorch 1.6 call on a list of tensors, one for each device of a process?
+"""PyTorch 1.6's functions on a list of tensors, one for each device of a process.
 
-Every tensor counts as a rank: what is reduced is combined over all tensors of all ranks, what is gathered has an
-entry for each. torch dropped these names in 2.0; they say so and still work, on the CPU too.
+torch dropped these names in 2.0. They say so and still work, on the CPU too; ``hpcdist.core.several`` says what they
+compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ from torch.distributed import ReduceOp
 from typing_extensions import deprecated
 
 from hpcdist.c10d.names import Backend
-from hpcdist.core import reduction, world
-from hpcdist.core.buffers import as_tensors, joined, same_dtype, scattering
-from hpcdist.core.issue import canonical, issue_any
-from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE
+from hpcdist.core import several, world
+from hpcdist.core.buffers import as_tensors
 from hpcdist.core.work import Work
 
 dist_backend = Backend  # what the names of backends were found under before torch 1.0
@@ -25,23 +22,8 @@ dist_backend = Backend  # what the names of backends were found under before tor
 INSTEAD = "torch dropped the functions on one tensor a device; use one process a device and `{}`"
 
 
-def combined(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """Return this process's tensors combined, in memory of their own."""
-    same_dtype(*tensors)
-    local = op if op not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else ReduceOp.SUM
-    first = tensors[0].clone()
-    values = [first, *(tensor.to(first.device) for tensor in tensors[1:])]
-    wide = reduction.WIDE.get(first.dtype)
-    if wide is not None:
-        values = [value.to(wide) for value in values]
-    total = reduction.fold([value.reshape(-1) for value in values], local).view(first.shape)
-    if op == ReduceOp.AVG:
-        reduction.average(total, len(tensors))
-    return total.to(first.dtype)
-
-
 def checked(call: str, tensors: Any, name: str) -> list[torch.Tensor]:
-    """Return a list of tensors that has at least one."""
+    """Return a list of tensors; ValueError if it is empty."""
     given = as_tensors(tensors, name, writable=True)
     if not given:
         raise ValueError(f"{call}: `{name}` is empty; expected one tensor for each device of this process")
@@ -68,13 +50,7 @@ def broadcast_multigpu(
     if pg is None:
         return None
     given = checked("broadcast_multigpu", tensor_list, "tensor_list")
-    flat = given[src_tensor].clone()
-
-    def copy() -> None:
-        for tensor in given:
-            tensor.copy_(flat)
-
-    return issue_any(BROADCAST, pg, flat, flat, None, world.group_rank(pg, src, None), async_op, None, copy, given)
+    return several.broadcast(pg, given, world.group_rank(pg, src, None), src_tensor, async_op)
 
 
 @deprecated(INSTEAD.format("all_reduce"), category=FutureWarning)
@@ -95,14 +71,8 @@ def all_reduce_multigpu(
     pg = world.joined(group, "all_reduce_multigpu")
     if pg is None:
         return None
-    given, how = checked("all_reduce_multigpu", tensor_list, "tensor_list"), canonical(op)
-    total = combined(given, how)
-
-    def copy() -> None:
-        for tensor in given:
-            tensor.copy_(total)
-
-    return issue_any(ALL_REDUCE, pg, total, total, how, None, async_op, None, copy, given)
+    given = checked("all_reduce_multigpu", tensor_list, "tensor_list")
+    return several.all_reduce(pg, given, op, async_op)
 
 
 @deprecated(INSTEAD.format("reduce"), category=FutureWarning)
@@ -125,16 +95,8 @@ def reduce_multigpu(
     pg = world.joined(group, "reduce_multigpu")
     if pg is None:
         return None
-    root = world.group_rank(pg, dst, None)
-    given, how = checked("reduce_multigpu", tensor_list, "tensor_list"), canonical(op)
-    total = combined(given, how)
-    recv = total if pg.rank() == root else None
-
-    def copy() -> None:
-        if recv is not None:
-            given[dst_tensor].copy_(recv)
-
-    return issue_any(REDUCE, pg, total, recv, how, root, async_op, None, copy, given)
+    given = checked("reduce_multigpu", tensor_list, "tensor_list")
+    return several.reduce(pg, given, op, world.group_rank(pg, dst, None), dst_tensor, async_op)
 
 
 @deprecated(INSTEAD.format("all_gather"), category=FutureWarning)
@@ -166,16 +128,7 @@ def all_gather_multigpu(
             f"all_gather_multigpu: `output_tensor_lists` has lengths {[len(each) for each in outputs]}; expected "
             f"{len(given)} lists of {expected} tensors"
         )
-    flat = joined([tensor.to(given[0].device) for tensor in given])
-    everything = torch.empty(pg.size() * flat.numel(), dtype=flat.dtype, device=flat.device)
-    copies = [scattering(everything, each) for each in outputs]
-
-    def copy() -> None:
-        for each in copies:
-            each()
-
-    result = [tensor for each in outputs for tensor in each]
-    return issue_any(ALL_GATHER_SINGLE, pg, flat, everything, None, None, async_op, None, copy, result)
+    return several.all_gather(pg, outputs, given, async_op)
 
 
 @deprecated(INSTEAD.format("reduce_scatter"), category=FutureWarning)
@@ -200,7 +153,6 @@ def reduce_scatter_multigpu(
     pg = world.joined(group, "reduce_scatter_multigpu")
     if pg is None:
         return None
-    how = canonical(op)
     outputs = checked("reduce_scatter_multigpu", output_tensor_list, "output_tensor_list")
     inputs = [as_tensors(each, "input_tensor_lists") for each in input_tensor_lists]
     expected = pg.size() * len(outputs)
@@ -209,8 +161,4 @@ def reduce_scatter_multigpu(
             f"reduce_scatter_multigpu: `input_tensor_lists` has lengths {[len(each) for each in inputs]}; expected "
             f"{len(outputs)} lists of {expected} tensors"
         )
-    device = outputs[0].device
-    total = combined([joined([tensor.to(device) for tensor in each]) for each in inputs], how)
-    mine = torch.empty(total.numel() // pg.size(), dtype=total.dtype, device=device)
-    copy = scattering(mine, outputs)
-    return issue_any(REDUCE_SCATTER_SINGLE, pg, total, mine, how, None, async_op, None, copy, outputs)
+    return several.reduce_scatter(pg, outputs, inputs, op, async_op)

@@ -14,11 +14,11 @@ import torch
 from hpcdist.c10d.lists import rooted
 from hpcdist.core import world
 from hpcdist.core.backend import Backend
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.journal import MESSAGES
 
 
-def carrier(pg: ProcessGroup, call: str) -> Backend:
+def carrier(pg: Group, call: str) -> Backend:
     """Return the backend that carries a group's objects, free of queued calls and, for the level DETAIL, checked."""
     backend = pg.any_backend()
     backend.settle()
@@ -65,7 +65,7 @@ def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     group_dst: int | None = None,
 ) -> None:
     """Gather every rank's object into a list on one rank.
@@ -100,7 +100,7 @@ def gather_object(
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
@@ -137,7 +137,7 @@ def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     group_src: int | None = None,
 ) -> None:
     """Hand each rank its object of one rank's list, as entry 0 of the output list.
@@ -172,7 +172,7 @@ def scatter_object_list(
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
@@ -207,7 +207,7 @@ def send_object_list(
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,

@@ -14,7 +14,7 @@ import torch.distributed
 
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.repetition import LOOKS
 from hpcdist.core.transfer import begin_again, begin_receive, begin_send, incoming, outgoing, title
 from hpcdist.core.work import Work
@@ -23,7 +23,7 @@ from hpcdist.core.work import Work
 def send(
     tensor: Any,
     dst: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
@@ -70,7 +70,7 @@ def send(
 def recv(
     tensor: Any,
     src: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
@@ -120,7 +120,7 @@ def recv(
     return pg.ranks[sender]
 
 
-def itself(pg: ProcessGroup, kind: str, other: str) -> ValueError:
+def itself(pg: Group, kind: str, other: str) -> ValueError:
     """Return the error of a blocking call that would wait for this rank itself."""
     return ValueError(
         f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process "
@@ -131,7 +131,7 @@ def itself(pg: ProcessGroup, kind: str, other: str) -> ValueError:
 def isend(
     tensor: Any,
     dst: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
@@ -146,7 +146,7 @@ def isend(
 def irecv(
     tensor: Any,
     src: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
@@ -182,7 +182,7 @@ class P2POp:
     op: Callable[..., Work | None]
     tensor: Any
     peer: int
-    group: ProcessGroup
+    group: Group
     tag: int
     group_peer: int
 
@@ -191,7 +191,7 @@ class P2POp:
         op: Callable[..., Any],
         tensor: Any,
         peer: int | None = None,
-        group: ProcessGroup | None = None,
+        group: Group | None = None,
         tag: int = 0,
         group_peer: int | None = None,
     ) -> P2POp:
@@ -211,7 +211,7 @@ class P2POp:
         op: Callable[..., Any],
         tensor: Any,
         peer: int | None = None,
-        group: ProcessGroup | None = None,
+        group: Group | None = None,
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:

@@ -9,7 +9,8 @@ from torch.distributed import ReduceOp
 
 from hpcdist.c10d.names import Backend
 from hpcdist.core import errors, world
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 
@@ -18,7 +19,7 @@ class WorldMeta(type):
     """Makes ``WORLD`` of ``group`` and ``GroupMember`` the default group of the moment."""
 
     @property
-    def WORLD(cls) -> ProcessGroup | None:
+    def WORLD(cls) -> Group | None:
         """The default group, or None before ``init_process_group``."""
         return WORLD.default
 
@@ -91,7 +92,7 @@ def is_outside(group: Any) -> bool:
     return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
 
 
-def member(group: Any) -> ProcessGroup:
+def member(group: Any) -> Group:
     """Return the group; ValueError where this rank is not in it."""
     if is_outside(group):
         raise ValueError("Invalid process group specified: this rank is not in the group (NON_GROUP_MEMBER)")
@@ -146,7 +147,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 def get_pg_count() -> int:
     """Return how many groups all ranks have made together since ``init_process_group``."""
-    return WORLD.made
+    return WORLD.count()
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

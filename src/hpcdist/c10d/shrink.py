@@ -6,7 +6,8 @@ from typing import Any
 
 from hpcdist.c10d import groups
 from hpcdist.core import world
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.watch.logs import LOG
 from hpcdist.watch.watchdog import RUNNING
@@ -18,7 +19,7 @@ FLAGS = {SHRINK_DEFAULT: "SHRINK_DEFAULT", SHRINK_ABORT: "SHRINK_ABORT"}
 
 def shrink_group(
     ranks_to_exclude: list[int],
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
@@ -73,7 +74,7 @@ def shrink_group(
     return new
 
 
-def failed_ranks(group: ProcessGroup | None = None) -> list[int]:
+def failed_ranks(group: Group | None = None) -> list[int]:
     """Return the ranks of a group that are known to have died, as ranks of the group: for ``shrink_group``.
 
     What MPI knows on this rank (ULFM's MPI_Comm_get_failed); empty where MPI does not survive a dead rank.
@@ -98,7 +99,7 @@ def check_arguments(ranks_to_exclude: Any, shrink_flags: Any) -> None:
         raise ValueError(f"Invalid shrink_flags value: {shrink_flags}. Must be one of: {known}")
 
 
-def check_excluded(ranks_to_exclude: list[int], group: ProcessGroup) -> set[int]:
+def check_excluded(ranks_to_exclude: list[int], group: Group) -> set[int]:
     """Return the ranks to leave out, or raise c10d's errors where they do not fit the group."""
     size = group.size()
     if size <= 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, resolve
 from hpcdist.torch_bridge import named
 

@@ -1,4 +1,4 @@
-"""What do torch's libraries call on a group?
+"""c10d's methods of a group: what torch's libraries call.
 
 DDP's reducer, the functional collectives and ``torch.distributed``'s own functions speak to a group by c10d's
 methods on lists of tensors and an options object. Each is a few lines that lead to the one path of a collective,
@@ -8,7 +8,6 @@ checked against ``PyProcessGroup.hpp`` of torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,10 @@ import torch
 import torch.distributed
 from torch.distributed import ReduceOp
 
-from hpcdist.core import table
-from hpcdist.core.buffers import as_splits, check_length, check_sizes, joined, joint, rows_of, scattering
+from hpcdist.core import issue, lists, several, table
+from hpcdist.core.errors import MismatchError
+from hpcdist.core.group import Group
+from hpcdist.core.transfer import begin_receive, begin_send
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -64,11 +65,43 @@ def asked(opts: Any, op: Any = None) -> tuple[Any, bool]:
     return given if given is not None else op if op is not None else ReduceOp.SUM, getattr(opts, "asyncOp", True)
 
 
-def root_of(opts: Any, root: int | None) -> int:
-    """Return the root that an options object names, or the one given as a number."""
-    if root is not None:
-        return root
-    return opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
+def only(call: str, tensors: Any, what: str) -> torch.Tensor:
+    """Return a tensor that was given by itself or as the only one of a list."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise MismatchError(f"{call}: requires a single-element {what}, got {len(tensors)}")
+    tensor: torch.Tensor = tensors[0]
+    return tensor
+
+
+def check_root_tensor(call: str, opts: Any, length: int) -> int:
+    """Return which tensor of a list an options object names as the root's."""
+    if not length:
+        raise MismatchError(f"{call}: requires non-empty tensor list")
+    index: int = getattr(opts, "rootTensor", 0)
+    if not 0 <= index < length:
+        raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
+    return index
+
+
+def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
+    """Raise c10d's error unless there are as many outputs as inputs, and some."""
+    if not len(inputs):
+        raise MismatchError(f"{call}: requires non-empty input tensor list")
+    if len(outputs) != len(inputs):
+        raise MismatchError(
+            f"{call}: requires input/output tensor lists to have the same length; got {len(inputs)} and {len(outputs)}"
+        )
+
+
+def check_lengths(call: str, side: str, lists: Any, length: int) -> None:
+    """Raise c10d's error unless each list has a length."""
+    for index, each in enumerate(lists):
+        if len(each) != length:
+            raise MismatchError(
+                f"{call}: invalid {side} tensor list at index {index} (expected length {length}, got {len(each)})"
+            )
 
 
 def as_torch(method: Any, name: str | None = None) -> Any:
@@ -86,19 +119,8 @@ def as_torch(method: Any, name: str | None = None) -> Any:
     return method
 
 
-class C10dMethods:
-    """The calls of torch's libraries; the rest of a group is ``core.group.ProcessGroup``."""
-
-    if TYPE_CHECKING:
-        backends: dict[str, Backend]
-        timeout: timedelta
-        config: str
-        group_name: Any
-        group_desc: Any
-
-        rank: Callable[[], int]
-        size: Callable[[], int]
-        backend: Callable[[torch.device | str], Backend]
+class C10dMethods(Group):
+    """The calls of torch's libraries on a group."""
 
     _begun: list[Work] | None = None  # the calls between _start_coalescing and _end_coalescing
 
@@ -114,14 +136,12 @@ class C10dMethods:
         counts: Counts | None = None,
         then: Any = None,
     ) -> Work:
-        """Lead a call to ``core.issue``, which imports this module's class; the result is never None for C++."""
-        from hpcdist.core import issue
-
+        """Issue a call; the result is never None for C++."""
         if then is None:
             work = issue.issue(row, self, send, recv, op, root, is_async, counts)
         else:
             work = issue.issue_any(row, self, send, recv, op, root, is_async, counts, then, result)
-        return self._note(work if work is not None else DoneWork(result))
+        return self._begin(work, result)
 
     def _note(self, work: Work) -> Work:
         if self._begun is not None:
@@ -129,56 +149,55 @@ class C10dMethods:
         return work
 
     def _all(self, works: list[Work], result: Tensors) -> Work:
-        return works[0] if len(works) == 1 else AllWork(works, result)
+        return works[0] if len(works) == 1 else AllWork(works, result) if works else DoneWork(result)
+
+    def _begin(self, issued: Work | None, result: Tensors) -> Work:
+        """Return a Work for C++, which takes no None: the one that was issued, or one that has ended."""
+        return self._note(issued if issued is not None else DoneWork(result))
 
     # -- reducing ------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
-        """Combine one tensor, or each of a list, over all ranks, in place."""
+        """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         how, is_async = asked(opts, op)
-        works = [self._issue(table.ALL_REDUCE, tensor, tensor, [tensor], how, None, is_async) for tensor in given]
-        return self._all(works, given)
+        if len(given) == 1:
+            return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
+        several.check_alike("allreduce", given)
+        return self._begin(several.all_reduce(self, given, how, is_async), given)
 
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Combine each tensor of a list over all ranks, in place, those of one dtype in one buffer."""
+        """Combine each tensor of a list over all ranks, in place."""
         op, is_async = asked(opts)
-        kinds: dict[tuple[torch.dtype, str], Tensors] = {}
-        for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
-        works = []
-        for alike in kinds.values():
-            flat = joined(alike)
-            copy = scattering(flat, alike)
-            works.append(self._issue(table.ALL_REDUCE, flat, flat, alike, op, None, is_async, None, copy))
-        return self._all(works, list(tensors)) if works else DoneWork([])
+        given = list(tensors)
+        return self._note(AllWork(lists.reduce_together(self, given, op, is_async), given))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
-        tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
-        target = root_of(opts, root)
+        tensor = only("reduce", tensors, "tensor list")
+        target = self._root("reduce", opts, root)
+        check_root_tensor("reduce", opts, 1)
         how, is_async = asked(None if isinstance(opts, int) else opts, op)
         recv = tensor if self.rank() == target else None
         return self._issue(table.REDUCE, tensor, recv, [tensor], how, target, is_async)
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Work:
         """Combine lists over all ranks and leave each rank its entry."""
-        op, is_async = asked(opts)
+        how, is_async = asked(opts, op)
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        works = []
-        for output, inputs in zip(output_tensors, input_tensors, strict=True):
-            check_length("reduce_scatter", "input_list", inputs, self.size())
-            check_sizes("reduce_scatter", "input_list", [inputs[self.rank()]], output)
-            sent, flat = [each.numel() for each in inputs], joined(inputs)
-            if len(set(sent)) == 1:
-                work = self._issue(table.REDUCE_SCATTER_SINGLE, flat, output, [output], op, None, is_async)
-            else:
-                counts = (sent, [output.numel()])
-                work = self._issue(table.REDUCE_SCATTER, flat, output, [output], op, None, is_async, counts)
-            works.append(work)
-        return self._all(works, list(output_tensors))
+        check_pairs("reduce_scatter", output_tensors, input_tensors)
+        if len(output_tensors) == 1:
+            issued = lists.reduce_scatter(self, output_tensors[0], input_tensors[0], how, is_async)
+            return self._begin(issued, list(output_tensors))
+        check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
+        several.check_alike("reduce_scatter", [*output_tensors, *(each for given in input_tensors for each in given)])
+        return self._begin(
+            several.reduce_scatter(self, output_tensors, input_tensors, how, is_async), list(output_tensors)
+        )
 
     @as_torch
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
@@ -191,48 +210,55 @@ class C10dMethods:
     @as_torch
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Combine and scatter each tensor of a list."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.reduce_scatter_single(output, given, opts) for output, given in pairs]
-        return self._all(works, list(outputs)) if works else DoneWork([])
+        check_pairs("reduce_scatter_single_coalesced", outputs, inputs)
+        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return self._all(works, list(outputs))
 
     reduce_scatter_tensor_coalesced = as_torch(reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced")
 
     # -- moving --------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
-        """Write the root's tensor to every rank's."""
+        """Write the root's tensor to every rank's; of a list, the one that ``rootTensor`` names, to each of them."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        source, is_async = root_of(opts, root), getattr(opts, "asyncOp", True)
-        works = [self._issue(table.BROADCAST, each, each, [each], None, source, is_async) for each in given]
-        return self._all(works, given)
+        source, is_async = self._root("broadcast", opts, root), getattr(opts, "asyncOp", True)
+        chosen = check_root_tensor("broadcast", opts, len(given))
+        if len(given) == 1:
+            return self._issue(table.BROADCAST, given[0], given[0], given, None, source, is_async)
+        several.check_alike("broadcast", given)
+        return self._begin(several.broadcast(self, given, source, chosen, is_async), given)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Gather each rank's tensor into a list on every rank."""
+        """Gather each rank's tensors into lists on every rank: one tensor a rank into a list, or k into k lists."""
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        pairs = list(zip(output_tensors, input_tensors, strict=True))
-        works = [self._gather_list(list(outputs), given, getattr(opts, "asyncOp", True)) for outputs, given in pairs]
-        return self._all(works, [each for outputs, _ in pairs for each in outputs])
+        check_pairs("allgather", output_tensors, input_tensors)
+        check_lengths("allgather", "output", output_tensors, self.size() * len(input_tensors))
+        is_async = getattr(opts, "asyncOp", True)
+        if len(input_tensors) == 1:
+            return self._gather_list(list(output_tensors[0]), input_tensors[0], is_async)
+        everything = [each for outputs in output_tensors for each in outputs]
+        several.check_alike("allgather", [*input_tensors, *everything])
+        return self._begin(several.all_gather(self, output_tensors, input_tensors, is_async), everything)
 
     def _gather_list(self, outputs: Tensors, given: torch.Tensor, is_async: bool) -> Work:
-        check_length("all_gather", "tensor_list", outputs, self.size())
-        check_sizes("all_gather", "tensor_list", [outputs[self.rank()]], given)
-        received, flat = [each.numel() for each in outputs], joint(outputs, given)
-        then = scattering(flat, outputs)
-        if len(set(received)) == 1:
-            return self._issue(table.ALL_GATHER_SINGLE, given, flat, outputs, None, None, is_async, None, then)
-        counts = ([given.numel()], received)
-        return self._issue(table.ALL_GATHER, given, flat, outputs, None, None, is_async, counts, then)
+        return self._begin(lists.all_gather(self, outputs, given, is_async), outputs)
 
     @as_torch
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
         is_async = getattr(opts, "asyncOp", True)
+        if len(output_lists) != self.size():
+            raise MismatchError(
+                f"allgather_coalesced: output lists should be equal to world size: {len(output_lists)} lists given, "
+                f"the group has {self.size()} ranks"
+            )
+        check_lengths("allgather_coalesced", "output", output_lists, len(input_list))
         works = [
             self._gather_list([outputs[index] for outputs in output_lists], given, is_async)
             for index, given in enumerate(input_list)
         ]
-        return self._all(works, [each for outputs in output_lists for each in outputs]) if works else DoneWork([])
+        return self._all(works, [each for outputs in output_lists for each in outputs])
 
     @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -245,47 +271,36 @@ class C10dMethods:
     @as_torch
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list into one."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.all_gather_single(output, given, opts) for output, given in pairs]
-        return self._all(works, list(outputs)) if works else DoneWork([])
+        check_pairs("all_gather_single_coalesced", outputs, inputs)
+        works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return self._all(works, list(outputs))
 
     allgather_into_tensor_coalesced = as_torch(all_gather_single_coalesced, "allgather_into_tensor_coalesced")
 
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> Work:
         """Gather each rank's tensor into a list on the root."""
-        root, is_async = root_of(opts, None), getattr(opts, "asyncOp", True)
-        given = input_tensors if isinstance(input_tensors, torch.Tensor) else input_tensors[0]
-        if self.rank() != root:
-            return self._issue(table.GATHER, given, None, [], None, root, is_async)
-        outputs = output_tensors if isinstance(output_tensors[0], torch.Tensor) else output_tensors[0]
-        check_length("gather", "gather_list", outputs, self.size())
-        check_sizes("gather", "gather_list", outputs, given)
-        flat = joint(outputs, given)
-        then = scattering(flat, outputs)
-        return self._issue(table.GATHER, given, flat, list(outputs), None, root, is_async, None, then)
+        target, is_async = self._root("gather", opts, root), getattr(opts, "asyncOp", True)
+        given = only("gather", input_tensors, "input tensor list")
+        outputs = self._only_list("gather", output_tensors, "output", target)
+        return self._begin(lists.gather(self, given, outputs, target, is_async), outputs)
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
+    ) -> Work:
         """Hand each rank its tensor of the root's list."""
-        root, is_async = root_of(opts, None), getattr(opts, "asyncOp", True)
-        output = output_tensors if isinstance(output_tensors, torch.Tensor) else output_tensors[0]
-        send = None
-        if self.rank() == root:
-            inputs = input_tensors if isinstance(input_tensors[0], torch.Tensor) else input_tensors[0]
-            check_length("scatter", "scatter_list", inputs, self.size())
-            check_sizes("scatter", "scatter_list", inputs, output)
-            send = joined(inputs)
-        return self._issue(table.SCATTER, send, output, [output], None, root, is_async)
+        target, is_async = self._root("scatter", opts, root), getattr(opts, "asyncOp", True)
+        output = only("scatter", output_tensors, "output tensor list")
+        inputs = self._only_list("scatter", input_tensors, "input", target)
+        return self._begin(lists.scatter(self, output, inputs, target, is_async), [output])
 
     @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
         outputs = list(output_tensors)
-        check_length("all_to_all", "output_tensor_list", outputs, self.size())
-        check_length("all_to_all", "input_tensor_list", input_tensors, self.size())
-        counts = ([each.numel() for each in input_tensors], [each.numel() for each in outputs])
-        flat, is_async = joint(outputs, outputs[0]), getattr(opts, "asyncOp", True)
-        then = scattering(flat, outputs)
-        return self._issue(table.ALL_TO_ALL, joined(input_tensors), flat, outputs, None, None, is_async, counts, then)
+        issued = lists.all_to_all(self, outputs, list(input_tensors), getattr(opts, "asyncOp", True))
+        return self._begin(issued, outputs)
 
     def all_to_all_single(
         self,
@@ -294,15 +309,12 @@ class C10dMethods:
         output_split_sizes: Any,
         input_split_sizes: Any,
         opts: Any = None,
+        timeout: Any = None,
     ) -> Work:
         """Send a share to every rank and receive one from each; empty splits stand for equal shares."""
-        size, is_async = self.size(), getattr(opts, "asyncOp", True)
-        splits = as_splits(output_split_sizes), as_splits(input_split_sizes)
-        received = rows_of(output, splits[0], size, "output")
-        sent = rows_of(input, splits[1], size, "input")
-        if not any(splits):
-            return self._issue(table.ALL_TO_ALL_SINGLE, input, output, [output], None, None, is_async)
-        return self._issue(table.ALL_TO_ALL, input, output, [output], None, None, is_async, (sent, received))
+        is_async = getattr(opts, "asyncOp", True)
+        issued = lists.all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, is_async)
+        return self._begin(issued, [output])
 
     alltoall_base = all_to_all_single
 
@@ -310,24 +322,46 @@ class C10dMethods:
         """Wait until every rank has called this."""
         return self._issue(table.BARRIER, None, None, [], None, None, getattr(opts, "asyncOp", True))
 
+    def _root(self, call: str, opts: Any, root: int | None) -> int:
+        """Return the root that an options object or a number names, a rank of the group."""
+        given: int = root if root is not None else opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        if not 0 <= given < self.size():
+            raise MismatchError(f"{call}: invalid root rank: {given} (ranks of the group: 0 to {self.size() - 1})")
+        return given
+
+    def _only_list(self, call: str, lists: Any, side: str, root: int) -> Tensors:
+        """Return the root's list of one tensor a rank, given by itself or as the only entry of a list of lists."""
+        if self.rank() != root:
+            if lists is not None and len(lists):
+                raise MismatchError(
+                    f"{call}: requires empty {side} on non-root: this is rank {self.rank()}, root {root}"
+                )
+            return []
+        if len(lists) and isinstance(lists[0], torch.Tensor):
+            lists = [lists]
+        if len(lists) != 1:
+            raise MismatchError(
+                f"{call}: requires a single-element {side} list containing a list with {self.size()} tensors"
+            )
+        if len(lists[0]) != self.size():
+            raise MismatchError(
+                f"{call}: Incorrect {side} list size {len(lists[0])}. {side.capitalize()} list size should be "
+                f"{self.size()}, same as size of the process group."
+            )
+        return list(lists[0])
+
     # -- point to point ------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:
         """Begin to send a tensor to a rank of the group."""
-        from hpcdist.core.transfer import begin_send
-
         return self._note(begin_send(self, tensors[0], None, dstRank, tag) or DoneWork([]))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:
         """Begin to receive a tensor from a rank of the group."""
-        from hpcdist.core.transfer import begin_receive
-
         return self._note(begin_receive(self, tensors[0], None, srcRank, tag) or DoneWork(tensors))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Begin to receive a tensor from any rank of the group."""
-        from hpcdist.core.transfer import begin_receive
-
         return self._note(begin_receive(self, tensors[0], None, None, tag) or DoneWork(tensors))
 
     # -- several at once -----------------------------------------------------------------------------
@@ -343,11 +377,14 @@ class C10dMethods:
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # none stands for the CPU in c10d; torch 2.15 looks for C++ backends behind the ones that are named
-        return [] if "cpu" in self.backends else [torch.device(kind) for kind in self.backends]
+        return [torch.device(kind) for kind in self.backends]
 
     def _get_backend(self, device: torch.device) -> DeviceBackend:
         return DeviceBackend(self.backend(device))
+
+    def get_backend(self, device: torch.device) -> DeviceBackend:
+        """Return what torch asks about the backend of a device; it asks by this name since 2.14."""
+        return self._get_backend(device)
 
     def _get_backend_name(self) -> str:
         return self.config

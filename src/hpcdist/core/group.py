@@ -1,7 +1,6 @@
-"""What is a process group?
+"""Process group: ranks, a name, a time limit, and one backend per device type.
 
-Ranks, a name, a time limit, and one backend per device type. It is a ``torch.distributed.ProcessGroup``, so
-that torch's own libraries take it for one of theirs.
+What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added in ``core.process_group``.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 
 from hpcdist.core import errors
-from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.journal import Journal
 from hpcdist.core.repetition import Known
 
@@ -23,8 +20,8 @@ if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
 
 
-class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
-    """A set of ranks that communicate, made by ``init_process_group`` or one of the ``new_group`` family.
+class Group:
+    """A set of ranks that communicate.
 
     Attributes:
         ranks: the global rank of each rank of the group, in order.
@@ -45,8 +42,8 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         description: str,
         timeout: timedelta,
     ) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # the stub lacks this overload
         self.ranks = ranks
+        self._rank = rank
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
         self.backends = backends
         self.cpu = backends.get("cpu")
@@ -68,16 +65,17 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         """How many calls this rank has made on the group."""
         return self.journal.sequence + self.journal.messages
 
-    # torch's libraries ask a group made in Python for these by name
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return len(self.ranks)
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]  # torch's stub has a NewType of str
+    def group_name(self) -> str:
         """The name that is unique in this process and the same on every rank of the group."""
-        return self._name
-
-    @property
-    def pg_name(self) -> str:
-        """The same name, as torch's loggers ask for it."""
         return self._name
 
     @property
@@ -93,12 +91,6 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
         self._device_id = device
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
 
     def __repr__(self) -> str:
         if not self.backends:
@@ -148,52 +140,3 @@ class ProcessGroup(C10dMethods, torch.distributed.ProcessGroup):  # type: ignore
         finally:
             self.backends, self.cpu, self.carriers = {}, None, {}
             self.known.clear()
-
-    def split_group(
-        self,
-        ranks: list[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: list[torch.device] | None = None,
-    ) -> ProcessGroup | None:
-        """Make a group of some ranks of this one, known to no registry; the members call.
-
-        Args:
-            ranks: ranks of this group, in the order of their ranks in the new one.
-            timeout: the limit of each call; None for this group's.
-            opts: taken as c10d takes it; a communicator is made like this group's.
-            group_name: a name that is unique on its members; None makes one of this group's and the ranks.
-            group_desc: what the group is for.
-            device_types: keep only the backends of these.
-
-        Returns:
-            The group; None on a rank that is not in it.
-        """
-        if self.rank() not in ranks:
-            return None
-        limit = timeout or self.timeout
-        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
-        kept = {each.type for each in device_types} if device_types else set(self.backends)
-        made = {
-            each: each.create_group(ranks, name, limit)
-            for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
-        }
-        by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
-        global_ranks = tuple(self.ranks[rank] for rank in ranks)
-        description = group_desc or f"{self.group_desc}:split"
-        return ProcessGroup(global_ranks, ranks.index(self.rank()), by_device, self.config, name, description, limit)
-
-    def shutdown(self) -> None:
-        """Free the communicators; every rank of the group calls it, and torch's destroy does."""
-        from hpcdist.core.world import WORLD
-
-        try:
-            self.close()
-        finally:
-            WORLD.discard(self)
-
-    def abort(self) -> None:
-        """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1)."""
-        self.shutdown()

@@ -26,7 +26,7 @@ from hpcdist.core.buffers import (
     same_dtype,
 )
 from hpcdist.core.errors import DistError, MismatchError
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.repetition import LOOKS, Repetition
 from hpcdist.core.table import ALL_REDUCE, Row
 from hpcdist.core.work import DoneWork, Work
@@ -49,7 +49,7 @@ def issue(
 
     Args:
         row: which one.
-        group: a ProcessGroup, None for the default one, or NON_GROUP_MEMBER.
+        group: a Group, None for the default one, or NON_GROUP_MEMBER.
         send: the tensor to read; the same object as ``recv`` for a call in place, None where this rank
             does not send.
         recv: the tensor to write; None where this rank does not receive.
@@ -66,7 +66,7 @@ def issue(
     """
     pg = WORLD.default if group is None else group
     if (
-        pg.__class__ is ProcessGroup
+        isinstance(pg, Group)
         and not async_op
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
@@ -127,7 +127,7 @@ def issue(
     return issue_any(row, group, send, recv, op, root, async_op, counts)
 
 
-def is_shaped(row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
+def is_shaped(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
     """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
     if counts is None:
         return row.fits(send.numel(), recv.numel(), len(pg.ranks))
@@ -211,7 +211,7 @@ def issue_any(
 
 
 def dispatch(
-    pg: ProcessGroup,
+    pg: Group,
     backend: Backend,
     row: Row,
     send: torch.Tensor | None,
@@ -269,9 +269,7 @@ def canonical(op: Any) -> Any:
     )
 
 
-def size_error(
-    row: Row, pg: ProcessGroup, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None
-) -> MismatchError:
+def size_error(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> MismatchError:
     """Return the error of buffers whose sizes do not fit the row."""
     expected = f"sum of the counts given, {counts}" if counts else row.shape.value
     return MismatchError(

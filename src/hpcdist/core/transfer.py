@@ -10,22 +10,22 @@ import torch
 from hpcdist.core import profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.repetition import Repetition
-from hpcdist.core.work import Work
+from hpcdist.core.work import Work, in_modes_of_caller
 from hpcdist.core.world import WORLD, origin, route
 
 
 def begin_again(
     group: Any, what: str, tensor: Any, peer: int | None, group_peer: int | None
-) -> tuple[ProcessGroup, Callable[..., Any], int] | None:
+) -> tuple[Group, Callable[..., Any], int] | None:
     """Record a blocking message that repeats the last ones; return its group, how it runs, and the peer's rank.
 
     None where it is another one, and for all that is not as usual: then nothing has been done.
     """
     pg = WORLD.default if group is None else group
     if (
-        pg.__class__ is ProcessGroup
+        isinstance(pg, Group)
         and (known := pg.known.get(what)).__class__ is Repetition
         and peer is not None
         and group_peer is None
@@ -43,7 +43,7 @@ def begin_again(
     return None
 
 
-def outgoing(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor]:
+def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
     """Return the backend that carries a tensor and the contiguous tensor to send."""
     cpu = pg.cpu
     if is_plain(tensor) and cpu is not None and tensor.is_cpu:
@@ -52,7 +52,7 @@ def outgoing(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor]:
     return pg.backend(data.device), data
 
 
-def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[], None] | None]:
+def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[], None] | None]:
     """Return the backend, the contiguous tensor to receive into, and what copies it to the caller's."""
     cpu = pg.cpu
     if is_plain(tensor) and cpu is not None and tensor.is_cpu:
@@ -65,7 +65,7 @@ def incoming(pg: ProcessGroup, tensor: Any) -> tuple[Backend, torch.Tensor, Call
     def finish() -> None:
         put(staged, target)
 
-    return pg.backend(staged.device), staged, None if staged is target else finish
+    return pg.backend(staged.device), staged, None if staged is target else in_modes_of_caller(finish)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.distributed
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Explanation
+from stores.keep_alive import KeptAlive
 
 if TYPE_CHECKING:
     from hpcdist.core.profiling import Event
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 
 
-class Work(torch.distributed.Work):
-    """A collective or message under way; torch's Work, so that c10d code takes it as one.
+class Work(KeptAlive, torch.distributed.Work):
+    """A collective or message under way; torch's Work, so that c10d code takes it as one and C++ may keep it.
 
     ``wait`` returns True when the buffers may be used, raises what the call raised, and may be called
     from any thread and more than once.
@@ -238,6 +239,7 @@ class Queue:
         if get_ident() == self._thread.ident:
             carry_out(call, work)
             return work
+        call = in_modes_of_caller(call)
         with self._wake:
             if self.broken is not None:
                 raise DistBackendError(f"no call can follow on this group: {self.broken}")
@@ -291,6 +293,23 @@ class Queue:
             carry_out(call, work)
             self.running = None
             del call, work  # the buffers belong to the caller again
+
+
+def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a call that runs in this thread's modes of autograd wherever it is carried out.
+
+    Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
+    ``torch.no_grad()``. Both modes belong to a thread.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and torch.is_grad_enabled():
+        return call  # as any thread begins
+
+    def run() -> None:
+        with torch.inference_mode() if is_inference else torch.no_grad():
+            call()
+
+    return run
 
 
 def carry_out(call: Callable[[], None], work: QueuedWork) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed
 
 from hpcdist.core import errors
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -23,10 +23,13 @@ class Mirror(Protocol):
     def next_index(self, made: int) -> int:
         """Return the number of the next group, where ``made`` were made here."""
 
-    def add(self, group: ProcessGroup) -> None:
+    def count(self) -> int:
+        """Return how many groups it knows to have been made by all ranks together, other people's among them."""
+
+    def add(self, group: Any) -> None:
         """Take note of a group."""
 
-    def remove(self, group: ProcessGroup) -> None:
+    def remove(self, group: Any) -> None:
         """Forget a group."""
 
     def clear(self) -> None:
@@ -37,31 +40,35 @@ class World:
     """The default group, every other group, and how many were ever made."""
 
     def __init__(self) -> None:
-        self.default: ProcessGroup | None = None
-        self.groups: dict[str, ProcessGroup] = {}
+        self.default: Group | None = None
+        self.groups: dict[str, Group] = {}
         self.made = 0  # by all ranks together
         self.made_locally: dict[tuple[int, ...], int] = {}  # by their members alone, per set of ranks
         self.store: Store | None = None
         self.mirror: Mirror | None = None
 
-    def add(self, group: ProcessGroup) -> None:
+    def add(self, group: Group) -> None:
         """Register a group under its name."""
         self.groups[group.group_name] = group
         if self.mirror is not None:
             self.mirror.add(group)
 
-    def remove(self, group: ProcessGroup) -> None:
+    def remove(self, group: Group) -> None:
         """Forget a group."""
         self.groups.pop(group.group_name, None)
         if self.mirror is not None:
             self.mirror.remove(group)
 
-    def discard(self, group: ProcessGroup) -> None:
+    def discard(self, group: Group) -> None:
         """Forget a group that its own ``shutdown`` ends, of which the mirror knows already."""
         if group is self.default:
             self.__init__()  # type: ignore[misc]
         elif self.groups.get(group.group_name) is group:
             del self.groups[group.group_name]
+
+    def count(self) -> int:
+        """Return how many groups all ranks have made together, also those that the mirror's owner made."""
+        return self.made if self.mirror is None else max(self.made, self.mirror.count())
 
     def next_name(self) -> str:
         """Return a name for the next group that all ranks make together; it is the same on all of them."""
@@ -80,48 +87,48 @@ class World:
 WORLD = World()
 
 
-def default_group() -> ProcessGroup:
+def default_group() -> Group:
     """Return the default group; ValueError before ``init_process_group``."""
     if WORLD.default is None:
         raise errors.not_initialized()
     return WORLD.default
 
 
-def resolve(group: Any) -> ProcessGroup:
+def resolve(group: Any) -> Group:
     """Return the group that a caller means; None stands for the default group."""
     if group is None:
         return default_group()
-    if isinstance(group, ProcessGroup) and group.backends:
+    if isinstance(group, Group) and group.backends:
         return group
     if WORLD.default is None:
         raise errors.not_initialized()
     raise errors.destroyed(group)
 
 
-def joined(group: Any, call: str) -> ProcessGroup | None:
+def joined(group: Any, call: str) -> Group | None:
     """Return the group that a caller means; where this rank is not in it, warn as c10d does and return None.
 
     Raises:
         ValueError: as ``resolve``.
     """
     pg = WORLD.default if group is None else group
-    if pg.__class__ is ProcessGroup and pg.backends:
+    if isinstance(pg, Group) and pg.backends:
         return pg
-    if group is None or isinstance(group, ProcessGroup) or group != NON_GROUP_MEMBER:
+    if group is None or isinstance(group, Group) or group != NON_GROUP_MEMBER:
         return resolve(group)
     rank = -1 if WORLD.default is None else WORLD.default.rank()
     warnings.warn(f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3)
     return None
 
 
-def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[ProcessGroup, int] | None:
+def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[Group, int] | None:
     """Return the group and the peer's or root's rank in it; None where this rank is not in the group.
 
     Raises:
         ValueError: as ``resolve`` and ``group_rank``.
     """
     pg = WORLD.default if group is None else group
-    if pg.__class__ is ProcessGroup and pg.backends and group_peer is None and peer in pg.group_ranks:
+    if isinstance(pg, Group) and pg.backends and group_peer is None and peer in pg.group_ranks:
         return pg, pg.group_ranks[peer]
     pg = joined(group, call)
     if pg is None:
@@ -129,7 +136,7 @@ def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tu
     return pg, group_rank(pg, peer, group_peer)
 
 
-def origin(group: Any, call: str, src: int | None, group_src: int | None) -> tuple[ProcessGroup, int | None] | None:
+def origin(group: Any, call: str, src: int | None, group_src: int | None) -> tuple[Group, int | None] | None:
     """Return the group and a sender's rank in it, or None for anyone, where no sender is given; else as ``route``."""
     if src is not None or group_src is not None:
         return route(group, call, src, group_src)
@@ -137,7 +144,7 @@ def origin(group: Any, call: str, src: int | None, group_src: int | None) -> tup
     return None if pg is None else (pg, None)
 
 
-def group_rank(group: ProcessGroup, global_rank: int | None, rank_in_group: int | None) -> int:
+def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None) -> int:
     """Return a rank of ``group``, given either as a global rank or as a rank of the group.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend, Counts
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.table import ROWS, Row, Shape
 from hpcdist.watch.report import label, listed
 
@@ -53,7 +53,7 @@ ASPECTS = {
 
 
 def of_call(
-    pg: ProcessGroup,
+    pg: Group,
     call: Row | str,
     send: Any,
     recv: Any,
@@ -88,7 +88,7 @@ def of_call(
 
 
 def check(
-    pg: ProcessGroup,
+    pg: Group,
     backend: Backend,
     call: Row | str,
     send: Any = None,
@@ -150,7 +150,7 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
     return {"Counts": values} if len(values) > 1 else {}
 
 
-def message(pg: ProcessGroup, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
+def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
     """Return the error's text: c10d's sentence, then for each aspect which ranks have what."""
     mine = prints[pg.rank()]
     other = next((r for r, each in enumerate(prints) if each[:1] != mine[:1]), None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.core.journal import RING, Call
 
 if TYPE_CHECKING:
-    from hpcdist.core.group import ProcessGroup
+    from hpcdist.core.group import Group
 
 VARIABLE = "HPCDIST_LOG"
 LEVELS = {
@@ -70,7 +70,7 @@ def locate(rank: int, size: int) -> None:
     ORIGIN.rank, ORIGIN.size = rank, size
 
 
-def of(group: ProcessGroup) -> dict[str, str]:
+def of(group: Group) -> dict[str, str]:
     """Return what names a record's group: ``extra`` of the logger's methods."""
     return {"group": group.group_name}
 

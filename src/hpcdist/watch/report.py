@@ -153,10 +153,10 @@ def compose_message(mine: dict[str, Any], me: int, answers: Answers, judge: Call
 
 
 def headline(mine: dict[str, Any], timeout: float) -> str:
-    """Return the sentence that says what waited."""
+    """Return the sentence that says what waited; torch's programs look for gloo's words at its beginning."""
     tensor = "" if mine["shape"] is None else f" of {mine['dtype']} {mine['shape']}"
     where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
     return (
-        f"{title(mine)}{tensor} on {mine['label']} has not ended after {mine['seconds']:.1f} s "
-        f"(the timeout is {timeout:g} s), {where}"
+        f"Timed out waiting {timeout * 1000:.0f}ms: {title(mine)}{tensor} on {mine['label']} has not ended after "
+        f"{mine['seconds']:.1f} s (the timeout is {timeout:g} s), {where}"
     )

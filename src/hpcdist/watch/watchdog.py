@@ -26,7 +26,7 @@ from typing import Any
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.journal import Explanation
 from hpcdist.core.world import WORLD
 from hpcdist.watch import logs, report, whereabouts
@@ -236,7 +236,7 @@ class Watchdog:
 
     # -- past the deadline ---------------------------------------------------------------------------
 
-    def _turn(self, subject: Subject | None, group: ProcessGroup, start: float) -> float:
+    def _turn(self, subject: Subject | None, group: Group, start: float) -> float:
         """Return from when on this rank may ask about a call that it was ready to ask about at ``start``."""
         own = start + turn(group.rank())
         return own if subject is None else max(own, self.inquiries.next_turn(subject, group.rank()))
@@ -282,7 +282,7 @@ class Watchdog:
             self._tell(Verdict(subject, source, report.title(mine), lines, self._ends_all(each)), answers)
         self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
-    def _compose(self, mine: dict[str, Any], asked: Sequence[int], group: ProcessGroup, answers: Answers) -> list[str]:
+    def _compose(self, mine: dict[str, Any], asked: Sequence[int], group: Group, answers: Answers) -> list[str]:
         judge = witnessed(self.channel, asked, answers, partial(self.ask, group=group.group_name, seconds=NEWS_SECONDS))
         return report.compose(mine, self.rank, group.ranks, answers, judge)
 
@@ -363,7 +363,7 @@ class Watchdog:
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
 
 
-def begin(group: ProcessGroup) -> Watchdog:
+def begin(group: Group) -> Watchdog:
     """Watch over a default group's calls from now on; every rank of it calls this.
 
     One collective on the group lets the ranks know where the others listen.

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend
-from hpcdist.core.group import ProcessGroup
+from hpcdist.core.group import Group
 from hpcdist.core.journal import RING, Call
 from hpcdist.core.work import QueuedWork, Work
 from hpcdist.core.world import WORLD
@@ -26,7 +26,7 @@ OURS = "hpcdist-"  # the names of this package's own threads begin so
 class UnderWay(NamedTuple):
     """A call that has begun and not ended."""
 
-    group: ProcessGroup
+    group: Group
     record: Any  # the call's, as the journal keeps it: the same object as long as the call is under way
     backend: Backend
     work: Work | None  # of a call that a worker thread or a device is at, or of the wait that blocks
@@ -73,7 +73,7 @@ def under_way() -> Iterator[UnderWay]:
             yield UnderWay(group, current, backend, waited, False)
 
 
-def latest(group: ProcessGroup) -> Any:
+def latest(group: Group) -> Any:
     """Return the record of the last call on a group, or None where so many followed that it is not kept."""
     return next((record for record in reversed(list(RING.calls)) if record[0] is group.journal), None)
 
@@ -94,7 +94,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return outermost
 
 
-def frames_in(group: ProcessGroup | None) -> FrameType | None:
+def frames_in(group: Group | None) -> FrameType | None:
     """Return the innermost frame of the thread that is in a call on a group; the main thread's otherwise."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -128,7 +128,7 @@ def main_line() -> str:
     return line(user_frame(frames_in(None)))
 
 
-def stack(group: ProcessGroup | None) -> list[dict[str, Any]]:
+def stack(group: Group | None) -> list[dict[str, Any]]:
     """Return the frames of the thread in a call on a group as torch's traces hold them, innermost first."""
     frame, frames = frames_in(group), []
     while frame is not None:

@@ -20,13 +20,14 @@ from hpcdist.backends.mpi import fault_tolerance, large, repeated, runtime, thre
 from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.crossover import NEVER
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, memory, message, shares, starts
+from hpcdist.backends.mpi.exchange import exchange
 from hpcdist.backends.mpi.messages import MessagingBackend
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.backends.mpi.sharing import Sharing
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ALL_REDUCE, ROWS, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, EXCHANGES, ROWS, Row, Shape
 from hpcdist.core.work import Queue
 
 IN_PLACE = MPI.IN_PLACE
@@ -51,6 +52,7 @@ class MPIBackend(MessagingBackend):
         self.sharing = Sharing(comm, self._notice, self._is_background)
         self._floors = self.sharing.floors  # one comparison keeps small messages out of shared memory
         self._bundler: Bundler | None = None
+        fault_tolerance.check_results(self)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -102,6 +104,7 @@ class MPIBackend(MessagingBackend):
     def _notice(self) -> None:
         """Raise where the communicator has been revoked or interrupted, from within a wait on shared memory."""
         if self.interruption is not None:
+            fault_tolerance.revoke(self)  # what follows is decided by whether it is revoked, on all ranks alike
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
@@ -217,6 +220,11 @@ class MPIBackend(MessagingBackend):
         root: int | None,
         counts: Counts | None,
     ) -> None:
+        if row in EXCHANGES:
+            assert send is not None
+            assert recv is not None
+            exchange(self.comm, send.clone() if overlap(send, recv) else send, recv, counts)
+            return
         call = self._calls[row]
         if counts is None and send is not None and recv is not None:
             buffers = apart(send, recv, BYTE)
@@ -226,13 +234,12 @@ class MPIBackend(MessagingBackend):
                 else:
                     call(*buffers)
                 return
-        sends: Any = send
         if send is not None and recv is not None and overlap(send, recv):
-            mine = recv.data_ptr() + self.rank * send.nbytes
-            in_place = row.shape is Shape.GATHER and send.data_ptr() == mine
-            sends = IN_PLACE if in_place else send.clone()
+            send = send.clone()  # MPI_IN_PLACE would be a call of another kind, made by this rank only
         if counts is not None:
-            self._move_counted(row, sends, recv, counts)
+            assert send is not None
+            assert recv is not None
+            self._gather_counted(send, recv, counts)
             return
         # MPI counts are per rank, on the side that has a share for each rank too
         if send is not None:
@@ -240,26 +247,19 @@ class MPIBackend(MessagingBackend):
         else:
             assert recv is not None
             share = recv.nbytes // self.size if row.shape is Shape.GATHER else recv.nbytes
-        sendbuf = sends if sends is None or sends is IN_PLACE else shares(sends, share)
+        sendbuf = None if send is None else shares(send, share)
         recvbuf = None if recv is None else shares(recv, share)
         if row.rooted:
             call(sendbuf, recvbuf, root)
         else:
             call(sendbuf, recvbuf)
 
-    def _move_counted(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, counts: Counts) -> None:
-        assert recv is not None
-        if large.is_exchanged(self.comm, row, send, recv):
-            large.exchange(self.comm, row, send, recv, counts)
+    def _gather_counted(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts) -> None:
+        if recv.nbytes > COUNT_MAX:  # the same on all ranks
+            exchange(self.comm, send, recv, counts)
             return
-        itemsize = send.itemsize
-        sent, received = ([count * itemsize for count in side] for side in counts)
-        recvbuf = [memory(recv), received, starts(received), BYTE]
-        if len(sent) == 1:
-            sendbuf: Any = [memory(send), sent[0], BYTE]
-        else:
-            sendbuf = [memory(send), sent, starts(sent), BYTE]
-        self._calls[row](sendbuf, recvbuf)
+        received = [count * send.itemsize for count in counts[1]]
+        self.comm.Allgatherv([memory(send), send.nbytes, BYTE], [memory(recv), received, starts(received), BYTE])
 
     def on(self, device_type: str) -> Backend:
         """Return what carries a device type's tensors: CUDA's directly or through host memory (``staging``)."""
@@ -292,7 +292,7 @@ class MPIBackend(MessagingBackend):
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
         """Make a communicator without some ranks, dead ones where this MPI can."""
-        return self._own(fault_tolerance.shrink(self.comm, excluded, name, aborts))
+        return self._own(fault_tolerance.shrink(self, excluded, name, aborts))
 
     def knows_death(self) -> bool:
         """Ask MPI for the dead of its world (ULFM)."""
@@ -330,10 +330,8 @@ class MPIBackend(MessagingBackend):
         self.settle()
         whole = self.comm.Get_group()
         members = whole.Incl(list(ranks))
-        # the tag keeps apart two groups that threads make at once; it must be the same on all members
-        tag = sum(name.encode()) % 32767
         try:
-            return self._own(self.comm.Create_group(members, tag))
+            return self._own(self.comm.Create_group(members, runtime.group_tag(name)))
         finally:
             members.Free()
             whole.Free()

@@ -42,14 +42,12 @@ BYTES: Measured = {
             "broadcast": (4 * MIB,),
             "all_gather_single": (),
             "reduce_scatter_single": (256 * KIB,),
-            "all_to_all_single": (),
         },
         4: {
             "all_reduce": (1 * MIB,),
             "broadcast": (16 * KIB,),
             "all_gather_single": (16 * KIB,),
             "reduce_scatter_single": (1 * MIB,),
-            "all_to_all_single": (),
         },
     },
     "MPICH": {
@@ -58,14 +56,12 @@ BYTES: Measured = {
             "broadcast": (2 * MIB,),
             "all_gather_single": (),
             "reduce_scatter_single": (4 * MIB,),
-            "all_to_all_single": (),
         },
         4: {
             "all_reduce": (1 * MIB,),
             "broadcast": (16 * KIB,),
             "all_gather_single": (16 * KIB,),
             "reduce_scatter_single": (16 * MIB,),
-            "all_to_all_single": (),
         },
     },
     "Intel MPI": {
@@ -74,14 +70,12 @@ BYTES: Measured = {
             "broadcast": (),
             "all_gather_single": (),
             "reduce_scatter_single": (4 * MIB,),
-            "all_to_all_single": (),
         },
         4: {
             "all_reduce": (16 * MIB,),
             "broadcast": (1 * MIB,),
             "all_gather_single": (4 * MIB,),
             "reduce_scatter_single": (4 * MIB,),
-            "all_to_all_single": (),
         },
     },
 }

@@ -1,12 +1,18 @@
-"""How is a slice that one node has reduced combined with the same slice of the other nodes?
+"""Reduction across nodes: a slice that one node has reduced is combined with the same slice of the other nodes.
 
 One `MPI_Allreduce` in place, on a communicator that holds one rank of each node. Where MPI's predefined op says the
 same as torch's, it is used; MIN and MAX of floats and the half types go through an op of our own, because MPI leaves
 NaN undefined and has no half types: it unpacks to torch and folds there.
+
+Under ULFM it is `MPI_Iallreduce` and a loop of `MPI_Test`, which a poll can leave: Open MPI 5.0.11 does not end a blocking
+one by revocation if a rank of it is stopped (4 MiB on 2 nodes of 2 ranks).
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,16 +52,22 @@ MPI_OPS: dict[str, MPI.Op] = {
 BOOL_OPS: dict[str, MPI.Op] = MPI_OPS | {"SUM": MPI.BOR, "MAX": MPI.BOR, "PRODUCT": MPI.BAND, "MIN": MPI.BAND}
 
 
+POLL_SECONDS = 0.004
+ABANDONED: list[tuple[MPI.Request, Any]] = []  # calls that were left, and their memory, which MPI may still write to
+
+
 class AcrossNodes:
     """Reduces one slice over the nodes, with the MPI type and op found once.
 
     Args:
         comm: one rank of each node; this object does not own it.
         fold: what the slice was reduced by inside the node.
+        poll: called every few milliseconds of waiting; what it raises ends the wait. None waits in MPI.
     """
 
-    def __init__(self, comm: MPI.Intracomm, fold: Fold) -> None:
+    def __init__(self, comm: MPI.Intracomm, fold: Fold, poll: Callable[[], None] | None = None) -> None:
         self.comm = comm
+        self._poll = poll
         self.dtype = fold.wide or fold.dtype
         self._combine = fold.combine
         self._owned: tuple[MPI.Op, MPI.Datatype] | None = None
@@ -76,7 +88,23 @@ class AcrossNodes:
     def reduce(self, values: torch.Tensor) -> None:
         """Reduce a contiguous slice in place; every rank of the communicator calls with the same length."""
         buffer = values.view(torch.uint8).numpy()
-        self.comm.Allreduce(MPI.IN_PLACE, [buffer, values.numel(), self.type], self.op)
+        described = [buffer, values.numel(), self.type]
+        if self._poll is None:
+            self.comm.Allreduce(MPI.IN_PLACE, described, self.op)
+        else:
+            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, described, self.op), buffer, self._poll)
+
+    def _wait(self, request: MPI.Request, buffer: Any, poll: Callable[[], None]) -> None:
+        polled = time.monotonic()
+        try:
+            while not request.Test():
+                os.sched_yield()
+                if (now := time.monotonic()) - polled > POLL_SECONDS:
+                    polled = now
+                    poll()
+        except BaseException:
+            ABANDONED.append((request, buffer))
+            raise
 
     def close(self) -> None:
         """Free the op and type that MPI did not bring along."""

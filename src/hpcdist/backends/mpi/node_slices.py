@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hpcdist.backends.mpi import fault_tolerance
 from hpcdist.backends.mpi.node_across import AcrossNodes
 from hpcdist.backends.mpi.node_arithmetic import STACK_WIDTH, Fold, Scratch
 from hpcdist.backends.mpi.node_slots import NodeSlots
@@ -154,7 +155,8 @@ class NodeSlices(NodeSlots):
             return None
         reducer = self._reducers.get(fold)
         if reducer is None:
-            reducer = self._reducers[fold] = AcrossNodes(self._across, fold)
+            poll = self.window.poll if fault_tolerance.is_tolerant() else None
+            reducer = self._reducers[fold] = AcrossNodes(self._across, fold, poll)
         return reducer
 
     def _reduce_across(

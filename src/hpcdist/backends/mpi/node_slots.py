@@ -29,13 +29,17 @@ class NodeSlots:
     Args:
         comm: the group's communicator; it is not kept for traffic, and not freed.
         node_key: ranks with different keys count as ranks on different nodes; None for the real nodes.
+        made: takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node_key: str | None = None) -> None:
-        node = split_node(comm, node_key)
+    def __init__(
+        self, comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Intracomm] | None = None
+    ) -> None:
+        made = [] if made is None else made
+        node = split_node(comm, node_key, made)
         window, failure = None, ""
         try:
             window = NodeWindow(node)
@@ -55,6 +59,7 @@ class NodeSlots:
             color = window.rank if window.rank < self._owners else MPI.UNDEFINED
             across = comm.Split(color, key=comm.rank)
             self._across = None if across == MPI.COMM_NULL else MPI.Intracomm(across)
+            made += [] if self._across is None else [self._across]
         self._slots = [
             [segment[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for segment in window.segments] for i in range(SLOTS)
         ]

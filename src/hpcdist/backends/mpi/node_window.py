@@ -50,21 +50,24 @@ NAP_AFTER_SECONDS = 0.02
 NAP_SECONDS = 0.00005
 
 
-def split_node(comm: MPI.Intracomm, node_key: str | None) -> MPI.Intracomm:
+def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Intracomm]) -> MPI.Intracomm:
     """Make the communicator of the ranks that share memory and, where given, the same node key.
 
     Args:
         comm: the communicator to split; every rank of it calls.
         node_key: ranks with different keys are treated as if on different nodes; None adds nothing.
+        made: takes the new communicators as soon as they are there.
 
     Returns:
         A new communicator, ordered as `comm`.
     """
     shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+    made.append(shared)
     keys = shared.allgather(node_key)
     if len(set(keys)) == 1:
         return shared
     node = MPI.Intracomm(shared.Split(keys.index(node_key), key=comm.rank))
+    made.append(node)
     shared.Free()
     return node
 

@@ -15,8 +15,9 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, apart, message
+from hpcdist.backends.mpi.exchange import describe_equal
 from hpcdist.backends.mpi.sharing import SHARED_CALLS
-from hpcdist.core.table import ALL_REDUCE, BROADCAST, Row
+from hpcdist.core.table import ALL_REDUCE, BROADCAST, EXCHANGES, Row
 
 if TYPE_CHECKING:
     from hpcdist.backends.mpi.backend import MPIBackend
@@ -85,6 +86,7 @@ def between_two(backend: MPIBackend, row: Row, dtype: torch.dtype, op: Any) -> R
             return None
         datatype, last = how.datatype, (how.op,)
     call = getattr(backend.comm, row.mpi)
+    describe = describe_equal(backend.size) if row in EXCHANGES else partial(apart, datatype=datatype)
     known: tuple[int, int, Any] = (-1, -1, None)
 
     def run(send: torch.Tensor, recv: torch.Tensor) -> None:
@@ -92,7 +94,7 @@ def between_two(backend: MPIBackend, row: Row, dtype: torch.dtype, op: Any) -> R
         first, second, buffers = known
         source, target = send.data_ptr(), recv.data_ptr()
         if source != first or target != second:
-            buffers = apart(send, recv, datatype)
+            buffers = describe(send, recv)
             known = source, target, buffers
         if buffers is None:
             backend.run(row, send, recv, op, None, None)

@@ -1,4 +1,4 @@
-"""Who starts and ends MPI in this process, and is it the MPI that the launcher speaks?
+"""MPI's start and end in this process, and the check that launcher and library fit each other.
 
 hpcdist initialises MPI only when a group first needs it, with MPI_THREAD_MULTIPLE, and finalises it at exit
 only if it did so itself. An uncaught exception on one rank then aborts the job, because the other ranks
@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 from torch.distributed import default_pg_timeout
 
@@ -32,6 +34,9 @@ START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI ta
 STDERR = 2  # the descriptor: sys.stderr may be anything
 ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
 FORWARD_SECONDS = 0.2  # what was just said takes so long to reach the launcher, on a busy machine
+
+FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
+COLLECTIVES, HAN_PRIORITY = "OMPI_MCA_coll", "OMPI_MCA_coll_han_priority"
 
 INSTALL_HINT = (
     "hpcdist needs an MPI library: load your cluster's MPI module, or install one as a wheel with "
@@ -97,6 +102,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
         os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
         threads.prepare(MPI)
+        leave_out_han()
         with limited(timeout):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
@@ -106,6 +112,17 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     check_world(MPI, detect())
     unlink_segments(MPI)
     return MPI.COMM_WORLD
+
+
+def leave_out_han() -> None:
+    """Have Open MPI not use its component coll/han under ULFM, before MPI starts; what the user has chosen stays.
+
+    Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of a
+    rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
+    """
+    is_on = os.environ.get(FAULT_TOLERANCE, "0").lower() not in ("0", "false", "no", "disabled")
+    if is_on and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
+        os.environ.setdefault(HAN_PRIORITY, "-1")
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
@@ -199,6 +216,14 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     unlink_segments(MPI)
     own.Set_errhandler(MPI.ERRORS_RETURN)
     return own
+
+
+def group_tag(name: str) -> int:
+    """Return the tag of an MPI_Comm_create_group: it keeps groups apart that threads make at once (MPI 7.4.2).
+
+    All members find the same one from the group's name, within the 32767 that MPI_TAG_UB is at least (MPI 9.1.2).
+    """
+    return crc32(name.encode()) & 0x7FFF
 
 
 def checked(comm: Any) -> Any:

@@ -5,7 +5,7 @@ Each method is one rhythm on the window's three slots: put my part, publish the 
 - Small all_reduce ("direct"): every rank puts all of its tensor, waits once and reduces everything itself, always in
   rank order, so that all ranks hold the same bits. One synchronisation, P - 1 additions of the whole tensor.
 - Large all_reduce ("sliced", in `node_slices`): each rank reduces its own slice of every chunk.
-- broadcast, all_gather_single, all_to_all_single, reduce_scatter_single: put, publish, wait, read; one step a chunk.
+- broadcast, all_gather_single, reduce_scatter_single: put, publish, wait, read; one step a chunk.
 
 When may a slot be overwritten? `_free[slot]` is the step that every mate must have published first. A rank publishes
 step t + 1 only after the reads of step t, so this is t + 1 in the plain rhythm, t + 2 where a rank puts its next chunk
@@ -169,25 +169,6 @@ class NodeShared(NodeSlices):
                 memmove(base + r * length, source + r * block + offset, length)
 
         return put
-
-    def all_to_all_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
-        """Send block r of `send` to rank r and receive its block for this rank (MPI_Alltoall); single node.
-
-        Args:
-            send: world size blocks of equal length.
-            recv: the same shape; block r comes from rank r.
-        """
-        addresses, rank, block = self._addresses, self.rank, send.nbytes // self.size
-        source, target = send.data_ptr(), recv.data_ptr()
-        if source != target:
-            memmove(target + rank * block, source + rank * block, block)
-
-        def get(turn: int, offset: int, length: int) -> None:
-            slot = addresses[turn]
-            for r in self._mates:
-                memmove(target + r * block + offset, slot[r] + rank * length, length)
-
-        self._exchange(block, self._put_blocks(source, block), get, self.size)
 
     def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
         """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block); single node.

@@ -22,7 +22,6 @@ from hpcdist.core.reduction import check, name_of
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
-    ALL_TO_ALL_SINGLE,
     BROADCAST,
     REDUCE_SCATTER_SINGLE,
     Row,
@@ -36,7 +35,6 @@ SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, A
     BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
     ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
     REDUCE_SCATTER_SINGLE: lambda shared, send, recv, op, _: shared.reduce_scatter_single(send, recv, op),
-    ALL_TO_ALL_SINGLE: lambda shared, send, recv, _, __: shared.all_to_all_single(send, recv),
 }
 
 
@@ -61,6 +59,7 @@ class Sharing:
         # row -> bytes sent below which it never uses shared memory, whatever the dtype; rows not here never do
         self.floors = floors(self.size, MPI.get_vendor()[0], crossover.setting()).copy()
         self.shared: NodeShared | None = None
+        self.communicators: list[MPI.Intracomm] = []  # those that the window blocks on, so that they can be revoked
         self._poll = poll
         self._is_background = is_background
         self._switches: dict[tuple[str, torch.dtype, int], crossover.Switches] = {}
@@ -75,14 +74,10 @@ class Sharing:
             switches = self._switches[key] = self._find_switches(row, send.dtype, op)
         if not crossover.is_shared(max(send.nbytes, recv.nbytes), switches):
             return False
-        if send is not recv and overlap(send, recv):
-            own = recv.data_ptr() + self.comm.Get_rank() * send.nbytes
-            if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
-                return False
         shared = self.shared
         if shared is None:
             try:
-                shared = self.shared = NodeShared(self.comm, crossover.node_key())
+                shared = self.shared = NodeShared(self.comm, crossover.node_key(), self.communicators)
             except RuntimeError as error:
                 self.floors.clear()
                 warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
@@ -91,6 +86,10 @@ class Sharing:
         if shared.nodes > 1 and (row.name not in crossover.ACROSS_NODES or shared.nodes == self.size):
             self._switches[key] = ()
             return False
+        if send is not recv and overlap(send, recv):
+            own = recv.data_ptr() + self.comm.Get_rank() * send.nbytes
+            if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
+                send = send.clone()  # the others are on their way to the window, so this rank goes there too
         shared.window.is_background = self._is_background()
         SHARED_CALLS[row](shared, send, recv, op, root)
         return True

@@ -20,7 +20,7 @@ from hpcdist.backends.nccl.streams import Batch, StreamWork
 from hpcdist.core import reduction
 from hpcdist.core.backend import Counts
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_SINGLE, Row
+from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row
 from hpcdist.core.work import Work
 
 
@@ -137,7 +137,7 @@ class NCCLBackend(Connections):
             same = send is recv
             send = None if send is None else datatypes.as_moved(send)
             recv = send if same else None if recv is None else datatypes.as_moved(recv)
-        if row in (ALL_TO_ALL, ALL_TO_ALL_SINGLE) and send.data_ptr() == recv.data_ptr():
+        if row in EXCHANGES and send.data_ptr() == recv.data_ptr():
             send = send.clone()  # NCCL exchanges between two buffers only
         if counts is None and given.numel() == 0:
             return None

@@ -1,7 +1,7 @@
 """Which of NCCL's calls make one row of the table?
 
 One call each, with the names and the argument order of the row; several in one group where NCCL has no call of that
-shape: shares of different sizes, and gather, scatter and all_to_all in releases that lack them.
+shape: shares of different sizes, all_to_all, and gather and scatter in releases that lack them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from hpcdist.backends.nccl.library import SINCE
 from hpcdist.core.backend import Counts
-from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, ROWS, Row
+from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Row
 
 if TYPE_CHECKING:
     from hpcdist.backends.nccl.library import Library
@@ -119,8 +119,11 @@ def scatter(library: Library, comm: Any, send: Any, recv: Any, op: Any, root: in
     exchange(library, comm, [None] * size if send is None else equal(send, size), receives, stream)
 
 
-COUNTED: dict[Row, Call] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter, ALL_TO_ALL: all_to_all}
-STAND_INS: dict[str, Call] = {"gather": gather, "scatter": scatter, "alltoall": all_to_all}
+# NCCL's own all-to-all would be another call than the exchange that a rank with splits makes
+COUNTED: dict[Row, Call] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter} | dict.fromkeys(
+    EXCHANGES, all_to_all
+)
+STAND_INS: dict[str, Call] = {"gather": gather, "scatter": scatter}
 
 
 def calls_of(version: Sequence[int]) -> dict[Row, Call]:

@@ -1,0 +1,102 @@
+"""How fast is hpcdist here? ``mpirun -n N python -m hpcdist bench [SUBJECT]``.
+
+Every subject times hpcdist and its rivals on the same ranks, on the same buffers and in the same run, in interleaved
+rounds, so that a noisy machine favours nobody. The figure of a round is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+import torch
+
+import hpcdist as dist
+from hpcdist.cli.bench import report
+from hpcdist.cli.bench.timing import Bench
+from hpcdist.cli.job_arguments import JobParser
+
+# what can be timed -> the module whose ``measure(bench)`` does it, or whose ``run(args)`` takes over
+SUBJECTS: dict[str, str] = {
+    "collectives": "hpcdist.cli.bench.collectives",
+    "p2p": "hpcdist.cli.bench.p2p",
+    "objects": "hpcdist.cli.bench.objects",
+    "groups": "hpcdist.cli.bench.groups",
+    "overlap": "hpcdist.cli.bench.overlap",
+    "init": "hpcdist.cli.bench.init",
+    "crossover": "hpcdist.cli.bench.crossover",
+    "ddp": "hpcdist.cli.bench.ddp",
+}
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size_in_bytes(text: str) -> int:
+    """Read a size such as 4, 64K or 16M."""
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    digits = text[:-1] if unit else text
+    if unit not in UNITS or not digits.isdigit() or not int(digits):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected bytes such as 4, 64K or 16M")
+    return int(digits) * UNITS[unit]
+
+
+def dtype(text: str) -> torch.dtype:
+    """Read a torch dtype by name."""
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is no torch dtype; expected one such as float32 or bfloat16")
+    return found
+
+
+def parser() -> JobParser:
+    """Make the command line's parser."""
+    made = JobParser(prog="python -m hpcdist bench", description=__doc__)
+    made.add_argument("subject", nargs="?", default="collectives", choices=SUBJECTS)
+    made.add_argument("--device", choices=("cpu", "cuda"), help="cuda: beside torch's NCCL (has options of its own)")
+    made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all"')
+    made.add_argument("--dtypes", nargs="+", type=dtype, default=[torch.float32])
+    made.add_argument("--min", type=size_in_bytes, default=4, help="smallest size (4)")
+    made.add_argument("--max", type=size_in_bytes, default=256 << 20, help="largest size (256M)")
+    made.add_argument("--factor", type=int, default=4, help="from one size to the next (4)")
+    made.add_argument("--sizes", nargs="+", type=size_in_bytes, help="these sizes instead")
+    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument("--seconds", type=float, default=0.05, help="about this long for one side in one round")
+    made.add_argument("--sides", nargs="+", default=["hpcdist", "mpi4py", "gloo", "copy"])
+    made.add_argument("--json", metavar="FILE")
+    made.add_argument("--csv", metavar="FILE")
+    made.add_argument("--plot", metavar="FILE.png", help="needs matplotlib: pip install 'hpcdist[plot]'")
+    made.add_argument("--explain", action="store_true", help="print from which size on shared memory is used, and why")
+    return made
+
+
+def run(args: list[str]) -> int:
+    """Run the benchmark of one subject on all ranks of this job.
+
+    Args:
+        args: the command line after ``bench``.
+
+    Returns:
+        The exit status: 0, or 1 where a target was missed (subject ``targets``).
+    """
+    if args and args[0] == "ddp":
+        return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
+    device = JobParser(prog="python -m hpcdist bench", add_help=False)
+    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    chosen, args = device.parse_known_args(args)
+    if chosen.device == "cuda":
+        return int(importlib.import_module("hpcdist.cli.bench.cuda").run(args))
+    options = parser().parse_args(args)
+    module: Any = importlib.import_module(SUBJECTS[options.subject])
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group()
+    try:
+        bench = Bench(options)
+        if options.explain:
+            report.explain(bench)
+        status = module.measure(bench) or 0
+        report.write(bench)
+    finally:
+        if began:
+            dist.destroy_process_group()
+    return int(status)

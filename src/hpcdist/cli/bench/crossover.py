@@ -1,0 +1,100 @@
+"""At which sizes is shared memory faster than MPI on this machine? Measured, and written for ``HPCDIST_SHM``.
+
+``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times the shared-memory engine beside raw MPI calls
+for each collective that it knows, and adds the sizes at which the faster way changes to the file; run it for each
+number of ranks that matters. Jobs use the file by ``HPCDIST_SHM=FILE.json``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch.distributed import ReduceOp
+
+from hpcdist.backends.mpi import crossover
+from hpcdist.backends.mpi.shared_memory import NodeShared
+from hpcdist.backends.mpi.sharing import SHARED_CALLS
+from hpcdist.cli.bench.collectives import COLLECTIVES, buffers
+from hpcdist.cli.bench.report import bands, size_name
+from hpcdist.cli.bench.timing import Bench
+from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
+
+SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
+SHARED, MPI = "shared memory", "mpi4py"
+MARGIN = 0.97  # shared memory must win by more than two medians of one thing differ
+CHANGE = 0.1  # what a change between the two must gain over all sizes together, as the logarithm of a ratio
+
+
+def engine(bench: Bench, shared: NodeShared, row: Row, size: int) -> dict[str, Callable[[], object]]:
+    """Return the two calls to compare, on the same buffers."""
+    whole, out, part = buffers(bench, row.name, torch.float32, size)
+    send = part if row is ALL_GATHER_SINGLE else whole if row.shape in (Shape.SCATTER, Shape.EXCHANGE) else out
+    recv = part if row is REDUCE_SCATTER_SINGLE else out
+    call = SHARED_CALLS[row]
+    return {
+        SHARED: lambda: call(shared, send, recv, ReduceOp.SUM, 0),
+        MPI: COLLECTIVES[row.name](bench, whole, out, part)[MPI],
+    }
+
+
+def best(times: dict[int, dict[str, float]]) -> crossover.Switches:
+    """Return the sizes at which to change between the two, MPI first, so that over all the least time is lost."""
+    ways: dict[bool, tuple[float, crossover.Switches]] = {False: (0.0, ()), True: (math.inf, ())}  # is it shared now?
+    for size, sides in sorted(times.items()):
+        cost = {False: math.log(sides[MPI]), True: math.log(sides[SHARED] / MARGIN)}
+        ways = {
+            now: min(
+                (ways[now][0] + cost[now], ways[now][1]),
+                (ways[not now][0] + CHANGE + cost[now], (*ways[not now][1], size)),
+            )
+            for now in (False, True)
+        }
+    return min(ways.values())[1]
+
+
+def measure(bench: Bench) -> int:
+    """Measure, print the table, and add it to the file of ``--json``.
+
+    Returns:
+        0; 2 where the ranks are not those of one node, or one rank alone.
+    """
+    shared = NodeShared(bench.comm.Dup())
+    if shared.nodes > 1 or bench.size == 1:
+        if bench.rank == 0:
+            print("bench crossover compares what one node does: run it with two ranks or more, all on one node")
+        return 2
+    path = bench.options.json
+    if path and Path(path).exists():
+        crossover.read(path)  # before the time is spent: it may hold something else
+    found: dict[str, crossover.Switches] = {}
+    table = Table(title=f"{bench.library}, {bench.size} ranks: time through shared memory over MPI's")
+    table.add_column("collective")
+    for size in SIZES:
+        table.add_column(size_name(size), justify="right")
+    table.add_column("shared memory")
+    with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=len(SHARED_CALLS) * len(SIZES))
+        for row in SHARED_CALLS:
+            times: dict[int, dict[str, float]] = {}
+            for size in SIZES:
+                bar.update(task, description=f"{row} {size_name(size)}", refresh=True)
+                times[size] = bench.compare(row.name, "float32", size, engine(bench, shared, row, size))
+                bar.advance(task)
+            found[row.name] = best(times)
+            ratios = [f"{times[size][SHARED] / times[size][MPI]:.2f}" for size in SIZES]
+            table.add_row(row.name, *ratios, bands(found[row.name]))
+    shared.close()
+    if bench.rank == 0:
+        Console(width=120).print(table)
+        if path:
+            vendor = bench.library.rsplit(" ", 1)[0]
+            crossover.write(path, vendor, bench.size, found)
+            print(f"written: use it by {crossover.VARIABLE}={path}")
+    bench.figures.clear()  # the table has them, and --json is the file of the crossovers
+    return 0

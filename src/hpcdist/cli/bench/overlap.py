@@ -1,0 +1,90 @@
+"""How much of an asynchronous all_reduce hides behind computing?
+
+The worker thread of ``async_op=True`` is timed against MPI's own non-blocking call, both beside the same computing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hpcdist as dist
+from hpcdist.cli.bench.timing import Bench
+
+NBYTES = 32 << 20
+SEVERAL = 10  # matrix products that are timed together
+CALLS = 11  # the first ones make what later ones use
+
+
+def typical_seconds(bench: Bench, call: Callable[[], Any]) -> float:
+    """Return the median time of a call on the slowest rank."""
+    times = []
+    for _ in range(CALLS):
+        bench.comm.Barrier()
+        began = time.perf_counter()
+        call()
+        times.append(max(bench.comm.allgather(time.perf_counter() - began)))
+    return statistics.median(times)
+
+
+def has_spare_cores(bench: Bench) -> bool:
+    """Tell whether the node has a second core for each rank, on which a thread can work beside its computing."""
+    cores = set().union(*bench.comm.allgather(os.sched_getaffinity(0)))
+    return len(cores) >= 2 * bench.size
+
+
+def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:
+    """Time all_reduce alone, computing alone, and both at once in three ways."""
+    data, other = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+    matrix = torch.rand(384, 384)
+    send, recv = data.numpy(), other.numpy()
+
+    reducing = typical_seconds(bench, lambda: dist.all_reduce(data))
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            matrix @ matrix
+
+    several = typical_seconds(bench, lambda: multiply(SEVERAL))
+    products = max(1, round(reducing / several * SEVERAL))
+
+    def compute() -> None:
+        multiply(products)
+
+    def worker() -> None:
+        work = dist.all_reduce(data, async_op=True)
+        compute()
+        assert work is not None
+        work.wait()
+
+    def request() -> None:
+        pending = bench.comm.Iallreduce(send, recv)
+        compute()
+        pending.Wait()
+
+    def one_after_the_other() -> None:
+        dist.all_reduce(data)
+        compute()
+
+    return bench.compare(
+        "all_reduce beside computing as long",
+        "float32",
+        nbytes,
+        {
+            "all_reduce": lambda: dist.all_reduce(data),
+            "compute": compute,
+            "in turn": one_after_the_other,
+            "hpcdist": worker,
+            "Iallreduce": request,
+        },
+    )
+
+
+def measure(bench: Bench) -> None:
+    """Time the overlap at one size."""
+    compare(bench)

@@ -1,0 +1,194 @@
+"""How are the figures shown? A table with ratios, JSON, CSV, a plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hpcdist.backends.mpi import crossover
+from hpcdist.cli.bench.timing import Bench, Figure
+from hpcdist.cli.doctor.findings import bytes_text
+
+OURS = "hpcdist"
+WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
+WHOLE_FROM = 100  # microseconds without decimals
+
+
+def size_name(nbytes: int) -> str:
+    """Write a size with its unit."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B" if nbytes else ""
+
+
+def microseconds(value: float) -> str:
+    """Write a time so that three digits or more count."""
+    return f"{value:.0f}" if value >= WHOLE_FROM else f"{value:.1f}"
+
+
+def machine() -> dict[str, Any]:
+    """Say on what the figures were measured."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    return {"cores": os.cpu_count(), "cpu": cpu, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
+    """Put the sides of one call together."""
+    calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
+    for figure in figures:
+        calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
+    return calls
+
+
+def on_the_wire(figure: Figure) -> str:
+    """Write how many bytes the node sent in a call which sent most; nothing where none were counted."""
+    return f"{bytes_text(figure.wire)} sent" if figure.wire >= 1 else ""
+
+
+def spread(figure: Figure) -> str:
+    """Write the median of a figure and its lowest and highest round."""
+    return f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
+
+
+def table(bench: Bench) -> Table:
+    """Make the table that a person reads: a row a call, or where there is one call alone, a row a side."""
+    calls = by_call(bench.figures)
+    title = f"{bench.size} ranks, {bench.library}, µs a call: median (lowest–highest round)"
+    if bench.wire.nodes > 1:
+        nodes = f"{bench.wire.nodes} nodes, {bench.library}"
+        title = f"{title.replace(bench.library, nodes)}; what the node sent that sent most"
+    return table_of_sides(title, *calls.popitem()) if len(calls) == 1 else table_of_calls(title, calls)
+
+
+def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figure]) -> Table:
+    """Show one call, a row a side."""
+    what, dtype, nbytes = call
+    made = Table(title=f"{' '.join((what, dtype, size_name(nbytes))).strip()}\n{title}")
+    made.add_column("side")
+    for name in ("time", f"{OURS} / side", *(("by a node",) if any(map(on_the_wire, found.values())) else ())):
+        made.add_column(name, justify="right")
+    ours = found.get(OURS)
+    for side, figure in found.items():
+        ratio = f"{ours.median / figure.median:.2f}" if ours and ours is not figure else ""
+        made.add_row(side, spread(figure), ratio, *([on_the_wire(figure)] if len(made.columns) > 3 else []))
+    return made
+
+
+def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figure]]) -> Table:
+    """Show several calls, a row each."""
+    sides = list(dict.fromkeys(side for found in calls.values() for side in found))
+    rivals = [side for side in sides if side != OURS]
+    made = Table(title=title)
+    for name in ("what", "dtype", "size"):
+        made.add_column(name)
+    for side in sides:
+        made.add_column(side, justify="right")
+    for rival in rivals:
+        made.add_column(f"{OURS} /\n{rival}", justify="right")
+    for (what, dtype, nbytes), found in calls.items():
+        shown = {side: f"{spread(figure)}\n{on_the_wire(figure)}".strip() for side, figure in found.items()}
+        cells = [what, dtype, size_name(nbytes), *(shown.get(side, "") for side in sides)]
+        ours = found.get(OURS)
+        for rival in rivals:
+            other = found.get(rival)
+            cells.append(f"{ours.median / other.median:.2f}" if ours and other else "")
+        made.add_row(*cells)
+    return made
+
+
+def bands(switches: crossover.Switches) -> str:
+    """Say in words for which sizes shared memory is used."""
+    ends = [*(f"to below {size_name(size)}" for size in switches[1::2]), ""]
+    return (
+        ", ".join(f"from {size_name(first)} {end}".strip() for first, end in zip(switches[::2], ends, strict=False))
+        or "never"
+    )
+
+
+def explain(bench: Bench) -> None:
+    """Print from which size on each collective uses node-shared memory here."""
+    if bench.rank:
+        return
+    vendor = bench.library.rsplit(" ", 1)[0]
+    console = Console(width=110)
+    made = Table(title=f"Through shared memory ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)")
+    for name in ("collective", "float32", "bfloat16"):
+        made.add_column(name)
+    setting = crossover.setting()
+    for name in crossover.measured(vendor, bench.size, setting):
+        op = "SUM" if "reduce" in name else None
+        dtypes = (torch.float32, torch.bfloat16)
+        made.add_row(name, *(bands(crossover.switches(name, dtype, op, bench.size, vendor)) for dtype in dtypes))
+    console.print(made)
+    source = "measured for this library"
+    if setting:
+        source = f"{crossover.VARIABLE}={setting}"
+    elif vendor not in crossover.BYTES:
+        source = f"not measured for this library: the row of {crossover.STAND_IN} stands in"
+    console.print(f"Source: {source}.")
+
+
+def plot(bench: Bench, path: str) -> None:
+    """Draw time over size, a line a side.
+
+    Raises:
+        SystemExit: matplotlib is missing.
+    """
+    try:
+        import matplotlib  # type: ignore[import-not-found,unused-ignore]  # the extra hpcdist[plot]
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'hpcdist[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    whats = list(dict.fromkeys((f.what, f.dtype) for f in bench.figures))
+    figure, axes = pyplot.subplots(1, len(whats), figsize=(5 * len(whats), 4), squeeze=False)
+    for axis, (what, dtype) in zip(axes[0], whats, strict=True):
+        mine = [f for f in bench.figures if (f.what, f.dtype) == (what, dtype)]
+        for side in dict.fromkeys(f.side for f in mine):
+            points = [f for f in mine if f.side == side]
+            axis.plot([f.nbytes for f in points], [f.median for f in points], marker=".", label=side)
+        axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="µs a call", title=f"{what} {dtype}")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(f"{bench.size} ranks, {bench.library}, {os.cpu_count()} cores")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def write(bench: Bench) -> None:
+    """Print the table and write the files that were asked for, on rank 0."""
+    if bench.rank or not bench.figures:
+        return
+    options = bench.options
+    Console(width=max(WIDTH, Console().width)).print(table(bench))
+    if options.json:
+        content = {
+            "machine": machine(),
+            "mpi": bench.library,
+            "ranks": bench.size,
+            "nodes": bench.wire.nodes,
+            "figures": [asdict(figure) for figure in bench.figures],
+        }
+        Path(options.json).write_text(json.dumps(content, indent=1))
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["mpi", "ranks", *asdict(bench.figures[0])])
+            writer.writerows([bench.library, bench.size, *asdict(figure).values()] for figure in bench.figures)
+    if options.plot:
+        plot(bench, options.plot)

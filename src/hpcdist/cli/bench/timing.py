@@ -1,0 +1,119 @@
+"""How is one call timed against others so that the comparison is fair?"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import hpcdist as dist
+from hpcdist.backends import gloo
+from hpcdist.backends.mpi import runtime
+from hpcdist.cli.bench.wire import Wire
+from hpcdist.core.backend import Bootstrap
+from hpcdist.launch import rendezvous
+
+MOST_CALLS = 2000
+WARM_UP = 2
+
+
+@dataclass
+class Figure:
+    """One measured number: who did what, how often, and how long a call took."""
+
+    what: str
+    dtype: str
+    nbytes: int
+    side: str
+    median: float  # microseconds a call, on the slowest rank
+    low: float
+    high: float
+    wire: float = 0.0  # bytes a call that the node sent which sent most; 0 on one node, or where nothing counts them
+
+
+class Bench:
+    """The ranks, the rivals and the figures of one run.
+
+    Args:
+        options: the parsed command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.comm: Any = dist.get_mpi_comm().Dup()  # raw calls meet no message of ours
+        self.figures: list[Figure] = []
+        self.wire = Wire(self.comm)
+        self._gloo: Any = None
+
+    @property
+    def library(self) -> str:
+        """The MPI library's name and version."""
+        name, version = runtime.load().get_vendor()
+        return f"{name} {'.'.join(map(str, version))}"
+
+    @property
+    def gloo(self) -> Any:
+        """torch's gloo process group on the same ranks."""
+        if self._gloo is None:
+            store = rendezvous.part(rendezvous.store_of(dist.group.WORLD), "bench-gloo")
+            bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)
+            self._gloo = gloo.process_group(bootstrap)
+        return self._gloo
+
+    def calls_for(self, call: Callable[[], Any]) -> int:
+        """Say how many calls fill the time of one round, the same number on every rank."""
+        for _ in range(WARM_UP):  # the first call makes what later ones use: a window, a plan
+            call()
+        count = WARM_UP  # so few calls of a fast one say little: double until they do
+        while True:
+            self.comm.Barrier()
+            began = time.perf_counter()
+            for _ in range(count):
+                call()
+            taken = max(self.comm.allgather(time.perf_counter() - began))
+            if taken > self.options.seconds / 4 or count >= MOST_CALLS:
+                return max(1, min(MOST_CALLS, int(self.options.seconds / taken * count)))
+            count *= 2
+
+    def compare(
+        self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]], operations: int = 1
+    ) -> dict[str, float]:
+        """Time several calls in interleaved rounds.
+
+        Args:
+            what: the collective or action.
+            dtype: of the buffers, for the table.
+            nbytes: size of the larger buffer.
+            sides: who -> the call; every rank gives the same sides in the same order.
+            operations: how many of what is timed one call makes, one after the other.
+
+        Returns:
+            who -> median of the rounds in microseconds an operation.
+        """
+        calls = {side: self.calls_for(call) for side, call in sides.items()}
+        rounds: dict[str, list[float]] = {side: [] for side in sides}
+        sent = dict.fromkeys(sides, 0)
+        for number in range(self.options.rounds):
+            # in another order each time, the same on all ranks: whoever follows gloo finds the cores asleep
+            for side in random.Random(number).sample(list(sides), len(sides)):
+                call = sides[side]
+                sent[side] -= self.wire.sent()
+                self.comm.Barrier()
+                began = time.perf_counter()
+                for _ in range(calls[side]):
+                    call()
+                rounds[side].append((time.perf_counter() - began) / calls[side] / operations * 1e6)
+                sent[side] += self.wire.sent()
+        medians = {}
+        for side, mine in rounds.items():
+            slowest = [max(ranks) for ranks in zip(*self.comm.allgather(mine), strict=True)]
+            medians[side] = statistics.median(slowest)
+            wire = max(self.comm.allgather(sent[side])) / (self.options.rounds * calls[side] * operations)
+            self.figures.append(Figure(what, dtype, nbytes, side, medians[side], min(slowest), max(slowest), wire))
+        return medians

@@ -1,0 +1,243 @@
+"""Collectives on lists of tensors: each becomes one collective on one tensor that holds all of them.
+
+The facade (``hpcdist.c10d``) and c10d's methods of a group call the same functions, so a rank that uses the one and a
+rank that uses the other make the same MPI or NCCL call. Which call that is follows from what every rank knows: which
+function was called, dtypes, and sizes that c10d makes equal on all ranks. How a tensor of one rank lies in memory
+decides only how it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from hpcdist.core.buffers import (
+    as_splits,
+    as_tensor,
+    as_tensors,
+    check_length,
+    check_sizes,
+    is_plain,
+    joined,
+    joint,
+    rows_of,
+    same_dtype,
+    scattering,
+)
+from hpcdist.core.group import Group
+from hpcdist.core.issue import issue, issue_any
+from hpcdist.core.repetition import Likeness, Recognition
+from hpcdist.core.table import (
+    ALL_GATHER,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    GATHER,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+)
+from hpcdist.core.work import Work
+
+BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
+ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it would cost more than a call
+DTYPE, NBYTES, IS_CPU = map(attrgetter, ("dtype", "nbytes", "is_cpu"))
+
+
+def in_one(pg: Group, inputs: list[torch.Tensor], async_op: bool) -> torch.Tensor:
+    """Return the elements of a call's inputs one after another.
+
+    A synchronous call first waits for what is queued, which may still write to its inputs.
+    """
+    if not async_op:
+        pg.backend(inputs[0].device).settle()
+    return joined(inputs)
+
+
+def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work | None:
+    """Gather the tensors of all ranks into a list on every rank; entry r has the size of rank r's tensor."""
+    outputs = as_tensors(tensor_list, "tensor_list", writable=True)
+    given = as_tensor(tensor, "tensor")
+    check_length("all_gather", "tensor_list", outputs, len(pg.ranks))
+    same_dtype(given, *outputs)
+    check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], given)
+    received = [output.numel() for output in outputs]  # the same list on every rank
+    flat = joint(outputs, outputs[0])
+    then = scattering(flat, outputs)
+    if len(set(received)) == 1:
+        return issue_any(ALL_GATHER_SINGLE, pg, given, flat, None, None, async_op, None, then, outputs)
+    return issue_any(ALL_GATHER, pg, given, flat, None, None, async_op, ([given.numel()], received), then, outputs)
+
+
+def gather(pg: Group, tensor: Any, gather_list: Any, root: int, async_op: bool) -> Work | None:
+    """Gather the tensors of all ranks into a list on the root; ``gather_list`` is not looked at elsewhere."""
+    given = as_tensor(tensor, "tensor")
+    if pg.rank() != root:
+        return issue_any(GATHER, pg, given, None, None, root, async_op)
+    outputs = as_tensors(gather_list, "gather_list", writable=True)
+    check_length("gather", "gather_list", outputs, len(pg.ranks))
+    same_dtype(given, *outputs)
+    check_sizes("gather", "gather_list", outputs, given)
+    flat = joint(outputs, given)
+    return issue_any(GATHER, pg, given, flat, None, root, async_op, None, scattering(flat, outputs), outputs)
+
+
+def scatter(pg: Group, tensor: Any, scatter_list: Any, root: int, async_op: bool) -> Work | None:
+    """Hand each rank its tensor of the root's list; ``scatter_list`` is not looked at elsewhere."""
+    output = as_tensor(tensor, "tensor", writable=True)
+    if pg.rank() != root:
+        return issue_any(SCATTER, pg, None, output, None, root, async_op)
+    inputs = as_tensors(scatter_list, "scatter_list")
+    check_length("scatter", "scatter_list", inputs, len(pg.ranks))
+    same_dtype(output, *inputs)
+    check_sizes("scatter", "scatter_list", inputs, output)
+    return issue_any(SCATTER, pg, in_one(pg, inputs, async_op), output, None, root, async_op)
+
+
+def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: bool) -> Work | None:
+    """Combine the lists of all ranks and leave each rank its entry; entry r has one size on all ranks."""
+    target = as_tensor(output, "output", writable=True)
+    inputs = as_tensors(input_list, "input_list")
+    check_length("reduce_scatter", "input_list", inputs, len(pg.ranks))
+    same_dtype(target, *inputs)
+    check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
+    sent = [tensor.numel() for tensor in inputs]  # the same list on every rank
+    given = in_one(pg, inputs, async_op)
+    if len(set(sent)) == 1:
+        return issue_any(REDUCE_SCATTER_SINGLE, pg, given, target, op, None, async_op)
+    return issue_any(REDUCE_SCATTER, pg, given, target, op, None, async_op, (sent, [target.numel()]))
+
+
+def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> Work | None:
+    """Send one tensor to every rank and receive one from each; sizes may differ from rank to rank and pair to pair."""
+    outputs = as_tensors(output_list, "output_tensor_list", writable=True)
+    inputs = as_tensors(input_list, "input_tensor_list")
+    check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
+    check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
+    same_dtype(*outputs, *inputs)
+    counts = ([each.numel() for each in inputs], [each.numel() for each in outputs])
+    flat = joint(outputs, outputs[0])
+    then = scattering(flat, outputs)
+    return issue_any(ALL_TO_ALL, pg, in_one(pg, inputs, async_op), flat, None, None, async_op, counts, then, outputs)
+
+
+def all_to_all_single(
+    pg: Group, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool
+) -> Work | None:
+    """Send a share of one tensor to every rank and receive one from each.
+
+    Splits are rows of dimension 0, None or empty for equal shares. Some ranks may give them and others not: the same
+    call of the library carries both.
+    """
+    size = len(pg.ranks)
+    if output_splits is not None or input_splits is not None:
+        output_splits, input_splits = as_splits(output_splits), as_splits(input_splits)
+    if not output_splits and not input_splits:
+        if output.__class__ is not torch.Tensor or output.dim() != 1:  # of one dimension, its elements are its rows
+            rows_of(as_tensor(output, "output"), None, size, "output")
+        if input.__class__ is not torch.Tensor or input.dim() != 1:
+            rows_of(as_tensor(input, "input"), None, size, "input")
+        return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op)
+    sent = rows_of(as_tensor(input, "input"), input_splits, size, "input")
+    received = rows_of(as_tensor(output, "output"), output_splits, size, "output")
+    return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op, (sent, received))
+
+
+# -- many small all_reduces in few calls -----------------------------------------------------------------
+
+
+class Bundle(NamedTuple):
+    """What a group's small tensors looked like when it saw them twice, and the bytes of each."""
+
+    is_like: Likeness
+    sizes: list[int]
+
+
+def buckets(pg: Group, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return which tensors are reduced by one call, as indices into the list.
+
+    Only dtypes, device types and numbers of elements are looked at, which are the same on all ranks. Dense tensors of
+    one kind that fit into one bucket go together; of more, the small ones fill buckets in their order.
+    """
+    kinds: dict[tuple[torch.dtype, str], list[int]] = {}
+    made: list[list[int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
+            made.append([index])
+        else:
+            kinds.setdefault((tensor.dtype, tensor.device.type), []).append(index)
+    for alike in kinds.values():
+        sizes = [tensors[index].nbytes for index in alike]
+        if sum(sizes) <= BUCKET_BYTES:
+            made.append(alike)
+            continue
+        bucket: list[int] = []
+        filled = 0
+        for index, nbytes in zip(alike, sizes, strict=True):
+            if nbytes >= ALONE_BYTES:
+                made.append([index])
+                continue
+            if filled + nbytes > BUCKET_BYTES:
+                made.append(bucket)
+                bucket, filled = [], 0
+            bucket.append(index)
+            filled += nbytes
+        if bucket:
+            made.append(bucket)
+    return made
+
+
+def sizes_of_plain(pg: Group, tensors: list[Any]) -> list[int] | None:
+    """Return the bytes of each tensor; None unless they are contiguous CPU tensors of one dtype and fit one bucket."""
+    known = pg.known.get("all_reduce_coalesced")
+    if known.__class__ is Bundle and len(known.sizes) == len(tensors) and known.is_like(*tensors):
+        sizes: list[int] = known.sizes
+        return sizes
+    if not tensors or not all(map(is_plain, tensors)) or not all(map(IS_CPU, tensors)):
+        return None
+    if len(set(map(DTYPE, tensors))) > 1:
+        return None
+    sizes = list(map(NBYTES, tensors))
+    if sum(sizes) > BUCKET_BYTES:
+        return None
+    if known != sizes:
+        pg.known["all_reduce_coalesced"] = sizes
+    elif Recognition.of is not None:
+        pg.known["all_reduce_coalesced"] = Bundle(Recognition.of(*tensors), sizes)
+    return sizes
+
+
+def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
+    """Reduce contiguous CPU tensors of one bucket at once, copied by the library; False unless they are such.
+
+    The call is the one that ``reduce_together`` makes of the same sizes on a rank whose tensors are not contiguous.
+    """
+    if pg.cpu is None or pg.cpu.has_groups:  # a library that makes many calls one needs no copies for it
+        return False
+    sizes = sizes_of_plain(pg, tensors)
+    if sizes is None:
+        return False
+    pg.cpu.settle()  # an asynchronous call may still write what is read here
+    flat, copy = pg.cpu.bundle(tensors, sizes)
+    issue(ALL_REDUCE, pg, flat, flat, op)
+    copy()
+    return True
+
+
+def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> list[Work]:
+    """Run or begin the all_reduces of many tensors, one for each bucket; return the Works of those begun."""
+    works: list[Work | None] = []
+    for bucket in buckets(pg, tensors):
+        together = [tensors[index] for index in bucket]
+        is_begun = async_op or pg.backend(together[0].device).has_groups  # such a library launches all of them at once
+        if len(together) == 1:
+            works.append(issue_any(ALL_REDUCE, pg, together[0], together[0], op, None, is_begun))
+            continue
+        flat = in_one(pg, together, is_begun)
+        then = scattering(flat, together)
+        works.append(issue_any(ALL_REDUCE, pg, flat, flat, op, None, is_begun, None, then, together))
+    return [work for work in works if work is not None]

@@ -1,0 +1,81 @@
+"""torch's view of a group: a ``torch.distributed.ProcessGroup``, which torch's own libraries take for one of theirs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from hpcdist.core.c10d_methods import C10dMethods
+from hpcdist.core.world import WORLD
+from stores.keep_alive import KeptAlive
+
+
+class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
+    """A set of ranks that communicate, made by ``init_process_group`` or one of the ``new_group`` family."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, *args: Any) -> None:
+        torch.distributed.ProcessGroup.__init__(self, rank, len(ranks))  # type: ignore[call-arg]  # not in the stub
+        C10dMethods.__init__(self, ranks, rank, *args)
+
+    # torch's libraries ask a group made in Python for these by name
+
+    @property
+    def pg_name(self) -> str:
+        """The group's name, as torch's loggers ask for it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """Make a group of some ranks of this one, known to no registry; the members call.
+
+        Args:
+            ranks: ranks of this group, in the order of their ranks in the new one.
+            timeout: the limit of each call; None for this group's.
+            opts: taken as c10d takes it; a communicator is made like this group's.
+            group_name: a name that is unique on its members; None makes one of this group's and the ranks.
+            group_desc: what the group is for.
+            device_types: keep only the backends of these.
+
+        Returns:
+            The group; None on a rank that is not in it.
+        """
+        if self.rank() not in ranks:
+            return None
+        limit = timeout or self.timeout
+        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
+        kept = {each.type for each in device_types} if device_types else set(self.backends)
+        made = {
+            each: each.create_group(ranks, name, limit)
+            for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
+        }
+        by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
+        global_ranks = tuple(self.ranks[rank] for rank in ranks)
+        description = group_desc or f"{self.group_desc}:split"
+        return ProcessGroup(global_ranks, ranks.index(self.rank()), by_device, self.config, name, description, limit)
+
+    def shutdown(self) -> None:
+        """Free the communicators; every rank of the group calls it, and torch's destroy does."""
+        try:
+            self.close()
+        finally:
+            WORLD.discard(self)
+
+    def abort(self) -> None:
+        """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1)."""
+        self.shutdown()

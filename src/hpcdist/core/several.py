@@ -1,0 +1,122 @@
+"""Collectives to which each rank brings several tensors, such as one for each of its devices.
+
+Every tensor counts as a contribution of its own: what is reduced is combined over all tensors of all ranks, and what is
+gathered has an entry for each. c10d's methods of a group take such lists (gloo defines what they mean), and so did the
+``*_multigpu`` functions of earlier versions of torch. The sizes and dtypes of the tensors and how many there are, are
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hpcdist.core import reduction
+from hpcdist.core.buffers import joined, put, same_dtype, scattering
+from hpcdist.core.errors import MismatchError
+from hpcdist.core.group import Group
+from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.lists import in_one
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE
+from hpcdist.core.work import Work
+
+Tensors = Sequence[torch.Tensor]
+
+
+def check_alike(call: str, tensors: Tensors) -> None:
+    """Raise c10d's error unless tensors have one dtype, size and layout."""
+    if not tensors:
+        raise MismatchError(f"{call}: requires non-empty tensor list")
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.layout != first.layout:
+            raise MismatchError(
+                f"{call}: invalid tensor type at index {index} (expected {first.dtype} {first.layout}, got "
+                f"{tensor.dtype} {tensor.layout})"
+            )
+        if tensor.shape != first.shape:
+            raise MismatchError(
+                f"{call}: invalid tensor size at index {index} (expected {tuple(first.shape)}, got "
+                f"{tuple(tensor.shape)})"
+            )
+
+
+def combined(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
+    """Return this rank's tensors combined, in memory of their own."""
+    same_dtype(*tensors)
+    if not async_op:
+        pg.backend(tensors[0].device).settle()  # what is queued may still write to them
+    if len(tensors) == 1:
+        return tensors[0].clone()
+    local = reduction.SUM if op in (reduction.AVG, reduction.PREMUL_SUM) else op
+    first = tensors[0].detach().clone()
+    values = [first, *(tensor.detach().to(first.device) for tensor in tensors[1:])]
+    wide = reduction.WIDE.get(first.dtype)
+    if wide is not None:
+        values = [value.to(wide) for value in values]
+    total = reduction.fold([value.reshape(-1) for value in values], local).view(first.shape)
+    if op == reduction.AVG:
+        reduction.average(total, len(tensors))
+    return total.to(first.dtype)
+
+
+def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | None:
+    """Combine all tensors of all ranks and write the result to each of them."""
+    how = canonical(op)
+    total = combined(pg, tensors, how, async_op)
+
+    def copy() -> None:
+        for tensor in tensors:
+            put(total.view(tensor.shape), tensor.detach())
+
+    return issue_any(ALL_REDUCE, pg, total, total, how, None, async_op, None, copy, list(tensors))
+
+
+def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
+    """Combine all tensors of all ranks and write the result to one tensor of one rank."""
+    how = canonical(op)
+    total = combined(pg, tensors, how, async_op)
+    recv = total if pg.rank() == root else None
+
+    def copy() -> None:
+        if recv is not None:
+            put(recv.view(tensors[root_tensor].shape), tensors[root_tensor].detach())
+
+    return issue_any(REDUCE, pg, total, recv, how, root, async_op, None, copy, list(tensors))
+
+
+def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
+    """Write one tensor of one rank to all tensors of all ranks."""
+    flat = in_one(pg, [tensors[root_tensor]], async_op).clone()
+
+    def copy() -> None:
+        for tensor in tensors:
+            put(flat.view(tensor.shape), tensor.detach())
+
+    return issue_any(BROADCAST, pg, flat, flat, None, root, async_op, None, copy, list(tensors))
+
+
+def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:
+    """Gather all tensors of all ranks into each list of outputs, rank by rank."""
+    device = inputs[0].device
+    flat = in_one(pg, [tensor.to(device) for tensor in inputs], async_op)
+    everything = torch.empty(len(pg.ranks) * flat.numel(), dtype=flat.dtype, device=device)
+    copies = [scattering(everything, list(each)) for each in outputs]
+
+    def copy() -> None:
+        for each in copies:
+            each()
+
+    result = [tensor for each in outputs for tensor in each]
+    return issue_any(ALL_GATHER_SINGLE, pg, flat, everything, None, None, async_op, None, copy, result)
+
+
+def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:
+    """Combine the lists of all tensors of all ranks and leave each output its entry."""
+    how, device = canonical(op), outputs[0].device
+    total = combined(pg, [joined([tensor.to(device) for tensor in each]) for each in inputs], how, async_op)
+    mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
+    then = scattering(mine, list(outputs))
+    return issue_any(REDUCE_SCATTER_SINGLE, pg, total, mine, how, None, async_op, None, then, list(outputs))

@@ -1,0 +1,1 @@
+"""FileStore: its file format and the users of a file."""

@@ -1,0 +1,99 @@
+"""Users of a FileStore's file: counts them in and out, and finds a file that is left from an earlier run.
+
+As in torch, ``refcount/`` counts the users that are there and ``cleanup/`` those that have left; the
+last one removes the file once ``world_size`` have left. If a world_size is given, each of our users also
+leaves a note of its host, boot, pid namespace, pid and start time, which torch skips. By these notes a
+file whose world is complete and whose users have all died is started anew; if that cannot be known
+(torch's users, other hosts), opening it is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import weakref
+
+from stores.errors import DistError, DistStoreError
+from stores.file.log import FIRST_KEY, NOTE, FileLog
+
+LEFT_KEY = b"cleanup/"
+HERE, LEFT = b"here", b"left"
+LEAVE_S = 2.0  # how long a leaving user waits for the lock
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process began (clock ticks since boot); "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _place() -> str:
+    """Return text that identifies this machine, boot and pid namespace."""
+    boot = space = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {boot} {space}"
+
+
+def _may_live(note: bytes) -> bool | None:
+    """Return whether the user of a note lives; None if this machine cannot know."""
+    host, boot, space, pid, start, _ = note[len(NOTE) :].decode().split(" ")
+    our_host, our_boot, our_space = _place().split(" ")
+    if host != our_host or (boot == our_boot and space != our_space):
+        return None
+    return boot == our_boot and _start_time(int(pid)) == start
+
+
+class FileUser:
+    """Counts one user in; the last reference to it counts the user out."""
+
+    _serial = 0
+
+    def __init__(self, log: FileLog, world_size: int, deadline: float | None) -> None:
+        FileUser._serial += 1
+        pid = os.getpid()
+        note = f"{_place()} {pid} {_start_time(pid)} {FileUser._serial}".encode() if world_size >= 0 else None
+        with log.writing(deadline, create=True) as fd:
+            if world_size > 0:
+                _refuse_stale(log, fd, world_size)
+            log.add(fd, FIRST_KEY, 1)
+            if note is not None:
+                log.append(fd, (NOTE + note, HERE))
+        self.leave = weakref.finalize(self, _leave, log, world_size, note, pid)
+
+
+def _leave(log: FileLog, world_size: int, note: bytes | None, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child is not a user of its own
+        return
+    with contextlib.suppress(DistError, OSError, ValueError), log.writing(time.monotonic() + LEAVE_S) as fd:
+        gone = log.add(fd, LEFT_KEY, 1)
+        left = log.add(fd, FIRST_KEY, -1)
+        if note is not None:
+            log.append(fd, (NOTE + note, LEFT))
+        if left <= 0 and 0 <= world_size <= gone:
+            os.unlink(log.path)
+
+
+def _refuse_stale(log: FileLog, fd: int, world_size: int) -> None:
+    there, gone = log.count(FIRST_KEY), log.count(LEFT_KEY)
+    if there + gone < world_size:
+        return  # not all have come yet, and this one is among those still to come
+    users = [_may_live(note) for note, state in log.notes.items() if state == HERE]
+    if any(users):
+        return
+    if there <= 0 or (len(users) >= there and None not in users):
+        log.clear(fd)  # all have left or died
+        return
+    raise DistStoreError(
+        f"{log.path} looks left from an earlier run: {there + gone} users came to it before, {there} did not "
+        f"leave, world_size is {world_size}, and none of them is known to live. Remove the file, or choose "
+        "another name."
+    )

@@ -1,0 +1,206 @@
+"""Connection: one greeted connection of a client to a server, with a limit on every read and write.
+
+A stopped server so costs a client its timeout and no more. An answer that did not come in time leaves the
+connection out of step; the caller that sees the TimeoutError closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+
+from stores.errors import DistNetworkError, connect_timeout
+from stores.integers import U64
+from stores.tcp.wire import (
+    GREETING,
+    GREETING_OPEN,
+    GREETING_SECRET,
+    HELLO,
+    NONCE_SIZE,
+    PROOF_SIZE,
+    is_proof,
+    proof,
+)
+
+CHUNK = 64 * 1024
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.25
+
+_u64 = U64.unpack_from
+
+
+class Connection:
+    """Sends requests and reads replies."""
+
+    __slots__ = ("is_ours", "limit", "recv", "send", "sock")
+
+    def __init__(self, sock: socket.socket, limit: float | None) -> None:
+        self.sock = sock
+        self.send = sock.sendall
+        self.recv = sock.recv
+        self.is_ours = False
+        self.set_limit(limit)
+
+    def set_limit(self, limit: float | None) -> None:
+        """Set how long one read or write may take; None is for ever."""
+        self.limit = limit
+        self.sock.settimeout(limit)
+
+    def exchange(self, frame: bytes, size: int) -> bytes:
+        """Send a request and return its reply of a known size."""
+        self.send(frame)
+        data = self.recv(size)
+        return data if len(data) == size else self.read(size, data)
+
+    def read(self, size: int, data: bytes = b"") -> bytes:
+        """Return exactly so many bytes, beginning with the given ones."""
+        if size - len(data) > CHUNK:
+            return self._read_large(size, data)
+        while len(data) < size:
+            more = self.recv(size - len(data))
+            if not more:
+                raise ConnectionResetError("the server closed the connection")
+            data += more
+        return data
+
+    def _read_large(self, size: int, data: bytes) -> bytes:
+        # the buffer grows with what arrives: a length that was only announced costs nothing
+        parts = [data]
+        left = size - len(data)
+        while left:
+            more = self.recv(min(left, 1 << 20))
+            if not more:
+                raise ConnectionResetError("the server closed the connection")
+            parts.append(more)
+            left -= len(more)
+        return b"".join(parts)
+
+    def read_value(self, data: bytes = b"") -> bytes:
+        """Return one string, beginning with the given bytes."""
+        if len(data) < 8:
+            data += self.recv(CHUNK) if not data else b""
+            data = self.read(8, data)
+        size = _u64(data)[0] + 8
+        return self.read(size, data)[8:]
+
+    def read_values(self, count: int, data: bytes = b"") -> list[bytes]:
+        """Return so many strings, beginning with the given bytes."""
+        values: list[bytes] = []
+        add = values.append
+        pos = 0
+        end = len(data)
+        while len(values) < count:
+            start = stop = pos + 8
+            if start <= end:
+                stop += _u64(data, pos)[0]
+                if stop <= end:
+                    add(data[start:stop])
+                    pos = stop
+                    continue
+            data = data[pos:]
+            if stop - pos > CHUNK:
+                data = self.read(stop - pos, data)
+            else:
+                more = self.recv(CHUNK)
+                if not more:
+                    raise ConnectionResetError("the server closed the connection")
+                data += more
+            pos, end = 0, len(data)
+        return values
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.sock.close()
+
+
+def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth_it: Callable[[], bool]) -> Connection:
+    """Open a connection, trying again until the time is over.
+
+    Args:
+        host: Name or address of the server.
+        port: Its port.
+        secret: The job's secret, or None.
+        seconds: How long to try; negative: for ever.
+        is_worth_it: Called after each failure; returns whether to try again.
+
+    Raises:
+        DistNetworkError: If no server answered in time, or the secrets do not match.
+    """
+    deadline = None if seconds < 0 else time.monotonic() + max(seconds, 0.05)
+    pause = FIRST_PAUSE_S
+    tries = 0
+    while True:
+        tries += 1
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.01)
+        try:
+            return open_connection(host, port, secret, left)
+        except OSError as error:
+            now = time.monotonic()
+            pause = min(pause * 2, LAST_PAUSE_S) * random.uniform(0.6, 1.0)
+            if not is_worth_it() or (deadline is not None and now + pause >= deadline):
+                raise connect_timeout(f"{host}:{port}", seconds, tries, error) from error
+        time.sleep(pause)
+
+
+def open_connection(host: str, port: int, secret: bytes | None, limit: float | None) -> Connection:
+    """Connect and greet, with one try.
+
+    Args:
+        host: Name or address of the server.
+        port: Its port.
+        secret: The job's secret, or None.
+        limit: How long connecting and each read or write may take; None is for ever.
+
+    Raises:
+        OSError: If the server cannot be reached, or did not answer in time (TimeoutError).
+        DistNetworkError: If the secrets do not match.
+    """
+    connection = Connection(_open_socket(host, port, limit), limit)
+    try:
+        with contextlib.suppress(OSError):
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        reply = connection.exchange(HELLO, 4)
+        if reply == GREETING_SECRET:
+            _prove(connection, secret, f"{host}:{port}")
+        elif secret is not None:
+            raise DistNetworkError(
+                f"{host}:{port} asks for no secret, but secret= was given: another server has this address"
+            )
+        elif reply not in (GREETING, GREETING_OPEN):
+            raise ConnectionError(f"the answer to the greeting was {reply!r}: another service has this port")
+        connection.is_ours = reply != GREETING
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _open_socket(host: str, port: int, limit: float | None) -> socket.socket:
+    if host.replace(".", "").isdigit():  # a plain IPv4 address: no name service, no list of addresses
+        sock = socket.socket()
+        try:
+            sock.settimeout(limit)
+            sock.connect((host, port))
+            return sock
+        except BaseException:
+            sock.close()
+            raise
+    return socket.create_connection((host, port), limit)
+
+
+def _prove(connection: Connection, secret: bytes | None, where: str) -> None:
+    if secret is None:
+        raise DistNetworkError(f"{where} asks for the job's secret: pass secret= to TCPStore")
+    theirs = connection.read(NONCE_SIZE)
+    ours = os.urandom(NONCE_SIZE)
+    connection.send(ours + proof(secret, b"client", theirs, ours))
+    try:
+        answer = connection.read(PROOF_SIZE)
+    except ConnectionError as error:
+        raise DistNetworkError(f"{where} does not accept this secret") from error
+    if not is_proof(answer, proof(secret, b"server", theirs, ours)):
+        raise DistNetworkError(f"{where} does not know the secret: another server has this address")

@@ -1,0 +1,1 @@
+"""Server of a TCPStore. Imports nothing: the server process loads it without torch."""

@@ -1,0 +1,90 @@
+"""Contents of a server: its keys, its queues, and the clients that wait for them.
+
+Standard library only: the server process imports this file without torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from stores.tcp.wire import WOKEN
+
+
+class Refused(Exception):
+    """Closes the connection: the protocol has no other way to refuse."""
+
+
+class Wait:
+    """Holds the keys that one WAIT or BARRIER of a peer still misses."""
+
+    __slots__ = ("keys", "missing", "peer", "table")
+
+    def __init__(self, peer: Peer, keys: list[bytes], table: dict[bytes, dict[Wait, None]]) -> None:
+        self.peer = peer
+        self.keys = keys
+        self.missing = len(keys)
+        self.table = table
+        for key in keys:
+            table.setdefault(key, {})[self] = None
+        peer.wait = self
+
+    def drop(self) -> None:
+        """Take the wait off every list it is on."""
+        self.peer.wait = None
+        for key in self.keys:
+            waits = self.table.get(key)
+            if waits is not None:
+                waits.pop(self, None)
+                if not waits:
+                    del self.table[key]
+
+
+class Peer:
+    """Holds what the requests need to know about one connection (the server adds the socket)."""
+
+    __slots__ = ("checked", "heavy", "list_left", "need", "pairs", "wait")
+
+    def __init__(self) -> None:
+        self.wait: Wait | None = None
+        self.need = 0  # absolute position in data; the server makes it a length
+        self.heavy = False  # a large reply was made: send before going on
+        self.pairs = 0  # pairs of a MULTI_SET still to come
+        self.list_left: tuple[int, int] | None = None  # of an unfinished list: keys left, place of the next
+        self.checked: tuple[bytes, list[bytes]] | None = None  # a list that is asked for twice, raw and parsed
+
+    def wake(self, reply: bytes) -> None:
+        """Send a late reply."""
+        raise NotImplementedError
+
+
+class Space:
+    """Holds keys, queues and waits."""
+
+    __slots__ = ("arrivals", "data", "queues", "waits")
+
+    def __init__(self) -> None:
+        self.data: dict[bytes, bytes] = {}
+        self.queues: dict[bytes, deque[bytes]] = {}
+        self.waits: dict[bytes, dict[Wait, None]] = {}
+        self.arrivals: dict[bytes, dict[Wait, None]] = {}
+
+    def tick_off(self, key: bytes) -> None:
+        """Tick a written key off all waits; it stays ticked off even if deleted meanwhile."""
+        for wait in self.waits.pop(key):
+            wait.missing -= 1
+            if not wait.missing:
+                wait.peer.wait = None
+                wait.peer.wake(WOKEN)
+
+    def tick_off_one(self, key: bytes) -> None:
+        """Tick a queue that got one value off its waits until one is woken: the value is for one of them."""
+        waits = self.waits[key]
+        for wait in list(waits):
+            del waits[wait]
+            wait.missing -= 1
+            if not wait.missing:
+                wait.peer.wait = None
+                wait.peer.wake(WOKEN)
+                break
+        if not waits:
+            del self.waits[key]

@@ -1,0 +1,382 @@
+"""Event loop of the server: one thread serves many peers, hostile ones among them, in bounded memory.
+
+Each readable peer is read once, all complete requests are answered with one send, and the
+rest of an unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished
+frames of all peers together may hold ``UNFINISHED_MAX`` bytes; beyond that large frames are let in one
+peer at a time, and one that stalls then is closed. Nothing is allocated for a length that was only
+announced.
+
+Standard library only. process.py starts it in a process of its own, without torch; main.py says how that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+from stores.tcp.server.keys import Peer, Refused, Space
+from stores.tcp.server.requests import HANDLERS, set_pair
+from stores.tcp.wire import (
+    GREETING_SECRET,
+    HELLO,
+    NONCE_SIZE,
+    PROOF_SIZE,
+    is_proof,
+    proof,
+)
+
+READ_SIZE = 64 * 1024
+UNFINISHED_MAX = 4 * 1024 * 1024  # bytes in unfinished frames of all peers before large frames queue up
+UNFINISHED_LIMIT = 8 * 1024 * 1024  # ... before those that stall are closed
+JOIN_MAX = 256 * 1024  # replies up to this size are joined into one send
+PIECES = 512  # replies in one sendmsg
+SMALL = 4 * 1024  # an unfinished frame up to this size is never held back
+TURN_S = 0.02  # how often the peer whose turn it is must have sent ...
+TURN_BYTES = 64 * 1024  # ... this much, or it is another's turn
+STALL_S = 0.1  # a frame may be closed when nothing came for so long, ...
+FRAME_S = 3.0  # ... or when it is not complete after so long
+TICK_S = 0.25
+GREET_S = 10.0  # how long a peer may take to prove the secret, or to begin when descriptors run out
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+
+
+class SocketPeer(Peer):
+    """Holds one peer's socket, its unfinished frame and its unsent replies."""
+
+    __slots__ = (
+        "began",
+        "born",
+        "buf",
+        "fd",
+        "is_open",
+        "nonce",
+        "recv",
+        "send",
+        "server",
+        "sock",
+        "touched",
+        "unsent",
+    )
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        super().__init__()
+        self.server = server
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.recv = sock.recv
+        self.send = sock.send
+        self.buf: bytearray | None = None
+        self.unsent: deque[bytes | memoryview] | None = None
+        self.is_open = False  # has greeted (and proved the secret)
+        self.nonce: bytes | None = None
+        self.born = self.began = self.touched = time.monotonic()
+
+    def wake(self, reply: bytes) -> None:
+        """Send a late reply."""
+        self.server.transmit(self, [reply])
+
+
+class Server:
+    """Serves one key space on the given listening sockets until it is told to stop."""
+
+    def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
+        self.listeners = listeners
+        self.secret = secret
+        self.space = Space()
+        self.epoll = select.epoll()
+        self.connections: dict[int, SocketPeer] = {}
+        self.callbacks: dict[int, Callable[[], None]] = {}
+        self.ticks: list[Callable[[], None]] = []
+        self.running = True
+        self.unfinished = 0
+        self.turn: SocketPeer | None = None
+        self.turn_at = 0.0
+        self.turn_bytes = 0
+        self.held: dict[int, SocketPeer] = {}
+        self.is_full = False
+        for listener in listeners:
+            listener.setblocking(False)
+            self.watch(listener.fileno(), self.accept_all)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back whenever the descriptor is readable."""
+        self.callbacks[fd] = callback
+        self.epoll.register(fd, READ)
+
+    def stop(self) -> None:
+        """End the loop after the events at hand: replies on their way still go out."""
+        self.running = False
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        connections, callbacks, poll = self.connections, self.callbacks, self.epoll.poll
+        next_tick = 0.0
+        while self.running:
+            if self.ticks or self.held or self.is_full or self.secret:
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + (TURN_S if self.held else TICK_S)
+                    self.tick(now)
+                events = poll(TURN_S if self.held else TICK_S)
+            else:
+                events = poll()
+            for fd, mask in events:
+                peer = connections.get(fd)
+                if peer is None:
+                    callback = callbacks.get(fd)
+                    if callback is not None:
+                        callback()
+                elif mask & WRITE:
+                    self.flush(peer)
+                elif mask & READ:
+                    self.read(peer)
+                else:
+                    self.close(peer)
+
+    def accept_all(self) -> None:
+        """Accept every connection that is waiting."""
+        for listener in self.listeners:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except BlockingIOError:
+                    break
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                        self.refuse_newcomers()
+                        return
+                    continue  # that one left before it was taken
+                sock.setblocking(False)
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                peer = SocketPeer(self, sock)
+                self.connections[peer.fd] = peer
+                self.epoll.register(peer.fd, READ)
+
+    def refuse_newcomers(self) -> None:
+        """Leave connections in the backlog while there is no descriptor for them."""
+        self.is_full = True
+        for listener in self.listeners:
+            self.epoll.modify(listener.fileno(), 0)
+
+    def tick(self, now: float) -> None:
+        """Do what needs a clock: the owner's life, descriptors, turns, late proofs."""
+        for callback in self.ticks:
+            callback()
+        if self.is_full or self.secret:
+            for peer in [p for p in self.connections.values() if not p.is_open and now - p.born > GREET_S]:
+                self.close(peer)
+        if self.is_full:
+            self.is_full = False
+            for listener in self.listeners:
+                self.epoll.modify(listener.fileno(), READ)
+        if self.held:
+            self.pass_turn(now)
+
+    def pass_turn(self, now: float) -> None:
+        """Give peers that were held back their turn, and close peers that stall if memory is short."""
+        if self.turn is not None and now - self.turn_at >= TURN_S:
+            if self.turn_bytes < TURN_BYTES:
+                self.turn = None
+            self.turn_at, self.turn_bytes = now, 0
+        if self.unfinished > UNFINISHED_LIMIT:
+            unfinished = [p for p in self.connections.values() if p.buf is not None and p is not self.turn]
+            stalled = [p for p in unfinished if p.fd not in self.held and now - p.touched > STALL_S]
+            for peer in stalled or [p for p in unfinished if now - p.began > FRAME_S]:
+                self.close(peer)
+        if self.turn is None:
+            self.release_held()
+
+    def read(self, peer: SocketPeer) -> None:
+        """Read once and answer what is complete."""
+        buf = peer.buf
+        size = READ_SIZE
+        if self.unfinished > UNFINISHED_MAX and self.turn is not peer:
+            if buf is not None and len(buf) >= SMALL and not self.take_turn(peer):
+                return
+            if self.turn is not peer:
+                size = SMALL
+        try:
+            data = peer.recv(size)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close(peer)
+            return
+        if not data:
+            self.close(peer)
+            return
+        if buf is not None:
+            buf += data
+            peer.touched = time.monotonic()
+            self.unfinished += len(data)
+            if self.turn is peer:
+                self.turn_bytes += len(data)
+            if len(buf) < peer.need:
+                return
+            data = bytes(buf)
+            self.forget(peer)
+        self.answer(peer, data)
+
+    def take_turn(self, peer: SocketPeer) -> bool:
+        """Let the peer finish its large frame now, or hold it back until it is its turn."""
+        if self.turn is None and self.unfinished <= UNFINISHED_LIMIT:
+            self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
+            return True
+        self.held[peer.fd] = peer
+        self.epoll.modify(peer.fd, 0)
+        return False
+
+    def forget(self, peer: SocketPeer) -> None:
+        """Drop a peer's unfinished frame, and let peers that were held back try again."""
+        if peer.buf is not None:
+            self.unfinished -= len(peer.buf)
+            peer.buf = None
+        if self.turn is peer:
+            self.turn = None
+            self.release_held()
+
+    def release_held(self) -> None:
+        """Let all peers that were held back try again; the first with data takes the turn."""
+        held, self.held = self.held, {}
+        for peer in held.values():
+            self.epoll.modify(peer.fd, READ)
+
+    def answer(self, peer: SocketPeer, data: bytes) -> None:
+        """Answer all complete requests in data and keep the rest."""
+        pos = at = 0
+        end = len(data)
+        space = self.space
+        out: list[bytes] = []
+        try:
+            if not peer.is_open:
+                pos = at = self.greet(peer, data)
+            while 0 <= pos < end:
+                if peer.pairs:
+                    at = set_pair(space, peer, data, pos, end, out)
+                    if at >= 0:
+                        peer.pairs -= 1
+                else:
+                    at = HANDLERS[data[pos]](space, peer, data, pos + 1, end, out)
+                if at < 0:
+                    break
+                pos = at
+                if peer.heavy:
+                    break
+        except (Refused, MemoryError):
+            if out:
+                self.transmit(peer, out)
+            self.close(peer)
+            return
+        if out:
+            self.transmit(peer, out)
+        if pos < end and peer.fd in self.connections:
+            pos = max(pos, 0)
+            if at >= 0:  # complete requests are left, after a large reply: the others come first
+                peer.need = pos
+                if peer.unsent is None:
+                    peer.unsent = deque()
+                    self.epoll.modify(peer.fd, WRITE)
+            peer.heavy = False
+            rest = peer.buf = bytearray(memoryview(data)[pos:])
+            peer.began = peer.touched = time.monotonic()
+            peer.need -= pos
+            self.unfinished += len(rest)
+        peer.heavy = False
+        peer.checked = None
+
+    def greet(self, peer: SocketPeer, data: bytes) -> int:
+        """Check how a connection begins; return where its requests start, or -1 while more is needed."""
+        if peer.nonce is None:
+            peer.need = 5 if self.secret is None else len(HELLO)
+            if not HELLO.startswith(data[: peer.need]):
+                raise Refused("no greeting")
+            if len(data) < peer.need:
+                return -1
+            if self.secret is None:
+                peer.is_open = True
+                return 5
+            if len(data) > peer.need:
+                raise Refused("requests before the secret is proved")
+            peer.nonce = os.urandom(NONCE_SIZE)
+            self.transmit(peer, [GREETING_SECRET, peer.nonce])
+            return len(data)
+        peer.need = NONCE_SIZE + PROOF_SIZE
+        if len(data) < peer.need:
+            return -1
+        theirs, given = data[:NONCE_SIZE], data[NONCE_SIZE : peer.need]
+        secret = self.secret or b""
+        if not is_proof(given, proof(secret, b"client", peer.nonce, theirs)):
+            raise Refused("a wrong proof")
+        peer.is_open = True
+        self.transmit(peer, [proof(secret, b"server", peer.nonce, theirs)])
+        return peer.need
+
+    def transmit(self, peer: SocketPeer, out: list[bytes]) -> None:
+        """Send replies, or queue what the peer does not take now."""
+        if peer.unsent is not None:
+            peer.unsent.extend(out)
+            return
+        if len(out) == 1:
+            data = out[0]
+        elif sum(map(len, out)) <= JOIN_MAX:
+            data = b"".join(out)
+        else:
+            peer.unsent = deque(out)
+            self.epoll.modify(peer.fd, WRITE)
+            return
+        try:
+            sent = peer.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close(peer)
+            return
+        if sent < len(data):
+            peer.unsent = deque([memoryview(data)[sent:]])
+            self.epoll.modify(peer.fd, WRITE)
+
+    def flush(self, peer: SocketPeer) -> None:
+        """Send what is queued for a peer, a part of it at a time; then go on with its requests."""
+        unsent = peer.unsent
+        assert unsent is not None, "only peers with queued replies are watched for writing"
+        if unsent:
+            try:
+                sent = peer.sock.sendmsg(list(islice(unsent, PIECES)))
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close(peer)
+                return
+            while unsent and sent >= len(unsent[0]):
+                sent -= len(unsent.popleft())
+            if sent:
+                unsent[0] = memoryview(unsent[0])[sent:]
+        if not unsent:
+            peer.unsent = None
+            self.epoll.modify(peer.fd, READ)
+            if peer.buf is not None and peer.need == 0:
+                data = bytes(peer.buf)
+                self.forget(peer)
+                self.answer(peer, data)
+
+    def close(self, peer: SocketPeer) -> None:
+        """Forget a peer: its wait, its unfinished frame, its descriptor."""
+        if self.connections.pop(peer.fd, None) is None:
+            return
+        self.held.pop(peer.fd, None)
+        if peer.wait is not None:
+            peer.wait.drop()
+        self.forget(peer)
+        peer.unsent = None
+        peer.sock.close()  # epoll forgets a closed descriptor by itself

@@ -1,0 +1,172 @@
+"""Server process: starts a TCPStore's server beside its owner, and ends it with the owner.
+
+The process runs main.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
+interpreter lock does not slow it. The listening sockets are made here, so that errors are raised here, and
+handed down; clients can connect at once, because the kernel queues them. The process ends on a byte or the
+end of its control socket, and when its owner's pid goes away (pidfd), which also covers ``kill -9`` and
+forked children that keep the socket open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+from stores.integers import U32
+
+BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
+PORT_TRIES = 16
+END_S = 2.0
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give large values back
+
+# An empty package "stores" of the right path: its modules are found, but its __init__, which imports torch,
+# never runs.
+_START = (
+    "import sys, types; package = types.ModuleType('stores'); package.__path__ = [sys.argv[1]]; "
+    "sys.modules['stores'] = package; from stores.tcp.server.main import main; main(sys.argv[2:])"
+)
+_HOME = str(Path(__file__).resolve().parents[2])
+_LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def _is_name(host: str) -> bool:
+    """Tell whether a host is given by a name of its own: not by an address, nor as "localhost"."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host not in ("", "localhost")
+    return False
+
+
+def own_address(host: str) -> str:
+    """Return where the server's own client connects: loopback for a server that listens on every interface."""
+    return _LOOPBACKS.get("" if _is_name(host) else host, host)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listen at an address, or for a name on every interface.
+
+    Args:
+        host: An address of this machine; "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost"
+            is loopback. Any other name is every interface: on Debian a host's own name means 127.0.1.1 on the host
+            and its real address elsewhere, and torch's TCPStore listens on every interface too.
+        port: The port; 0 takes a free one.
+
+    Returns:
+        The listening sockets, all on one port.
+
+    Raises:
+        OSError: If the address is not this machine's, or the port is in use.
+    """
+    if _is_name(host):
+        try:
+            return listen("::", port)
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+            host = "0.0.0.0"  # a kernel without IPv6
+    found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    for _ in range(PORT_TRIES):
+        with contextlib.ExitStack() as failed:
+            listeners: list[socket.socket] = []
+            absent: OSError | None = None
+            try:
+                for family, (name, _, *scope) in addresses:
+                    taken = listeners[0].getsockname()[1] if listeners else port
+                    try:
+                        listeners.append(failed.enter_context(_bind(family, (name, taken, *scope))))
+                    except OSError as error:
+                        if error.errno not in _NOT_HERE:
+                            raise
+                        absent = error  # of several addresses one may not be configured here, such as ::1
+            except OSError as error:
+                if port == 0 and listeners and error.errno == errno.EADDRINUSE:
+                    continue  # the port that was free at the first address is taken at the second
+                raise
+            if absent is not None and not listeners:
+                raise absent
+            failed.pop_all()
+            return listeners
+    raise OSError(errno.EADDRINUSE, f"found no port that is free at all addresses of {host!r}")
+
+
+def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def take_over(fd: int) -> socket.socket:
+    """Listen on a socket that the caller has bound; the descriptor is ours from then on."""
+    listener = socket.socket(fileno=fd)
+    listener.listen(BACKLOG)
+    return listener
+
+
+class ServerProcess:
+    """Owns a server's process; the last reference to it ends the server."""
+
+    def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
+        self.host, self.port = listeners[0].getsockname()[:2]
+        ours, theirs = socket.socketpair()
+        handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]
+        try:
+            self.process = subprocess.Popen(
+                [_python(), "-I", "-S", "-c", _START, _HOME, str(os.getpid()), *map(str, handed)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=handed,
+                cwd="/",
+                env={**os.environ, **ALLOCATOR},
+            )
+            ours.sendall(U32.pack(len(secret or b"")) + (secret or b""))
+        finally:
+            theirs.close()
+            for listener in listeners:
+                listener.close()
+        self.close = weakref.finalize(self, _end, self.process, ours, os.getpid())
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return self.process.poll() is None
+
+
+def _end(process: subprocess.Popen, control: socket.socket, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has a copy of the handle, but no server
+        process.returncode = 0  # and must not warn about a process that is not its child
+        return
+    with contextlib.suppress(OSError):
+        control.send(b"q")  # a byte, not just a close: forked children may hold the socket too
+    control.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _python() -> str:
+    """Return the interpreter to start; an embedding program has its own name in sys.executable."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    embedded = not sys.executable or "python" not in Path(sys.executable).name
+    path = str(Path(sys.base_exec_prefix, "bin", version)) if embedded else sys.executable
+    if not os.access(path, os.X_OK):
+        raise FileNotFoundError(errno.ENOENT, "found no Python that could run the store's server", path)
+    return path

@@ -1,0 +1,358 @@
+"""Request handlers of the server, one function a request, found in ``HANDLERS`` by the request's first byte.
+
+    handler(space, peer, data, pos, end, out) -> position behind the request, or -1 if it is not complete
+
+Replies are appended to ``out``. An incomplete request sets ``peer.need`` to the position up to which
+``data`` must reach before another try can succeed, so that no frame is scanned again from its start with
+every segment. Standard library only: the server process imports this file without torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from stores.integers import I64, U64, parse_i64, wrap_i64
+from stores.tcp.server.keys import Peer, Refused, Space, Wait
+from stores.tcp.wire import (
+    ABSENT,
+    CANCELED,
+    GREETING,
+    GREETING_OPEN,
+    MAX_KEY,
+    MAX_KEYS,
+    MAX_LIST,
+    MAX_VALUE,
+    PRESENT,
+    WOKEN,
+    Request,
+)
+
+_u64 = U64.unpack_from
+_i64 = I64.unpack_from
+_pack_u64 = U64.pack
+_pack_i64 = I64.pack
+
+
+Handler = Callable[[Space, Peer, bytes, int, int, "list[bytes]"], int]
+
+
+def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
+    """Return the end of the string at pos, -1 if it is not complete; refuse one that is too long."""
+    if end - pos < 8:
+        peer.need = pos + 8
+        return -1
+    (size,) = _u64(data, pos)
+    if size > limit:
+        raise Refused(f"a length of {size}, above the limit of {limit}")
+    stop: int = pos + 8 + size
+    if stop > end:
+        peer.need = stop
+        return -1
+    return stop
+
+
+def _set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    middle = _string(peer, data, pos, end, MAX_KEY)
+    if middle < 0:
+        return -1
+    stop = _string(peer, data, middle, end, MAX_VALUE)
+    if stop < 0:
+        return -1
+    key = data[pos + 8 : middle]
+    space.data[key] = data[middle + 8 : stop]
+    if key in space.waits:
+        space.tick_off(key)
+    return stop
+
+
+def _append(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    middle = _string(peer, data, pos, end, MAX_KEY)
+    if middle < 0:
+        return -1
+    stop = _string(peer, data, middle, end, MAX_VALUE)
+    if stop < 0:
+        return -1
+    key = data[pos + 8 : middle]
+    space.data[key] = space.data.get(key, b"") + data[middle + 8 : stop]
+    if key in space.waits:
+        space.tick_off(key)
+    return stop
+
+
+def _compare_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    key_end = _string(peer, data, pos, end, MAX_KEY)
+    if key_end < 0:
+        return -1
+    expected_end = _string(peer, data, key_end, end, MAX_VALUE)
+    if expected_end < 0:
+        return -1
+    stop = _string(peer, data, expected_end, end, MAX_VALUE)
+    if stop < 0:
+        return -1
+    key = data[pos + 8 : key_end]
+    expected = data[key_end + 8 : expected_end]
+    value = space.data.get(key)
+    if value == expected or (value is None and not expected):
+        value = space.data[key] = data[expected_end + 8 : stop]
+        if key in space.waits:
+            space.tick_off(key)
+    elif value is None:
+        value = expected  # a missing key that was expected to hold something: nothing is stored
+    out += (_pack_u64(len(value)), value)
+    return stop
+
+
+def _get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    stop = _string(peer, data, pos, end, MAX_KEY)
+    if stop < 0:
+        return -1
+    value = space.data.get(data[pos + 8 : stop], b"")
+    out += (_pack_u64(len(value)), value)
+    return stop
+
+
+def _add(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    stop = _string(peer, data, pos, end, MAX_KEY)
+    if stop < 0:
+        return -1
+    if stop + 8 > end:
+        peer.need = stop + 8
+        return -1
+    key = data[pos + 8 : stop]
+    total = _count(space, key, _i64(data, stop)[0])
+    out.append(_pack_i64(total))
+    if key in space.waits:
+        space.tick_off(key)
+    return stop + 8
+
+
+def _count(space: Space, key: bytes, amount: int) -> int:
+    value = space.data.get(key)
+    try:
+        total = amount if value is None else wrap_i64(parse_i64(value) + amount)
+    except (ValueError, OverflowError) as error:
+        raise Refused(str(error)) from None
+    space.data[key] = b"%d" % total
+    return total
+
+
+def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
+    """Return the list of keys at pos and its end, -1 while it is not complete."""
+    if end - pos < 8:
+        peer.need = pos + 8
+        return [], -1
+    (count,) = _u64(data, pos)
+    if count > MAX_KEYS:
+        raise Refused(f"a list of {count} keys, above the limit of {MAX_KEYS}")
+    if peer.checked is not None:  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
+        raw, known = peer.checked
+        peer.checked = None
+        if data.startswith(raw, pos):
+            return known, pos + len(raw)
+    # A list that comes in pieces is only measured, from where it was left; its keys are cut out at the end.
+    keys: list[bytes] = []
+    is_whole = peer.list_left is None
+    left, at = peer.list_left or (count, 8)
+    at += pos
+    last = min(end, pos + MAX_LIST)
+    while left:
+        start = at + 8
+        if start <= end:
+            (size,) = _u64(data, at)
+            stop = start + size
+            if stop <= last and size <= MAX_KEY:
+                if is_whole:
+                    keys.append(data[start:stop])
+                at = stop
+                left -= 1
+                continue
+            if size > MAX_KEY or stop - pos > MAX_LIST:
+                raise Refused(f"a key of {size} bytes, or a list above {MAX_LIST} bytes")
+            peer.need = stop
+        else:
+            peer.need = start
+        peer.list_left = (left, at - pos)
+        return [], -1
+    peer.list_left = None
+    if not is_whole:
+        start = pos + 8
+        for _ in range(count):
+            stop = start + 8 + _u64(data, start)[0]
+            keys.append(data[start + 8 : stop])
+            start = stop
+    if count > 1 and at < end and data[at] == Request.MULTI_GET:
+        peer.checked = (data[pos:at], keys)
+    return keys, at
+
+
+def _check(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    keys, stop = _keys(peer, data, pos, end)
+    if stop >= 0:
+        there = space.data.keys() >= set(keys) or not _absent(space, keys)
+        out.append(PRESENT if there else ABSENT)
+    return stop
+
+
+def _absent(space: Space, keys: list[bytes]) -> list[bytes]:
+    return [key for key in keys if key not in space.data and not space.queues.get(key)]
+
+
+def _wait(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    keys, stop = _keys(peer, data, pos, end)
+    if stop >= 0:
+        if peer.wait is not None:
+            raise Refused("a second wait while one is pending")
+        absent = list(dict.fromkeys(_absent(space, keys)))
+        if absent:
+            Wait(peer, absent, space.waits)
+        else:
+            out.append(WOKEN)
+    return stop
+
+
+def _multi_get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    keys, stop = _keys(peer, data, pos, end)
+    if stop >= 0:
+        get = space.data.get
+        for key in keys:
+            value = get(key, b"")
+            out += (_pack_u64(len(value)), value)
+        peer.heavy = True
+    return stop
+
+
+def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    if end - pos < 8:
+        peer.need = pos + 8
+        return -1
+    (count,) = _u64(data, pos)
+    if count > MAX_KEYS:
+        raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
+    peer.pairs = count  # the server hands each pair to SET as it comes, so that one value is the most it holds
+    return pos + 8
+
+
+def _num_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    out.append(_pack_i64(len(space.data)))
+    return pos
+
+
+def _delete_key(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    stop = _string(peer, data, pos, end, MAX_KEY)
+    if stop >= 0:
+        out.append(_pack_i64(0 if space.data.pop(data[pos + 8 : stop], None) is None else 1))
+    return stop
+
+
+def _cancel_wait(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    if peer.wait is not None:
+        peer.wait.drop()
+    out.append(CANCELED)
+    return pos
+
+
+def _ping(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    if end - pos < 4:
+        peer.need = pos + 4
+        return -1
+    nonce = data[pos : pos + 4]
+    out.append(GREETING_OPEN if nonce == GREETING else nonce)
+    return pos + 4
+
+
+def _queue_push(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    middle = _string(peer, data, pos, end, MAX_KEY)
+    if middle < 0:
+        return -1
+    stop = _string(peer, data, middle, end, MAX_VALUE)
+    if stop < 0:
+        return -1
+    key = data[pos + 8 : middle]
+    space.queues.setdefault(key, deque()).append(data[middle + 8 : stop])
+    if key in space.waits:
+        space.tick_off_one(key)
+    return stop
+
+
+def _queue_pop(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    stop = _string(peer, data, pos, end, MAX_KEY)
+    if stop < 0:
+        return -1
+    key = data[pos + 8 : stop]
+    queue = space.queues.get(key)
+    if queue is None:
+        out.append(_pack_i64(0))
+        return stop
+    length = len(queue)
+    value = queue.popleft()
+    if length == 1:
+        del space.queues[key]
+    out += (_pack_i64(length), _pack_u64(len(value)), value)
+    return stop
+
+
+def _queue_len(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    stop = _string(peer, data, pos, end, MAX_KEY)
+    if stop >= 0:
+        out.append(_pack_i64(len(space.queues.get(data[pos + 8 : stop], ()))))
+    return stop
+
+
+def _list_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    out.append(_pack_i64(len(space.data)))
+    for key in space.data:
+        out += (_pack_u64(len(key)), key)
+    peer.heavy = True
+    return pos
+
+
+def _barrier(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    stop = _string(peer, data, pos, end, MAX_KEY)
+    if stop < 0:
+        return -1
+    if stop + 8 > end:
+        peer.need = stop + 8
+        return -1
+    if peer.wait is not None:
+        raise Refused("a barrier while a wait is pending")
+    key = data[pos + 8 : stop]
+    if _count(space, key, 1) >= _i64(data, stop)[0]:
+        out.append(WOKEN)
+        for arrival in space.arrivals.pop(key, ()):
+            arrival.peer.wait = None
+            arrival.peer.wake(WOKEN)
+    else:
+        Wait(peer, [key], space.arrivals)
+    if key in space.waits:
+        space.tick_off(key)
+    return stop + 8
+
+
+def _refuse(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    raise Refused(f"the unknown request {data[pos - 1]}")
+
+
+HANDLERS: list[Handler] = [_refuse] * 256
+for _request, _handler in {
+    Request.SET: _set,
+    Request.COMPARE_SET: _compare_set,
+    Request.GET: _get,
+    Request.ADD: _add,
+    Request.CHECK: _check,
+    Request.WAIT: _wait,
+    Request.NUM_KEYS: _num_keys,
+    Request.DELETE_KEY: _delete_key,
+    Request.APPEND: _append,
+    Request.MULTI_GET: _multi_get,
+    Request.MULTI_SET: _multi_set,
+    Request.CANCEL_WAIT: _cancel_wait,
+    Request.PING: _ping,
+    Request.QUEUE_PUSH: _queue_push,
+    Request.QUEUE_POP: _queue_pop,
+    Request.QUEUE_LEN: _queue_len,
+    Request.LIST_KEYS: _list_keys,
+    Request.BARRIER: _barrier,
+}.items():
+    HANDLERS[_request] = _handler
+set_pair = _set

@@ -1,0 +1,210 @@
+"""Session: a client's connections to its server, shared by several threads, with a limit on each request.
+
+One connection carries all short requests, in the order in which they were made. A request that waits takes
+another one, so that a waiting thread does not block the others; the short request before it (CHECK) has
+been answered, so everything that this process wrote is in place by then. A connection that fell out of step
+is closed, and the next request opens a new one.
+
+A session knows no timeout of its own: each call brings its limit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from stores.errors import DistNetworkError, NoAnswerError, lost_server, name_keys
+from stores.tcp.connection import Connection, connect, open_connection
+from stores.tcp.wire import OPCODES, WOKEN, Request
+
+PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
+FIRST_ANSWER_S = 0.05  # the same for the first answer of a request with a deadline
+CANCEL_S, CANCEL_SHARE = 0.02, 0.05  # a canceled wait is confirmed within so long, or this share of its timeout
+IDLE_CONNECTIONS = 4
+
+T = TypeVar("T")
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def answer_limit(seconds: float) -> float | None:
+    """Return how long a short request's answer may take under a store's timeout."""
+    return None if seconds < 0 else max(seconds, PATIENCE_S)
+
+
+def first_answer_limit(seconds: float) -> float | None:
+    """Return how long the first answer of a request with a deadline may take."""
+    return max(seconds, FIRST_ANSWER_S) if seconds > 0 else answer_limit(seconds)
+
+
+def cancel_limit(seconds: float) -> float:
+    """Return how long the answer to a cancel may take."""
+    return max(CANCEL_S, seconds * CANCEL_SHARE)
+
+
+def _until(deadline: float | None, least: float) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), least)
+
+
+class Session:
+    """Holds a store's connections to its server.
+
+    Args:
+        host: Name or address of the server.
+        port: Its port.
+        secret: The job's secret, or None.
+        seconds: How long to try to connect; negative: for ever.
+        is_worth_it: Called after each failure to connect; returns whether to try again.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes | None,
+        seconds: float,
+        is_worth_it: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.secret = secret
+        self.where = f"{host}:{port}"
+        self.lock = threading.Lock()
+        self.idle: list[Connection] = []  # connections for waiting
+        self.connection: Connection | None = connect(host, port, secret, seconds, is_worth_it)
+        self.is_ours = self.connection.is_ours
+        self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
+        _sessions.add(self)
+
+    def call(self, verb: str, keys: Sequence[bytes], limit: float | None, use: Callable[[Connection], T]) -> T:
+        """Run one exchange on the connection for short requests.
+
+        Args:
+            verb: What is done, for messages.
+            keys: With which keys, for messages.
+            limit: How long the answer may take; None is for ever.
+            use: Sends and reads.
+
+        Returns:
+            What ``use`` returns.
+
+        Raises:
+            NoAnswerError: If no answer came in time.
+            DistNetworkError: If the connection ended, or could not be opened again.
+        """
+        start = time.monotonic()
+        if not self.lock.acquire(timeout=-1 if limit is None else limit):
+            what = f"{verb} {name_keys(keys)} (another thread is waiting for its own answer)"
+            raise NoAnswerError(what, self.where, time.monotonic() - start)
+        connection = self.connection
+        try:
+            if connection is None:  # the last exchange failed, or this process was forked
+                connection = self.connection = self._reconnect(limit)
+            if connection.limit != limit:
+                connection.set_limit(limit)
+            return use(connection)
+        except BaseException as error:
+            # also on an interrupt: the answer that is still to come would be taken for the next request's
+            self.connection = None
+            if connection is not None:
+                connection.close()
+            self._explain(error, verb, keys, start)
+            raise
+        finally:
+            self.lock.release()
+
+    def _reconnect(self, limit: float | None) -> Connection:
+        """Open one more connection to a server that was there before: no second try."""
+        return open_connection(self.host, self.port, self.secret, limit)
+
+    def _explain(self, error: BaseException, verb: str, keys: Sequence[bytes], start: float) -> None:
+        """Raise torch's error class for a failed exchange; return for errors that explain themselves."""
+        waited = time.monotonic() - start
+        what = f"{verb} {name_keys(keys)}"
+        if isinstance(error, TimeoutError):
+            raise NoAnswerError(what, self.where, waited) from error
+        if isinstance(error, DistNetworkError):  # from opening the connection again
+            raise DistNetworkError(f"{what}: {error}") from error
+        if isinstance(error, OSError):
+            raise lost_server(what, self.where, waited, error) from error
+
+    def sleep(self, frame: bytes, verb: str, keys: Sequence[bytes], seconds: float, deadline: float | None) -> bool:
+        """Wait on the server, on a connection of its own, until it wakes us or the deadline has come.
+
+        Args:
+            frame: A WAIT or BARRIER request.
+            verb: What is done, for messages.
+            keys: With which keys, for messages.
+            seconds: The timeout that ends at the deadline.
+            deadline: On the monotonic clock; None for never.
+
+        Returns:
+            Whether the server woke us. False always means that the deadline has come, whatever the server or the
+            connection was doing by then.
+
+        Raises:
+            DistNetworkError: If the connection ended, or could not be opened, before the deadline.
+        """
+        start = time.monotonic()
+        connection: Connection | None = None
+        is_in_step = False
+        try:
+            try:
+                connection = self.idle.pop()
+            except IndexError:
+                connection = self._reconnect(_until(deadline, FIRST_ANSWER_S))
+            connection.set_limit(_until(deadline, 0.001))
+            connection.send(frame)
+            connection.read(1)
+            is_in_step = True
+            return True
+        except (OSError, DistNetworkError) as error:
+            if deadline is None or time.monotonic() < deadline:
+                self._explain(error, verb, keys, start)
+            is_woken = None
+            if isinstance(error, TimeoutError) and connection is not None:
+                is_woken = _cancel(connection, cancel_limit(seconds))
+                is_in_step = is_woken is not None
+            return bool(is_woken)
+        finally:
+            if connection is not None:
+                if is_in_step and len(self.idle) < IDLE_CONNECTIONS:
+                    self.idle.append(connection)
+                else:
+                    connection.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "connection"):
+            self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        connection, self.connection = self.connection, None
+        for each in [*self.idle, *([connection] if connection else [])]:
+            each.close()
+        self.idle.clear()
+
+
+def _cancel(connection: Connection, limit: float) -> bool | None:
+    """End a wait; return whether the server's wake-up was on its way, None if it did not confirm the end."""
+    try:
+        connection.set_limit(limit)
+        reply = connection.exchange(OPCODES[Request.CANCEL_WAIT], 1)
+        if reply == WOKEN:  # the confirmation follows it
+            connection.read(1)
+        return reply == WOKEN
+    except OSError:
+        return None
+
+
+def _forget_parents() -> None:
+    # two processes on one connection would read each other's answers: a forked child opens its own
+    for session in list(_sessions):
+        session.lock = threading.Lock()
+        session.close()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -1,0 +1,426 @@
+"""TCPStore: keys in a server process that all ranks reach over TCP.
+
+get is one round trip: CHECK and GET in one send, and a wait only if the key is not there yet. torch's
+legacy server closes the connection on a GET of a missing key; once that has happened, get takes two.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
+from stores.errors import (
+    DistNetworkError,
+    DistStoreError,
+    NoAnswerError,
+    barrier_timeout,
+    queue_empty,
+    wait_timeout,
+)
+from stores.integers import I64, U32, U64
+from stores.tcp.connection import CHUNK, Connection
+from stores.tcp.server.process import ServerProcess, listen, own_address, take_over
+from stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
+from stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, PRESENT, Request, pack_keys, pack_string
+
+_pack = U64.pack
+_i64 = I64.unpack_from
+_R = OPCODES
+_SET, _GET, _ADD = _R[Request.SET], _R[Request.GET], _R[Request.ADD]
+_CHECK, _WAIT, _MULTI_GET = _R[Request.CHECK], _R[Request.WAIT], _R[Request.MULTI_GET]
+_ONE = _pack(1)
+_CHECK_ONE = _CHECK + _ONE
+_INIT_KEY = b"init/"  # counts the clients; the only key without a leading "/"
+_POLL_S = 0.01
+_MOST_NAMED = 64  # a wait for more keys than this does not find out which of them are missing
+
+T = TypeVar("T")
+_servers: weakref.WeakValueDictionary[int, ServerProcess] = weakref.WeakValueDictionary()
+
+
+def _wire_key(key: Text) -> bytes:
+    """Return a key as it is sent: with a "/" before it."""
+    return b"/" + (key.encode() if isinstance(key, str) else as_bytes(key))
+
+
+def _check_sizes(key: bytes, *values: bytes) -> None:
+    """Refuse here what our server would refuse by closing the connection."""
+    if len(key) > MAX_KEY:
+        raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
+    for value in values:
+        if len(value) > MAX_VALUE:
+            raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
+
+
+class TCPStore(Store):
+    """Keeps keys in a server process that all ranks reach over TCP (c10d's TCPStore); threads may share it.
+
+    Args:
+        host_name: The server's name or address. The server listens on this address; for a name, on every
+            interface, because a name may mean another address on another host ("localhost" means loopback only).
+        port: Its port; with ``is_master`` 0 takes a free one, see ``port``.
+        world_size: How many clients to expect; None when that is not known.
+        is_master: Whether this process has the server.
+        timeout: How long connecting, get and wait may take.
+        wait_for_workers: Whether the master waits until ``world_size`` clients have come.
+        multi_tenant: Whether a second server of the same port in this process joins the first.
+        master_listen_fd: A bound socket for the server to take over.
+        use_libuv: False for a client of torch's legacy server: get takes two round trips, and there are no queues.
+            Our own server has one kind.
+        secret: Shared by all processes of the job: a client that does not prove it reaches no key (not in torch).
+
+    Raises:
+        DistNetworkError: If the server cannot listen, or cannot be reached in time.
+        DistStoreError: If fewer than ``world_size`` clients came in time.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        secret: Text | None = None,
+    ) -> None:
+        super().__init__()
+        if secret is not None and not secret:
+            raise ValueError("secret: expected at least one byte (or None for no secret), got nothing")
+        self.set_timeout(timeout)
+        self._host = host_name
+        self._use_libuv = use_libuv
+        key = None if secret is None else as_bytes(secret, "secret")
+        self._server = self._serve(port, key, multi_tenant, master_listen_fd) if is_master else None
+        if self._server is None:
+            self._session = Session(host_name, port, key, self._seconds)
+        else:
+            host = own_address(host_name)
+            # the owner of a server that has ended need not try for long
+            self._session = Session(host, self._server.port, key, self._seconds, self._server.is_alive)
+        self._session.pipelines = use_libuv
+        self.where = self._session.where
+        if world_size is not None and wait_for_workers:
+            self._count_in(world_size, is_master)
+
+    def _serve(self, port: int, secret: bytes | None, is_shared: bool, fd: int | None) -> ServerProcess:
+        server = _servers.get(port) if is_shared and port else None
+        if server is None:
+            try:
+                server = ServerProcess(listen(self._host, port) if fd is None else [take_over(fd)], secret)
+            except OSError as error:
+                raise DistNetworkError(f"the server cannot listen at {self._host}:{port}: {error}") from error
+            if is_shared:
+                _servers[server.port] = server
+        return server
+
+    def _count_in(self, world_size: int, is_master: bool) -> None:
+        start = time.monotonic()
+        seconds = self._seconds
+        count = self._add(_INIT_KEY, 1)
+        while is_master and count < world_size:
+            waited = time.monotonic() - start
+            if 0 <= seconds <= waited:
+                raise DistStoreError(
+                    f"Timed out after {waited:.1f} seconds waiting for clients at {self.where}. "
+                    f"{count}/{world_size} clients joined."
+                )
+            time.sleep(_POLL_S)
+            count = self._add(_INIT_KEY, 0)
+
+    # -- keys -------------------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> float | None:
+        return answer_limit(self._seconds)
+
+    def _ask(self, frame: bytes, size: int, verb: str, keys: Sequence[bytes] = ()) -> bytes:
+        return self._session.call(verb, keys, self._limit, lambda connection: connection.exchange(frame, size))
+
+    def set(self, key: Text, value: Text) -> None:
+        """Store a value; the server does not confirm it, the next request that has an answer does."""
+        self._tell(_SET, "set", _wire_key(key), as_bytes(value, "value"))
+
+    def append(self, key: Text, value: Text) -> None:
+        """Append to a value (not confirmed either); a missing key counts as empty."""
+        self._tell(_R[Request.APPEND], "append to", _wire_key(key), as_bytes(value, "value"))
+
+    def _tell(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
+        session = self._session
+        if session.is_ours:
+            _check_sizes(key, value)
+        frame = request + _pack(len(key)) + key + _pack(len(value)) + value
+        session.call(verb, (key,), self._limit, lambda connection: connection.send(frame))
+
+    def get(self, key: Text) -> bytes:
+        """Return a value, waiting for the key up to the store's timeout.
+
+        Raises:
+            DistStoreError: If the key did not come in time, or the server did not answer in time.
+            DistNetworkError: If the server has ended, at once.
+        """
+        name = _wire_key(key)
+        packed = _pack(len(name)) + name
+        session = self._session
+        both = _CHECK_ONE + packed + _GET + packed
+
+        def ask_once(connection: Connection) -> bytes | None:
+            if connection.is_ours or session.pipelines:
+                connection.send(both)
+                data = connection.recv(CHUNK)
+                value = connection.read_value(data[1:] if data else connection.read(1)[1:])
+                return value if data[:1] == PRESENT else None
+            if connection.exchange(_CHECK_ONE + packed, 1) != PRESENT:
+                return None
+            connection.send(_GET + packed)
+            return connection.read_value()
+
+        return self._when_there("get", (name,), _ONE + packed, ask_once)
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        """Return several values, waiting for all keys."""
+        names = [b"/" + key for key in as_key_list(keys)]
+        body = pack_keys(names)
+        count = len(names)
+        session = self._session
+
+        def ask_once(connection: Connection) -> list[bytes] | None:
+            if (connection.is_ours or session.pipelines) and len(body) <= CHUNK:
+                connection.send(_CHECK + body + _MULTI_GET + body)
+                data = connection.recv(CHUNK) or connection.read(1)
+                values = connection.read_values(count, data[1:])
+                return values if data[:1] == PRESENT else None
+            if connection.exchange(_CHECK + body, 1) != PRESENT:
+                return None
+            connection.send(_MULTI_GET + body)
+            return connection.read_values(count)
+
+        return self._when_there("multi_get", names, body, ask_once)
+
+    def _when_there(
+        self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[Connection], T | None]
+    ) -> T:
+        """Return what ``ask_once`` returns, waiting for the keys (packed in ``body``) while it returns None."""
+        seconds = self._seconds
+        start = time.monotonic()
+        try:
+            value = self._ask_first(verb, keys, first_answer_limit(seconds), ask_once)
+            while value is None:  # a key may be deleted between the wake-up and the second question
+                self._sleep(verb, keys, body, seconds, start)
+                left = -1.0 if seconds < 0 else max(start + seconds - time.monotonic(), 0.001)
+                value = self._session.call(verb, keys, first_answer_limit(left), ask_once)
+        except NoAnswerError as error:
+            raise self._timed_out(error, keys, seconds, start) from error
+        return value
+
+    def _ask_first(
+        self, verb: str, keys: Sequence[bytes], limit: float | None, ask_once: Callable[[Connection], T | None]
+    ) -> T | None:
+        session = self._session
+        try:
+            return session.call(verb, keys, limit, ask_once)
+        except DistNetworkError as error:
+            if session.is_ours or not session.pipelines or isinstance(error, NoAnswerError):
+                raise
+        session.pipelines = False  # if this is torch's legacy server, two steps work, now and from now on
+        try:
+            return session.call(verb, keys, limit, ask_once)
+        except DistNetworkError:
+            session.pipelines = True
+            raise
+
+    def _sleep(self, verb: str, keys: Sequence[bytes], body: bytes, seconds: float, start: float) -> None:
+        deadline = None if seconds < 0 else start + seconds
+        is_over = deadline is not None and time.monotonic() >= deadline
+        if is_over or not self._session.sleep(_WAIT + body, verb, keys, seconds, deadline):
+            raise wait_timeout(self._missing(keys), seconds, time.monotonic() - start, self.where)
+
+    def _timed_out(self, error: NoAnswerError, keys: Sequence[bytes], seconds: float, start: float) -> DistStoreError:
+        return wait_timeout(keys, seconds, time.monotonic() - start, self.where, f"; {error}")
+
+    def _missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the keys that are not there, for a message; all keys if the server does not tell at once."""
+        if len(keys) == 1 or len(keys) > _MOST_NAMED:
+            return keys
+        frame = b"".join(_CHECK_ONE + pack_string(key) for key in keys)
+        try:
+            answers = self._session.call("check", keys, cancel_limit(0), lambda c: c.exchange(frame, len(keys)))
+        except DistNetworkError:
+            return keys
+        return [key for key, answer in zip(keys, answers, strict=True) if bytes((answer,)) != PRESENT] or keys
+
+    def add(self, key: Text, amount: int) -> int:
+        """Add to a decimal counter and return the total.
+
+        Raises:
+            DistNetworkError: If the value is not a number: servers close the connection then.
+        """
+        return self._add(_wire_key(key), as_amount(amount))
+
+    def _add(self, key: bytes, amount: int) -> int:
+        frame = _ADD + _pack(len(key)) + key + I64.pack(amount)
+        return _i64(self._ask(frame, 8, "add to", (key,)))[0]
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        """Return whether all keys (or queues that are not empty) are there, without waiting."""
+        names = [b"/" + key for key in as_key_list(keys)]
+        return self._ask(_CHECK + pack_keys(names), 1, "check", names) == PRESENT
+
+    def wait_until(self, keys: list[bytes], seconds: float) -> None:
+        """Wait until all keys are there."""
+        names = [b"/" + key for key in keys]
+        body = pack_keys(names)
+        start = time.monotonic()
+        limit = first_answer_limit(seconds)
+        try:
+            if self._session.call("wait for", names, limit, lambda c: c.exchange(_CHECK + body, 1)) != PRESENT:
+                self._sleep("wait for", names, body, seconds, start)
+        except NoAnswerError as error:
+            raise self._timed_out(error, names, seconds, start) from error
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
+        name = _wire_key(key)
+        before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
+        session = self._session
+        if session.is_ours:
+            _check_sizes(name, before, after)
+        frame = b"".join((_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after)))
+
+        def use(connection: Connection) -> bytes:
+            connection.send(frame)
+            return connection.read_value()
+
+        return session.call("compare_set", (name,), self._limit, use)
+
+    def delete_key(self, key: Text) -> bool:
+        """Delete a key and return whether it was there."""
+        name = _wire_key(key)
+        frame = _R[Request.DELETE_KEY] + pack_string(name)
+        return _i64(self._ask(frame, 8, "delete_key", (name,)))[0] == 1
+
+    def num_keys(self) -> int:
+        """Return the number of keys, the count of clients included."""
+        return _i64(self._ask(_R[Request.NUM_KEYS], 8, "num_keys"))[0]
+
+    def list_keys(self) -> list[str]:
+        """Return all keys."""
+
+        def use(connection: Connection) -> list[bytes]:
+            return connection.read_values(_i64(connection.exchange(_R[Request.LIST_KEYS], 8))[0])
+
+        keys = self._session.call("list_keys", (), self._limit, use)
+        return [key[1:].decode() for key in keys if key.startswith(b"/")]
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        """Store several values (not confirmed, as with set)."""
+        pairs = [(b"/" + key, value) for key, value in self.as_pairs(keys, values)]
+        session = self._session
+        if session.is_ours:
+            if len(pairs) > MAX_KEYS:
+                raise DistStoreError(f"multi_set of {len(pairs)} keys: the server's limit is {MAX_KEYS}")
+            for key, value in pairs:
+                _check_sizes(key, value)
+        strings = [pack_string(string) for pair in pairs for string in pair]
+        frame = b"".join((_R[Request.MULTI_SET], _pack(len(pairs)), *strings))
+        session.call("multi_set", [key for key, _ in pairs], self._limit, lambda c: c.send(frame))
+
+    # -- queues, barrier --------------------------------------------------------------------------------
+
+    def _queue_key(self, key: Text) -> bytes:
+        if not self._use_libuv:
+            raise NotImplementedError(
+                "a TCPStore made with use_libuv=False has no queues, because torch's legacy server has none; "
+                "make it with use_libuv=True, the default, or use a HashStore"
+            )
+        return _wire_key(key)
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        """Put a value at the end of a queue (not confirmed, as with set).
+
+        Raises:
+            NotImplementedError: If the store was made with ``use_libuv=False``, by all queue calls, as with torch's.
+        """
+        self._tell(_R[Request.QUEUE_PUSH], "queue_push to", self._queue_key(key), as_bytes(value, "value"))
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the oldest value of a queue.
+
+        Raises:
+            QueueEmptyError: If there is none and ``block`` is False; never if it is True.
+            DistStoreError: If none came within the store's timeout.
+        """
+        name = self._queue_key(key)
+        packed = pack_string(name)
+
+        def pop(connection: Connection) -> bytes | None:
+            length = _i64(connection.exchange(_R[Request.QUEUE_POP] + packed, 8))[0]
+            return connection.read_value() if length else None
+
+        if block:
+            return self._when_there("queue_pop from", (name,), _ONE + packed, pop)
+        value = self._session.call("queue_pop from", (name,), self._limit, pop)
+        if value is None:
+            raise queue_empty(name, self.where)
+        return value
+
+    def queue_len(self, key: Text) -> int:
+        """Return how many values a queue holds."""
+        name = self._queue_key(key)
+        return _i64(self._ask(_R[Request.QUEUE_LEN] + pack_string(name), 8, "queue_len of", (name,)))[0]
+
+    def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
+        """Wait until ``world_size`` callers have called with the same key; later callers pass at once."""
+        seconds = self._seconds if timeout is None else as_seconds(timeout)
+        name = _wire_key(key)
+        session = self._session
+        start = time.monotonic()
+        deadline = None if seconds < 0 else start + seconds
+        ping = _R[Request.PING] + U32.pack(1)
+        frame = _R[Request.BARRIER] + pack_string(name) + I64.pack(world_size)
+        note = ""
+        try:
+            # what was written before is in place once this is answered; the barrier has a connection of its own
+            session.call("barrier", (name,), first_answer_limit(seconds), lambda c: c.exchange(ping, 4))
+            if session.sleep(frame, "barrier", (name,), seconds, deadline):
+                return
+        except NoAnswerError as error:
+            note = f"; {error}"
+        raise barrier_timeout(as_bytes(key), world_size, seconds, time.monotonic() - start, self.where, note)
+
+    # -- the store itself -------------------------------------------------------------------------------
+
+    def clone(self) -> TCPStore:
+        """Return a store with connections of its own to the same server, which lives as long as either."""
+        twin = TCPStore.__new__(TCPStore)
+        Store.__init__(twin)
+        twin.set_timeout(self.timeout)
+        twin._host, twin._use_libuv, twin._server = self._host, self._use_libuv, self._server
+        old = self._session
+        twin._session = Session(old.host, old.port, old.secret, self._seconds)
+        twin._session.pipelines = old.pipelines
+        twin.where = self.where
+        return twin
+
+    @property
+    def host(self) -> str:
+        """Return the server's host as it was given."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """Return the server's port."""
+        return self._session.port
+
+    @property
+    def libuvBackend(self) -> bool:
+        """Return what was given as use_libuv (c10d's name)."""
+        return self._use_libuv

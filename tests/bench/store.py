@@ -1,0 +1,156 @@
+"""How fast are our stores beside torch's own TCPStore, in one run?
+
+    python -m hpcdist bench store [--json] [--rounds N] [--only NAME]
+
+Each row is measured on all kinds in turn, round by round, so that other work on the machine hits all alike; the median
+of the rounds counts. The kinds: torch's client on its own server, ours on ours, ours on torch's, torch's on ours.
+Servers run in processes of their own, on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench import store_rows as rows
+from tests.bench.store_rows import Server, Setting
+
+KINDS = {  # name -> (is the server ours, is the client ours)
+    "torch": (False, False),
+    "ours": (True, True),
+    "ours on torch": (False, True),
+    "torch on ours": (True, False),
+}
+
+
+class Row(NamedTuple):
+    """How a row is measured, in what unit, and what was promised of it."""
+
+    take: Callable[[Setting], float | None]  # None where a kind has no figure of its own
+    unit: str
+    most: float | None = None  # ours / torch's
+    least: float | None = None  # ours / torch's
+    most_alone: float | None = None  # ours
+    least_alone: float | None = None  # ours
+    middle: Callable[[list[float]], float] = statistics.median  # of the rounds
+
+
+ON_TORCH_MOST = 1.3  # our client's time of a call over torch's, both on torch's server
+CALLS = {  # name -> how it is measured on given cores, and the most that ours / torch's may be
+    "get": (rows.get, 1.0),
+    "add": (rows.add, 2.0),
+    "check": (rows.check, 2.0),
+    "set": (rows.set_, None),
+    "multi_get of 1000": (rows.multi_get, 1.0),
+    "wake-up": (rows.wake_up, 2.0),
+}
+ROWS = {
+    f"{name}, {place}": Row(partial(rows.placed, take, place), "us", most)
+    for name, (take, most) in CALLS.items()
+    for place in rows.PLACES
+} | {
+    "calls, 1 process": Row(partial(rows.rate, processes=1), "1/s"),
+    "calls, 8 processes": Row(partial(rows.rate, processes=8), "1/s", least=0.5),
+    "512 clients up": Row(partial(rows.bring_up, count=512), "ms", most=2.0),
+    "1024 clients up": Row(partial(rows.bring_up, count=1024), "ms", most=2.0),
+    "memory a client": Row(partial(rows.memory, count=1024), "KiB", most_alone=8.0, middle=max),
+    "memory under lengths": Row(rows.attack, "MiB", most_alone=32.0, middle=max),
+    "get p99, busy owner": Row(rows.slow_get, "ms", most_alone=2.0),
+    "rate kept, busy owner": Row(rows.kept_rate, "part", least_alone=0.5),
+}
+
+
+def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
+    """Measure all rows on all kinds, interleaved.
+
+    Args:
+        rounds: How often each row is measured.
+        only: Part of a row's name; None for all rows.
+
+    Returns:
+        Row name -> kind -> median.
+    """
+    rows.raise_limit()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "stores", "tests.bench.store_rows"])
+    servers = {is_ours: Server(context, is_ours) for is_ours in (False, True)}
+    wanted = {name: row for name, row in ROWS.items() if only is None or only in name}
+    figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in wanted}
+    try:
+        with context.Pool(8) as pool:
+            for _ in range(rounds):
+                for name, row in wanted.items():
+                    for kind, (server_is_ours, client_is_ours) in KINDS.items():
+                        found = row.take(Setting(servers[server_is_ours], client_is_ours, context, pool))
+                        if found is not None:
+                            figures[name][kind].append(found)
+    finally:
+        for server in servers.values():
+            server.stop()
+    return {
+        name: {kind: float(ROWS[name].middle(values)) for kind, values in kinds.items() if values}
+        for name, kinds in figures.items()
+    }
+
+
+def verdict(name: str, found: dict[str, float]) -> str:
+    """Say whether a row keeps its promises; the second is that of our client on torch's server."""
+    row, ours = ROWS[name], found["ours"]
+    ratio = ours / found["torch"] if found["torch"] else 0.0
+    promises = [
+        (row.most, ratio <= (row.most or 0), "≤ {:g} ×"),
+        (row.least, ratio >= (row.least or 0), "≥ {:g} ×"),
+        (row.most_alone, ours <= (row.most_alone or 0), "≤ {:g}"),
+        (row.least_alone, ours >= (row.least_alone or 0), "≥ {:g}"),
+    ]
+    if row.unit == "us" and row.most is not None:
+        promises.append((ON_TORCH_MOST, found["ours on torch"] / found["torch"] <= ON_TORCH_MOST, "on torch ≤ {:g} ×"))
+    return "\n".join(
+        f"{text.format(limit)}: {'reached' if is_kept else 'MISSED'}" for limit, is_kept, text in promises if limit
+    )
+
+
+def run(args: list[str]) -> int:
+    """Run the benchmark and print a table.
+
+    Args:
+        args: The command line behind ``bench store``.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(prog="hpcdist bench store", description="Our TCPStore beside torch's.")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each row is measured (default 5)")
+    parser.add_argument("--only", help="measure the rows with this in their name")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    options = parser.parse_args(args)
+    figures = measure(options.rounds, options.only)
+    if options.json:
+        print(json.dumps({"cores": os.cpu_count(), "rounds": options.rounds, "figures": figures}, indent=1))
+        return 0
+    table = Table(title=f"stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)")
+    for heading in ("", "unit", *KINDS, "ours / torch", "ours on torch / torch", "target"):
+        table.add_column(heading, justify="left" if heading in ("", "unit", "target") else "right")
+    for row, found in figures.items():
+        cells = [f"{found[kind]:,.1f}" if kind in found else "" for kind in KINDS]
+        ratios = [
+            f"{found[kind] / found['torch']:.2f}" if kind in found and found["torch"] else ""
+            for kind in ("ours", "ours on torch")
+        ]
+        table.add_row(row, ROWS[row].unit, *cells, *ratios, verdict(row, found))
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
