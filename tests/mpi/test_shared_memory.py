@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
-from mpi4py import MPI
-
 import hpcdist as dist
 from hpcdist.backends.mpi import node_slices, node_slots, node_window
 from hpcdist.backends.mpi.node_arithmetic import FOLDS, KINDS
@@ -53,11 +51,8 @@ def every(_default_group):
 
 
 @pytest.fixture(scope="module")
-def comm(every):
-    """The ranks of this host, each host's by themselves: what is shared is a node's memory."""
-    of_host = MPI.Intracomm(every.Split_type(MPI.COMM_TYPE_SHARED, key=every.rank))
-    yield of_host
-    of_host.Free()
+def comm(of_host):
+    return of_host
 
 
 @pytest.fixture(scope="module")
