@@ -20,7 +20,7 @@ def mpi_world():
         return None
     if "HPCDIST_TEST_CHILD" in os.environ:  # a program that a test starts on its own
         return None
-    from hpcdist.backends.mpi import runtime
+    from hpcdist.backends.mpi.process import runtime
 
     return runtime.world()
 

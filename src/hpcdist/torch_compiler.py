@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch._C import _dynamo
 
-from hpcdist.core import repetition
+from hpcdist.core import call_cache
 
 compiler: Any = _dynamo
 REASON = "it communicates"
 
 
-def likeness(*tensors: torch.Tensor) -> repetition.Likeness:
+def likeness(*tensors: torch.Tensor) -> call_cache.Likeness:
     """Return what tells whether tensors look like these: what torch.compile holds its inputs against.
 
     One call compares class, dispatch keys (layout, device type, lazy negation and conjugation, and what the thread adds
@@ -36,13 +36,13 @@ def likeness(*tensors: torch.Tensor) -> repetition.Likeness:
     """
     sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
     made = compiler.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    check: repetition.Likeness = made.check
+    check: call_cache.Likeness = made.check
     return check
 
 
 with suppress(Exception):  # a torch that compares in another way: then each call asks for itself
     likeness(torch.empty(1, device="cpu"))
-    repetition.Recognition.of = likeness
+    call_cache.Recognition.of = likeness
 
 
 def run_as_they_are(values: Iterable[Any]) -> None:

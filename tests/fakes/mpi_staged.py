@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from hpcdist.backends.mpi import staging
+from hpcdist.backends.mpi import cuda as staging
 from hpcdist.backends.mpi.backend import MPIBackend
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
@@ -23,7 +23,11 @@ class Staged(staging.StagedBackend):
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> Staged:
         staging.AWARE[:] = [False]
-        return cls(MPIBackend.connect(bootstrap), fake.FakeCuda())
+        return cls.over(MPIBackend.connect(bootstrap))
+
+    @classmethod
+    def over(cls, inner: Any) -> Staged:
+        return cls(inner, inner.collectives.is_shared, fake.FakeCuda())
 
     def run(self, *args: Any) -> None:
         fake.JOURNAL.clear()
@@ -31,10 +35,10 @@ class Staged(staging.StagedBackend):
 
     def split(self, *args: Any) -> Backend | None:
         made = super().split(*args)
-        return None if made is None else type(self)(made, self._cuda)
+        return None if made is None else self.over(made)
 
     def create_group(self, *args: Any) -> Backend:
-        return type(self)(super().create_group(*args), self._cuda)
+        return self.over(super().create_group(*args))
 
     def close(self) -> None:
         self.inner.close()

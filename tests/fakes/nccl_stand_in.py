@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hpcdist.backends.mpi import runtime
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core import registry

@@ -56,7 +56,7 @@ class Device(NCCLBackend):
         return backend
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self._owned_peer.all_gather_object(value)  # the device carries nothing
+        return self._owned_peer.objects.all_gather(value)  # the device carries nothing
 
 
 registry.ENTRIES["device"] = registry.Entry("__main__", "Device", ("cpu",), "")

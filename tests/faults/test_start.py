@@ -14,7 +14,7 @@ import json, os, sys, time
 from datetime import timedelta
 import torch
 import hpcdist as dist
-from hpcdist.backends.mpi import runtime
+from hpcdist.backends.mpi.process import runtime
 
 runtime.START_LEAST = timedelta(0)
 rank, what = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))), sys.argv[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hpcdist as dist
-from hpcdist.core.repetition import LOOKS
+from hpcdist.core.call_cache import LOOKS
 
 MANY = 3 * LOOKS  # enough for a call to be known as a repetition
 

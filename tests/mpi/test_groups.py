@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hpcdist as dist
-from hpcdist.backends.mpi.runtime import group_tag
+from hpcdist.backends.mpi.communicator import group_tag
 
 from .expected import same
 

@@ -15,9 +15,9 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi import node_slices, node_slots, node_window
-from hpcdist.backends.mpi.node_arithmetic import FOLDS, KINDS
-from hpcdist.backends.mpi.shared_memory import NodeShared
+from hpcdist.backends.mpi.node import slices, slots, window
+from hpcdist.backends.mpi.node.arithmetic import FOLDS, KINDS
+from hpcdist.backends.mpi.node.collectives import NodeShared
 
 SEED = 20
 ITEM = 4
@@ -26,14 +26,14 @@ EDGES = sorted(
         max(1, edge // ITEM + more)
         for edge in (
             64,
-            node_slots.DIRECT_HALF_BYTES // 2,
-            node_slots.DIRECT_HALF_BYTES_OF_TWO // 2,
-            *(node_slots.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
-            node_slices.CHUNK_BYTES,
-            node_slices.CHUNK_BYTES_OF_TWO,
-            node_window.SLOT_BYTES,
-            3 * node_slices.CHUNK_BYTES_OF_TWO,
-            4 * node_window.SLOT_BYTES,
+            slots.DIRECT_HALF_BYTES // 2,
+            slots.DIRECT_HALF_BYTES_OF_TWO // 2,
+            *(slots.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
+            slices.CHUNK_BYTES,
+            slices.CHUNK_BYTES_OF_TWO,
+            window.SLOT_BYTES,
+            3 * slices.CHUNK_BYTES_OF_TWO,
+            4 * window.SLOT_BYTES,
         )
         for more in (-17, -1, 0, 1, 15)
     }

@@ -14,9 +14,10 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi import crossover, runtime
-from hpcdist.backends.mpi.shared_memory import NodeShared
-from hpcdist.backends.mpi.sharing import SHARED_CALLS
+from hpcdist.backends.mpi.node import thresholds
+from hpcdist.backends.mpi.node.collectives import NodeShared
+from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.process import runtime
 
 SEED = 21
 
@@ -31,7 +32,8 @@ def comm(_default_group):
 
 @pytest.fixture
 def always(monkeypatch, comm):
-    monkeypatch.setenv(crossover.VARIABLE, "0")
+    """Groups made from now on use shared memory for every size."""
+    monkeypatch.setattr(dist.group.WORLD.cpu.collectives.plans, "thresholds", Thresholds("0"))
 
 
 def resident() -> int:
@@ -47,58 +49,57 @@ def shared_files() -> int:
 
 
 def test_override():
-    known = {"0": (1,), "64K": (65536,), "4M": (4 << 20,), "off": (), "OFF": (), "": None, "a.json": None}
-    assert {text: crossover.override(text) for text in known} == known
+    known = {"0": 1, "64K": 65536, "4M": 4 << 20, "off": NEVER, "OFF": NEVER, "": None, "a.json": None}
+    assert {text: thresholds.override(text) for text in known} == known
     with pytest.raises(ValueError, match="number of bytes such as 65536"):
-        crossover.override("lots")
+        Thresholds("lots")
 
 
-def test_a_file_stands_in_for_the_table(monkeypatch, tmp_path):
+def test_a_file_stands_in_for_the_table(tmp_path):
     path = str(tmp_path / "crossovers.json")
-    names = crossover.BYTES["MPICH"][2]
-    crossover.write(path, "Some MPI", 2, dict.fromkeys(names, (1 << 14, 1 << 20)))
-    crossover.write(path, "Some MPI", 8, dict.fromkeys(names, ()))
-    monkeypatch.setenv(crossover.VARIABLE, path)
-    for ranks, at in ((2, (1 << 14, 1 << 20)), (3, (1 << 14, 1 << 20)), (5, ()), (64, ())):
-        assert crossover.switches("all_reduce", torch.float32, "SUM", ranks, "Some MPI") == at
-    table = crossover.BYTES["Open MPI"][2]  # what the file does not tell
-    assert crossover.switches("broadcast", torch.float32, None, 2, "Open MPI") == table["broadcast"]
-    for nbytes, expected in ((1, False), (1 << 14, True), ((1 << 20) - 1, True), (1 << 20, False), (1 << 30, False)):
-        assert crossover.is_shared(nbytes, (1 << 14, 1 << 20)) is expected
-        assert crossover.is_shared(nbytes, ()) is False
+    names = thresholds.BYTES["MPICH"][2]
+    thresholds.write(path, "Some MPI", 2, dict.fromkeys(names, 1 << 14))
+    thresholds.write(path, "Some MPI", 8, dict.fromkeys(names, NEVER))
+    measured = Thresholds(path)
+    for ranks, at in ((2, 1 << 14), (3, 1 << 14), (5, NEVER), (64, NEVER)):
+        assert measured.of("all_reduce", torch.float32, "SUM", ranks, "Some MPI") == at
+    table = thresholds.BYTES["Open MPI"][2]  # what the file does not tell
+    assert measured.of("broadcast", torch.float32, None, 2, "Open MPI") == table["broadcast"]
+    assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 2, "Some MPI") == NEVER
+    assert measured.of("all_reduce", torch.float32, "SUM", 1, "Some MPI") == NEVER
     for content in ("not JSON", "[]", '{"Some MPI": {"two": {}}}'):
         wrong = tmp_path / "wrong.json"
         wrong.write_text(content)
-        crossover.read.cache_clear()
+        thresholds.read.cache_clear()
         with pytest.raises(ValueError, match="expected the file that"):
-            crossover.measured("Some MPI", 2, str(wrong))
+            Thresholds(str(wrong))
     with pytest.raises(ValueError, match="No such file"):
-        crossover.measured("Some MPI", 2, str(tmp_path / "absent.json"))
+        Thresholds(str(tmp_path / "absent.json"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("library", [*crossover.BYTES, "another"])
-def test_the_floor_keeps_out_nothing_that_the_table_lets_in(library, ranks):
-    for row in SHARED_CALLS:
-        op = "SUM" if row.reduces else None
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
-            for least in crossover.switches(row.name, dtype, op, ranks, library)[:1]:
-                sent = least // ranks if row.name == "all_gather_single" else least
-                assert crossover.floor_bytes(row, ranks, library) <= sent
+def test_fingerprints_tell_settings_apart(tmp_path):
+    path = tmp_path / "crossovers.json"
+    thresholds.write(str(path), "Some MPI", 2, {"all_reduce": 5})
+    settings = ["", "off", "64K", str(path)]
+    assert len({Thresholds(text).fingerprint() for text in settings}) == len(settings)
+    assert Thresholds("65536").fingerprint() == Thresholds("64k").fingerprint()
+    copy = tmp_path / "copy.json"  # on another node: what it holds counts, not where it is
+    copy.write_text(path.read_text())
+    assert Thresholds(str(copy)).fingerprint() == Thresholds(str(path)).fingerprint()
 
 
-def test_a_window_is_made_on_first_use_alone(comm, monkeypatch):
-    monkeypatch.delenv(crossover.VARIABLE, raising=False)
+def test_a_window_is_made_only_on_first_use(comm, monkeypatch):
+    monkeypatch.setattr(dist.group.WORLD.cpu.collectives.plans, "thresholds", Thresholds())
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group)
-    backend = group.backend(torch.device("cpu"))
-    assert backend.sharing.shared is None
+    node = group.backend(torch.device("cpu")).collectives.node
+    assert node.shared is None
     dist.all_reduce(torch.ones(4 << 20), group=group)
     library = runtime.load().get_vendor()[0]
-    at = crossover.switches("all_reduce", torch.float32, "SUM", comm.size, library)
-    assert (backend.sharing.shared is not None) == crossover.is_shared(16 << 20, at)
-    if backend.sharing.shared is not None:
-        assert backend.sharing.shared.window.segment_bytes <= 8 << 20
+    at = Thresholds().of("all_reduce", torch.float32, "SUM", comm.size, library)
+    assert (node.shared is not None) == (at <= 16 << 20)
+    if node.shared is not None:
+        assert node.shared.window.segment_bytes <= 8 << 20
     dist.destroy_process_group(group)
 
 

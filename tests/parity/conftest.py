@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _worlds():
-    from hpcdist.backends.mpi import runtime
+    from hpcdist.backends.mpi.process import runtime
 
     world = runtime.world()
     rank, size = world.Get_rank(), world.Get_size()

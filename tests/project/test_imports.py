@@ -38,26 +38,20 @@ MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main
 # fails the test
 EXCEPTIONS = {
     ("hpcdist.core.registry", "hpcdist.backends.foreign"): "upward: the registry asks torch for backends of others",
-    ("hpcdist.launch.rendezvous", "hpcdist.backends.mpi.runtime"): "upward: mpi:// sends the store's address over MPI",
+    (
+        "hpcdist.launch.rendezvous",
+        "hpcdist.backends.mpi.process.runtime",
+    ): "upward: mpi:// tells the store's address by MPI",
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.connection", "hpcdist.launch.devices"): "which GPU belongs to this rank",
-    ("hpcdist.c10d.names", "hpcdist.backends.mpi.runtime"): "asks whether there is an MPI, without starting it",
-    ("hpcdist.c10d.lifecycle", "hpcdist.backends.mpi.runtime"): "checks the user's communicator, starts the world",
-    ("hpcdist.c10d.adoption", "hpcdist.backends.mpi.runtime"): "the same, for torch's init_process_group",
-    ("hpcdist.c10d.dist2", "hpcdist.backends.mpi.runtime"): "the same, for torch's dist2",
+    ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
+    (
+        "hpcdist.c10d.lifecycle",
+        "hpcdist.backends.mpi.process.runtime",
+    ): "checks the user's communicator",
+    ("hpcdist.c10d.adoption", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's init_process_group",
+    ("hpcdist.c10d.dist2", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's dist2",
 }
-# modules that import each other in a circle today -> what has to be split; a circle may shrink, none may appear
-CIRCLES = {
-    frozenset({"hpcdist.core.backend", "hpcdist.core.objects"}): "the ABC names the sizes that objects computes",
-    frozenset(
-        f"hpcdist.core.{name}" for name in ("c10d_methods", "group", "issue", "sparse", "transfer", "world")
-    ): "the group carries torch's methods, which issue calls on a group: the plain group has to come apart from them",
-    frozenset(
-        f"hpcdist.backends.mpi.{name}"
-        for name in (*("backend", "fault_tolerance", "large", "messages", "repeated", "runtime", "sharing", "staging"),)
-    ): "parts of the backend take the whole backend: they need a communicator of their own below it",
-}
-
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own
 FAMILIES = {"gloo": "foreign"}
@@ -157,10 +151,7 @@ def test_the_parts_form_no_circle():
 
 def test_the_modules_form_no_circle():
     found = circles({module: those & FILES.keys() for module, those in WHOLE.items()})
-    new = [sorted(circle) for circle in found if not any(circle <= known for known in CIRCLES)]
-    assert not new, f"these import each other: {new}"
-    gone = [sorted(known) for known in CIRCLES if not any(circle <= known for circle in found)]
-    assert not gone, f"no longer a circle, delete it from CIRCLES: {gone}"
+    assert not found, f"these import each other: {[sorted(circle) for circle in found]}"
 
 
 @pytest.mark.parametrize("module", [module for module in FILES if module.startswith("hpcdist.core")])

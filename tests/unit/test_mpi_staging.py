@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("mpi4py.MPI", reason="no MPI library")
 
-from hpcdist.backends.mpi import staging
+from hpcdist.backends.mpi import cuda as staging
 from hpcdist.backends.mpi.backend import MPIBackend
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
@@ -28,7 +28,8 @@ def not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu() -> None:
     inner = MPIBackend.__new__(MPIBackend)
-    inner.rank, inner.size, inner.unfinished = 0, 1, deque()
+    inner.rank, inner.size, inner.unfinished, inner.has_threads = 0, 1, deque(), True
+    inner.objects = inner.collectives = SimpleNamespace(is_shared=lambda *_: False)  # type: ignore[assignment]
     group = ProcessGroup((0,), 0, {"cpu": inner, "cuda": inner}, "mpi", "0", "", LIMIT)
     assert group.backend("cpu") is inner
     staged = group.backend("cuda")
@@ -70,14 +71,19 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
     steps: list[Any] = []
 
     class Inner:
-        rank, size, queue, unfinished = 0, 2, None, ()
+        rank, size, queue, unfinished, objects, has_threads = 0, 2, None, (), None, True
 
         def run(self, row: Any, send: Any, recv: Any, *_: Any) -> None:
             steps.append((row.name, send, recv))
 
     stream = SimpleNamespace(synchronize=lambda: steps.append("synchronised"))
     cuda = SimpleNamespace(current_stream=lambda device: stream)
-    staged = staging.StagedBackend(Inner(), cuda)  # type: ignore[arg-type]
+    shared: list[int] = []
+
+    def is_shared(row: Any, dtype: Any, op: Any, nbytes: int) -> bool:
+        return nbytes in shared
+
+    staged = staging.StagedBackend(Inner(), is_shared, cuda)  # type: ignore[arg-type]
     tensor, gathered = torch.ones(2), torch.empty(4)
     staged.run(BROADCAST, tensor, tensor, None, 0, None)
     assert steps[0] == "synchronised"
@@ -92,3 +98,7 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
         assert steps[0] == "synchronised"  # the copy to the host
         assert steps[1][1] is not send
         assert steps[2] == "synchronised"  # the copy back
+    steps.clear()
+    shared.append(tensor.nbytes)  # ranks with host memory go to the window: so does this one
+    staged.run(BROADCAST, tensor, tensor, None, 0, None)
+    assert steps[1][1] is not tensor

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdist.backends.mpi import threads
+from hpcdist.backends.mpi.process import threads
 
 
 @pytest.fixture(autouse=True)

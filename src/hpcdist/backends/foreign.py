@@ -20,11 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist import torch_bridge
 from hpcdist.core import reduction
-from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.mailbox import Mailbox
-from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row
+from hpcdist.core.objects import TensorObjects
+from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Counts, Row
 from hpcdist.core.work import DoneWork, Work
 
 NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
@@ -85,6 +86,7 @@ class ForeignBackend(Backend):
         self._store = bootstrap.store
         self._mailbox = Mailbox(self.rank)
         self.unfinished = deque()
+        self.objects = TensorObjects(self)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> ForeignBackend:

@@ -13,9 +13,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import reduction
-from hpcdist.core.backend import Backend, Bootstrap, Counts
+from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.mailbox import Mailbox
-from hpcdist.core.table import Row
+from hpcdist.core.objects import TensorObjects
+from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import DoneWork, Work
 
 
@@ -28,6 +29,7 @@ class LoopbackBackend(Backend):
 
     def __init__(self) -> None:
         self._mailbox = Mailbox(0)
+        self.objects = TensorObjects(self)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> LoopbackBackend:

@@ -58,7 +58,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     if size == 1 and not is_mpi:
         config = Backend.LOOPBACK
     if is_mpi:
-        from hpcdist.backends.mpi import runtime
+        from hpcdist.backends.mpi.process import runtime
 
         comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()

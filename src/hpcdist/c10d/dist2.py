@@ -109,7 +109,7 @@ def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootst
     if backend == "loopback":
         return Bootstrap(0, 1, timeout)
     if backend == "mpi":
-        from hpcdist.backends.mpi import runtime
+        from hpcdist.backends.mpi.process import runtime
 
         comm = options.get("comm") or runtime.world(timeout)
         return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)

@@ -121,7 +121,7 @@ def nodes(parent: Group) -> list[list[int]]:
     """Return the global ranks on each node of a group; every rank of it calls."""
     carrier = parent.any_backend()
     carrier.settle()
-    keys = carrier.all_gather_object(environment.node_key())
+    keys = carrier.objects.all_gather(environment.node_key())
     by_node: dict[str, list[int]] = {}
     for global_rank, key in zip(parent.ranks, keys, strict=True):
         by_node.setdefault(key, []).append(global_rank)

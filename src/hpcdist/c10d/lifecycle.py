@@ -13,10 +13,11 @@ from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
 from hpcdist import torch_bridge
-from hpcdist.c10d.debug import set_debug_level_from_env
+from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, registry
+from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
@@ -102,7 +103,19 @@ def init_process_group(
 
 
 def begin(group: ProcessGroup, device: torch.device | None) -> None:
-    """Make a group the default one."""
+    """Make a group the default one, once its ranks have found that they share their settings.
+
+    Raises:
+        DistBackendError: they do not; on every rank.
+    """
+    set_debug_level_from_env()
+    if group.cpu is not None and group.size() > 1:
+        is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
+        try:
+            check_same(group.cpu, {**group.cpu.settings(), "TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed})
+        except errors.DistBackendError:
+            group.close()
+            raise
     group.bound_device_id = device
     WORLD.default = group
     WORLD.add(group)
@@ -111,7 +124,6 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
 
 def watch(group: ProcessGroup) -> None:
     """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
-    set_debug_level_from_env()
     watchdog.begin(group)
     if DEPARTURE.backend is None:
         # after MPI was initialised, so that exit runs this before MPI is finalised
@@ -168,7 +180,7 @@ def prepare(
         return Bootstrap(0, 1, timeout)
     is_told = init_method is not None or store is not None  # NCCL alone finds its ranks over MPI under mpirun
     if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
-        from hpcdist.backends.mpi import runtime
+        from hpcdist.backends.mpi.process import runtime
 
         world = runtime.checked(comm) if comm is not None else runtime.world(timeout)
         return Bootstrap(world.Get_rank(), world.Get_size(), timeout, comm=world)

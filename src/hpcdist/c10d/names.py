@@ -172,7 +172,7 @@ def is_mpi_available() -> bool:
     if find_spec("mpi4py") is None:
         return False
     try:
-        from hpcdist.backends.mpi import runtime
+        from hpcdist.backends.mpi.process import runtime
 
         runtime.load()
     except (ImportError, RuntimeError):

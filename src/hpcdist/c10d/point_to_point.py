@@ -7,7 +7,6 @@ one side does not block. Peers are given as global ranks, or with ``group_…`` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.distributed
@@ -15,8 +14,7 @@ import torch.distributed
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.repetition import LOOKS
-from hpcdist.core.transfer import begin_again, begin_receive, begin_send, incoming, outgoing, title
+from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -39,14 +37,6 @@ def send(
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself.
     """
-    again = begin_again(group, "send", tensor, dst, group_dst)
-    if again is not None:
-        pg, run, peer = again
-        try:
-            run(tensor, peer, tag)
-        finally:
-            pg.journal.current = None
-        return
     way = world.route(group, "send", dst, group_dst)
     if way is None:
         return
@@ -63,8 +53,6 @@ def send(
         journal.current = None
         if event is not None:
             event.__exit__(None, None, None)
-    if journal.messages % LOOKS == 0 and data is tensor and data.is_cpu:
-        pg.known.look("send", data, data, None, None, partial(backend.repeated_message, "send"))
 
 
 def recv(
@@ -90,13 +78,6 @@ def recv(
         ValueError: two senders, one outside the group, or this rank itself.
         DistBackendError: what was sent does not fit.
     """
-    again = begin_again(group, "recv", tensor, src, group_src)
-    if again is not None:
-        pg, run, peer = again
-        try:
-            return pg.ranks[run(tensor, peer, tag)]
-        finally:
-            pg.journal.current = None
     way = world.origin(group, "recv", src, group_src)
     if way is None:
         return -1
@@ -115,8 +96,6 @@ def recv(
             event.__exit__(None, None, None)
     if finish is not None:
         finish()
-    elif journal.messages % LOOKS == 0 and data is tensor and data.is_cpu:
-        pg.known.look("recv", data, data, None, None, partial(backend.repeated_message, "recv"))
     return pg.ranks[sender]
 
 

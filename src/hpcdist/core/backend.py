@@ -1,4 +1,4 @@
-"""What must a library be able to do to carry a process group?
+"""Backend: what a library must do to carry a process group.
 
 A backend is one communicator of one library (MPI, NCCL, gloo, none) and the calls on it. ``core.issue``
 has already checked the call and made the tensors flat, contiguous and of one device; a backend checks
@@ -7,31 +7,28 @@ only what it alone can know. Ranks here are ranks of the group, and a root is on
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import memmove
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
+
 from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
-from hpcdist.core.objects import TensorObjects
+from hpcdist.core.supervised import Supervised
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ReduceOp
     from torch.distributed.distributed_c10d import Store
 
-    from hpcdist.core.errors import DistBackendError
-    from hpcdist.core.table import Row
+    from hpcdist.core.objects import Objects
+    from hpcdist.core.table import Counts, Row
     from hpcdist.core.work import Queue, Work
 
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
-
-Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
 
 
 class Bootstrap(NamedTuple):
@@ -47,7 +44,7 @@ class Bootstrap(NamedTuple):
     peer: Backend | None = None  # the group's CPU backend, already connected
 
 
-class Backend(TensorObjects):
+class Backend(Supervised):
     """One communicator of one library.
 
     ``run`` blocks until the caller's buffers hold the result; ``start`` returns at once. The default
@@ -58,12 +55,11 @@ class Backend(TensorObjects):
     name: ClassVar[str]
     rank: int
     size: int
-    queue: Queue | None = None  # made by the first asynchronous call
     peer: Backend | None = None  # the group's CPU backend, where this one carries another device
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
     has_threads: bool = True  # whether the library may be called from a thread of ours
-    ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
-    unfinished: deque[Work]  # messages under way
+    device = torch.device("cpu")  # where the bytes of objects travel
+    objects: Objects  # the same communicator's calls for objects
 
     @classmethod
     @abstractmethod
@@ -76,7 +72,7 @@ class Backend(TensorObjects):
         row: Row,
         send: torch.Tensor | None,
         recv: torch.Tensor | None,
-        op: ReduceOp | None,
+        op: Any,
         root: int | None,
         counts: Counts | None,
     ) -> None:
@@ -91,7 +87,7 @@ class Backend(TensorObjects):
         row: Row,
         send: torch.Tensor | None,
         recv: torch.Tensor | None,
-        op: ReduceOp | None,
+        op: Any,
         root: int | None,
         counts: Counts | None,
         result: list[torch.Tensor],
@@ -114,10 +110,10 @@ class Backend(TensorObjects):
 
         return Queue(self.name)
 
-    def repeated(
-        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: ReduceOp | None, root: int | None
+    def prepare(
+        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return what runs a collective again, on tensors that look like these (see ``core.repetition``)."""
+        """Return what runs a collective again, on tensors that look like these (see ``core.call_cache``)."""
         return lambda send, recv: self.run(row, send, recv, op, root, None)
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -135,6 +131,10 @@ class Backend(TensorObjects):
 
         return flat, copy
 
+    def settings(self) -> dict[str, str]:
+        """Return settings by name that decide about calls, and so must be the same on all ranks."""
+        return {}
+
     def settle(self) -> None:
         """Wait for what is queued: two threads may not call collectives of one communicator at once (MPI 6.14)."""
         if self.queue is not None:
@@ -151,10 +151,6 @@ class Backend(TensorObjects):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive into a tensor from ``src``, or from anyone when None; return the sender."""
-
-    def repeated_message(self, what: str) -> Callable[[torch.Tensor, Any, int], Any]:
-        """Return what runs a "send" or "recv" again, of tensors that look like the last one."""
-        return self.send if what == "send" else self.recv
 
     @abstractmethod
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
@@ -183,6 +179,10 @@ class Backend(TensorObjects):
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
 
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
+        """Run the library's own barrier that says who is missing; False where it has none."""
+        return False
+
     def grouped(self) -> AbstractContextManager[None]:
         """Launch the calls begun inside together, where the library can."""
         return nullcontext()
@@ -191,63 +191,9 @@ class Backend(TensorObjects):
         """Return what carries a device type's tensors on this communicator."""
         return self
 
-    def pending(self) -> list[Work]:
-        """Return the asynchronous calls that have not ended."""
-        queued = [] if self.queue is None else self.queue.pending()
-        messages = list(getattr(self, "unfinished", ()))
-        return [*queued, *(work for work in messages if not work._done)]
-
-    def outstanding(self) -> Work | None:
-        """Return the first call that was handed to a device and that it is not through with, the same until it is.
-
-        The host does not wait for such a call, so only who asks can tell that it hangs; the watchdog does.
-        """
-        return None
-
-    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
-        """Run the library's own barrier that says who is missing; False where it has none."""
-        return False
-
-    def interrupt(self, reason: str) -> bool:
-        """Make the call that blocks on this communicator raise; return False where the library cannot."""
-        return False
-
-    def foretell(self, reason: str) -> None:
-        """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
-
-    def interrupts_all(self) -> bool:
-        """Tell whether to interrupt a collective ends it on all ranks."""
-        return False
-
-    def check_async(self) -> DistBackendError | None:
-        """Return an error that the library met outside any call, which the watchdog asks for."""
-        return None
-
-    def failed(self) -> list[int]:
-        """Return the ranks that the library knows to have died."""
-        return []
-
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> Backend:
         """Make a communicator of the ranks that are not excluded; only they call."""
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
-
-    def knows_death(self) -> bool:
-        """Tell whether the library knows that a rank of the job has died; it need not be one of this group."""
-        return False
-
-    def farewell(self) -> Callable[[], bool] | None:
-        """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
-
-        None says that a rank may leave alone.
-        """
-        return None
-
-    def abandon(self) -> None:
-        """Leave the job without the end that all ranks take part in: one has ended before, and none makes calls."""
-
-    def abort(self, status: int) -> None:
-        """End this process, and with it the job: the launcher ends the others."""
-        os._exit(status)
 
     def close(self) -> None:
         """End the queue and free the communicator; every rank calls it, and a second call does nothing."""

@@ -23,8 +23,8 @@ from hpcdist.core.transfer import begin_receive, begin_send
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend, Counts
-    from hpcdist.core.table import Row
+    from hpcdist.core.backend import Backend
+    from hpcdist.core.table import Counts, Row
 
 Tensors = list[torch.Tensor]
 
@@ -346,7 +346,7 @@ class C10dMethods(Group):
         if len(lists[0]) != self.size():
             raise MismatchError(
                 f"{call}: Incorrect {side} list size {len(lists[0])}. {side.capitalize()} list size should be "
-                f"{self.size()}, same as size of the process group."
+                f"{self.size()}, same as size of the process group: expected one tensor a rank"
             )
         return list(lists[0])
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcdist.core import errors
+from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import Journal
-from hpcdist.core.repetition import Known
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -54,7 +54,7 @@ class Group:
         self.config = config
         self.timeout = timeout
         self.journal = Journal(name)
-        self.known = Known()
+        self.known = CallCache()
         self.coalescing: list[Any] | None = None  # the calls held back by a coalescing manager
         self._name = name
         self._description = description

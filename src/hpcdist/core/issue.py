@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import profiling
-from hpcdist.core.backend import Backend, Counts
+from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     COMPLEX_TYPES,
     PLAIN_TYPES,
@@ -25,10 +25,11 @@ from hpcdist.core.buffers import (
     put,
     same_dtype,
 )
+from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.repetition import LOOKS, Repetition
-from hpcdist.core.table import ALL_REDUCE, Row
+from hpcdist.core.sparse import all_reduce_sparse
+from hpcdist.core.table import ALL_REDUCE, Counts, Row
 from hpcdist.core.work import DoneWork, Work
 from hpcdist.core.world import WORLD, joined
 
@@ -75,7 +76,7 @@ def issue(
     ):
         known = pg.known.get(row)
         if (
-            known.__class__ is Repetition
+            known.__class__ is CachedCall
             and known.op is op
             and known.root == root
             and known.in_place is (recv is send)
@@ -122,7 +123,7 @@ def issue(
         finally:
             journal.current = None
         if not is_known and number % LOOKS == 0 and counts is None:
-            pg.known.look(row, send, recv, op, root, partial(backend.repeated, row, send, recv, op, root))
+            pg.known.look(row, send, recv, op, root, partial(backend.prepare, row, send, recv, op, root))
         return None
     return issue_any(row, group, send, recv, op, root, async_op, counts)
 
@@ -180,9 +181,7 @@ def issue_any(
         op = canonical(op)
         backend.check_reduction(row, either.dtype, op)
     if either.is_sparse and row is ALL_REDUCE:
-        from hpcdist.core.sparse import all_reduce_sparse  # it is made of calls on this path
-
-        return all_reduce_sparse(recv, op, pg, async_op)
+        return all_reduce_sparse(issue, pg, recv, op, async_op)
     if either.is_sparse:
         raise TypeError(
             f"{row.name} takes dense tensors; of the collectives only all_reduce (and all_reduce_coalesced) "

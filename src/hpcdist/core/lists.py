@@ -27,9 +27,9 @@ from hpcdist.core.buffers import (
     same_dtype,
     scattering,
 )
+from hpcdist.core.call_cache import Likeness, Recognition
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
-from hpcdist.core.repetition import Likeness, Recognition
 from hpcdist.core.table import (
     ALL_GATHER,
     ALL_GATHER_SINGLE,

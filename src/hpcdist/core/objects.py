@@ -1,22 +1,21 @@
-"""How do objects travel where the library moves only tensors?
+"""Object collectives: what every backend offers, and how it is composed from calls on tensors.
 
-An object is pickled to a tensor of bytes, and its length goes ahead. MPI has a way of its own, with
-out-of-band buffers (``backends.mpi``).
+An object is pickled to a tensor of bytes, and its length is sent before it. MPI has a way of its own, with out-of-band
+buffers (``backends.mpi.objects``).
 """
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
 if TYPE_CHECKING:
-    from hpcdist.core.backend import Counts
-    from hpcdist.core.table import Row
+    from hpcdist.core.table import Counts, Row
 
 REASON_LENGTH = 200  # of an error's text that travels
 TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
@@ -72,14 +71,51 @@ def unpickled(data: torch.Tensor) -> Any:
     return unpacked(data.cpu().numpy().data)
 
 
-class TensorObjects(ABC):
-    """The object calls of a backend, composed from its calls on tensors."""
+def packed_list(values: list[Any], rank: int) -> tuple[list[tuple[bytes, list[pickle.PickleBuffer]]], Exception | None]:
+    """Pickle the objects of a scatter; if one cannot be, nobody gets an object."""
+    made = [packed(value, rank) for value in values]
+    bad = next((each for each in made if each[2] is not None), None)
+    return [(bad or each)[:2] for each in made], None if bad is None else bad[2]
+
+
+class Objects(ABC):
+    """The object calls of a backend; a rank that cannot pickle its object keeps nobody waiting."""
+
+    @abstractmethod
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather every rank's object on all ranks."""
+
+    @abstractmethod
+    def gather(self, value: Any, root: int) -> list[Any] | None:
+        """Gather every rank's object on the root."""
+
+    @abstractmethod
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Hand the root's object to all ranks."""
+
+    @abstractmethod
+    def scatter(self, values: list[Any] | None, root: int) -> Any:
+        """Hand each rank its object of the root's list."""
+
+    @abstractmethod
+    def send(self, value: Any, dst: int) -> None:
+        """Send an object."""
+
+    @abstractmethod
+    def recv(self, src: int | None) -> tuple[Any, int]:
+        """Receive an object; return it and its sender."""
+
+
+class TensorCalls(Protocol):
+    """The calls on tensors that objects can travel by: those of a backend."""
 
     rank: int
     size: int
-    device = torch.device("cpu")  # where the bytes travel
 
-    @abstractmethod
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes of objects travel."""
+
     def run(
         self,
         row: Row,
@@ -91,13 +127,27 @@ class TensorObjects(ABC):
     ) -> None:
         """Run one collective to its end."""
 
-    @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send a tensor."""
 
-    @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive into a tensor and return the sender."""
+
+
+class TensorObjects(Objects):
+    """Object calls composed from a backend's calls on tensors.
+
+    The bytes travel on the backend's device.
+    """
+
+    def __init__(self, calls: TensorCalls) -> None:
+        self._calls = calls
+        self.rank, self.size = calls.rank, calls.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes travel."""
+        return self._calls.device
 
     def _packed(self, value: Any) -> tuple[torch.Tensor, Exception | None]:
         data, _, failure = packed(value, self.rank, is_whole=True)
@@ -106,20 +156,20 @@ class TensorObjects(ABC):
     def _lengths(self, length: int) -> list[int]:
         mine = torch.tensor([length], device=self.device)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self.run(ALL_GATHER_SINGLE, mine, lengths, None, None, None)
+        self._calls.run(ALL_GATHER_SINGLE, mine, lengths, None, None, None)
         return lengths.tolist()
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
         data, failure = self._packed(value)
         lengths = self._lengths(data.numel())
         everything = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
-        self.run(ALL_GATHER, data, everything, None, None, ([data.numel()], lengths))
+        self._calls.run(ALL_GATHER, data, everything, None, None, ([data.numel()], lengths))
         if failure is not None:
             raise failure
         return [unpickled(part) for part in everything.split(lengths)]
 
-    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+    def gather(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
         data, failure = self._packed(value)
         lengths = self._lengths(data.numel())
@@ -128,7 +178,7 @@ class TensorObjects(ABC):
         padded[: data.numel()] = data
         is_root = self.rank == root
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
-        self.run(GATHER, padded, everything, None, root, None)
+        self._calls.run(GATHER, padded, everything, None, root, None)
         if failure is not None:
             raise failure
         if everything is None:
@@ -136,20 +186,20 @@ class TensorObjects(ABC):
         parts = everything.split(longest)
         return [unpickled(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
-    def broadcast_object(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: Any, root: int) -> Any:
         """Hand the root's object to all ranks."""
         is_root = self.rank == root
         data, failure = self._packed(value) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self.device)
-        self.run(BROADCAST, length, length, None, root, None)
+        self._calls.run(BROADCAST, length, length, None, root, None)
         if data is None:
             data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self.run(BROADCAST, data, data, None, root, None)
+        self._calls.run(BROADCAST, data, data, None, root, None)
         if failure is not None:
             raise failure
         return value if is_root else unpickled(data)
 
-    def scatter_object(self, values: list[Any] | None, root: int) -> Any:
+    def scatter(self, values: list[Any] | None, root: int) -> Any:
         """Hand each rank its object of the root's list."""
         parts, failure = None, None
         if values is not None and self.rank == root:
@@ -160,7 +210,7 @@ class TensorObjects(ABC):
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         if parts is not None:
             lengths = torch.tensor([part.numel() for part in parts], device=self.device)
-        self.run(BROADCAST, lengths, lengths, None, root, None)
+        self._calls.run(BROADCAST, lengths, lengths, None, root, None)
         longest = int(lengths.max())
         everything = None
         if parts is not None:
@@ -168,21 +218,21 @@ class TensorObjects(ABC):
             for row, part in zip(everything, parts, strict=True):
                 row[: part.numel()] = part
         mine = torch.empty(longest, dtype=torch.uint8, device=self.device)
-        self.run(SCATTER, everything, mine, None, root, None)
+        self._calls.run(SCATTER, everything, mine, None, root, None)
         if failure is not None:
             raise failure
         return unpickled(mine[: int(lengths[self.rank])])
 
-    def send_object(self, value: Any, dst: int) -> None:
+    def send(self, value: Any, dst: int) -> None:
         """Send an object."""
         data = as_bytes(pickle.dumps(value, 5)).to(self.device)
-        self.send(torch.tensor([data.numel()], device=self.device), dst, TAG)
-        self.send(data, dst, TAG)
+        self._calls.send(torch.tensor([data.numel()], device=self.device), dst, TAG)
+        self._calls.send(data, dst, TAG)
 
-    def recv_object(self, src: int | None) -> tuple[Any, int]:
+    def recv(self, src: int | None) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        sender = self.recv(length, src, TAG)
+        sender = self._calls.recv(length, src, TAG)
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self.recv(data, sender, TAG)
+        self._calls.recv(data, sender, TAG)
         return unpickled(data), sender

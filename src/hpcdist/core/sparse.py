@@ -1,4 +1,4 @@
-"""How is a sparse tensor reduced?
+"""all_reduce of sparse tensors.
 
 The ranks gather each other's nonzeros, which may lie in different places, and every rank adds them up in
 rank order, so that all have bitwise the same result.
@@ -6,30 +6,36 @@ rank order, so that all have bitwise the same result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.core.issue import canonical, issue
+from hpcdist.core.group import Group
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE
 from hpcdist.core.work import DoneWork, Work
-from hpcdist.core.world import joined
 
 
-def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> Work | None:
+def all_reduce_sparse(
+    issue: Callable[..., Any], pg: Group, tensor: torch.Tensor, op: Any, async_op: bool
+) -> Work | None:
     """Sum a sparse COO tensor over all ranks, in place.
 
     The call is over when it returns, with ``async_op`` too: the places of the nonzeros must be known first.
+
+    Args:
+        issue: ``core.issue.issue``, which calls this for sparse tensors.
+        pg: the group.
+        tensor: input and output.
+        op: the canonical op.
+        async_op: return a Work, which has ended.
 
     Raises:
         RuntimeError: another op than SUM.
         ValueError: the ranks' tensors differ in shape.
     """
-    pg = joined(group, "all_reduce")
-    if pg is None:
-        return None
-    if canonical(op) != ReduceOp.SUM:
+    if op != ReduceOp.SUM:
         raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
@@ -41,8 +47,8 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
     if not bool((table[:, 1:] == facts[1:]).all()):
         raise ValueError(f"all_reduce of sparse tensors of different shapes: {table[:, 1:].tolist()}, one row a rank")
     counts: list[int] = table[:, 0].tolist()
-    all_indices = gathered(pg, indices.t().contiguous(), counts).t()
-    all_values = gathered(pg, values, counts)
+    all_indices = gathered(issue, pg, indices.t().contiguous(), counts).t()
+    all_values = gathered(issue, pg, values, counts)
     total = torch.sparse_coo_tensor(
         all_indices, all_values, tensor.shape, device=tensor.device, check_invariants=False
     ).coalesce()
@@ -51,7 +57,7 @@ def all_reduce_sparse(tensor: torch.Tensor, op: Any, group: Any, async_op: bool)
     return DoneWork([tensor]) if async_op else None
 
 
-def gathered(pg: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def gathered(issue: Callable[..., Any], pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the rows of all ranks, concatenated; rank r has ``counts[r]`` of them."""
     width = rows[0].numel() if rows.size(0) else int(torch.Size(rows.shape[1:]).numel())
     everything = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)

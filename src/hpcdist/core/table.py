@@ -8,9 +8,11 @@ the tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
 
 
 class Shape(Enum):

@@ -1,4 +1,4 @@
-"""How does one message travel between two ranks? Group, checks and buffers of every send and receive."""
+"""Messages: the group, checks and buffers of every send and receive."""
 
 from __future__ import annotations
 
@@ -11,36 +11,8 @@ from hpcdist.core import profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.group import Group
-from hpcdist.core.repetition import Repetition
 from hpcdist.core.work import Work, in_modes_of_caller
-from hpcdist.core.world import WORLD, origin, route
-
-
-def begin_again(
-    group: Any, what: str, tensor: Any, peer: int | None, group_peer: int | None
-) -> tuple[Group, Callable[..., Any], int] | None:
-    """Record a blocking message that repeats the last ones; return its group, how it runs, and the peer's rank.
-
-    None where it is another one, and for all that is not as usual: then nothing has been done.
-    """
-    pg = WORLD.default if group is None else group
-    if (
-        isinstance(pg, Group)
-        and (known := pg.known.get(what)).__class__ is Repetition
-        and peer is not None
-        and group_peer is None
-        and known.is_like(tensor)
-        and (rank := pg.group_ranks.get(peer)) is not None
-        and (backend := pg.cpu) is not None
-        and rank != backend.rank
-        and not profiling.is_on()
-    ):
-        journal = pg.journal
-        journal.messages = number = journal.messages + 1
-        journal.current = call = (journal, number, what, known.shape, known.dtype, rank)
-        journal.push(call)
-        return pg, known.run, rank
-    return None
+from hpcdist.core.world import origin, route
 
 
 def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:

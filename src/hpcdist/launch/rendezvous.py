@@ -170,7 +170,7 @@ def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta =
 
 def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Open a store on rank 0 and send its addresses and a random secret over MPI; nothing needs to be configured."""
-    from hpcdist.backends.mpi import runtime
+    from hpcdist.backends.mpi.process import runtime
 
     world = runtime.world(timeout)
     store = served(world.Get_rank(), world.allgather(addresses.network()), world.bcast, timeout)
@@ -288,7 +288,7 @@ def store_of(group: Any) -> Store:
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
-        networks = carrier.all_gather_object(addresses.network())
+        networks = carrier.objects.all_gather(addresses.network())
         WORLD.store = served(group.rank(), networks, carrier.broadcast_object, group.timeout)
     return WORLD.store
 

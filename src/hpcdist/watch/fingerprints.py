@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hpcdist.core.backend import Backend, Counts
+from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
-from hpcdist.core.table import ROWS, Row, Shape
+from hpcdist.core.table import ROWS, Counts, Row, Shape
 from hpcdist.watch.report import label, listed
 
 
@@ -106,7 +106,7 @@ def check(
     mine = of_call(pg, call, send, recv, op, root, counts)
     pg.journal.current = (pg.journal, mine.number, call, mine.shape, getattr(send, "dtype", None), root)
     try:
-        prints = [Fingerprint(*each) for each in backend.all_gather_object(tuple(mine))]
+        prints = [Fingerprint(*each) for each in backend.objects.all_gather(tuple(mine))]
     finally:
         pg.journal.current = None
     differences = compare(prints) or compare_counts(prints)

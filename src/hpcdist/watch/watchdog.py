@@ -375,7 +375,7 @@ def begin(group: Group) -> Watchdog:
     group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.rank = rank
     if group.size() > 1:
-        places = group.any_backend().all_gather_object(tuple(watchdog.channel.own))
+        places = group.any_backend().objects.all_gather(tuple(watchdog.channel.own))
         watchdog.channel.learn(group.ranks, places)
         watchdog.recorder.name = places[0][2][:8]
     else:

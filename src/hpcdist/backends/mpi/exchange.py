@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, memory, run, starts
-from hpcdist.core.backend import Counts
+from hpcdist.core.table import Counts
 
 LAYOUTS = 64  # of equal shares, kept
 

@@ -18,9 +18,8 @@ from hpcdist.backends.nccl.connection import Connections, Link
 from hpcdist.backends.nccl.library import FLOAT8_SINCE, Library
 from hpcdist.backends.nccl.streams import Batch, StreamWork
 from hpcdist.core import reduction
-from hpcdist.core.backend import Counts
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row
+from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Counts, Row
 from hpcdist.core.work import Work
 
 

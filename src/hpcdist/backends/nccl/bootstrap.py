@@ -51,8 +51,8 @@ class PeerChannel:
         """Broadcast from the one root, or gather what several made."""
         peer = self._ready()
         if len(roots) == 1:
-            return [peer.broadcast_object(ids.get(roots[0]), roots[0])]
-        gathered = peer.all_gather_object(ids.get(peer.rank))
+            return [peer.objects.broadcast(ids.get(roots[0]), roots[0])]
+        gathered = peer.objects.all_gather(ids.get(peer.rank))
         return [gathered[root] for root in roots]
 
     def pair(self, made: bytes | None, peer: int) -> bytes:
@@ -150,7 +150,7 @@ def check_devices(peer: Backend, device: torch.device) -> None:
     """
     peer.settle()
     mine = (environment.node_key(), devices.identity(device), str(device))
-    check_shared(peer.all_gather_object(mine))
+    check_shared(peer.objects.all_gather(mine))
 
 
 def check_shared(used: Sequence[tuple[str, str, str]], given: Mapping[str, str] | None = None) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcdist.backends.nccl.library import SINCE
-from hpcdist.core.backend import Counts
-from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Row
+from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Counts, Row
 
 if TYPE_CHECKING:
     from hpcdist.backends.nccl.library import Library

@@ -22,6 +22,7 @@ from hpcdist.backends.nccl.streams import Streams
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.objects import TensorObjects
 from hpcdist.core.work import Work
 from hpcdist.launch import devices
 
@@ -58,6 +59,7 @@ class Connections(Backend):
         self._link: Link | None = None
         self._pairs: dict[int, Link] = {}  # by peer: for messages outside a group call
         self._is_eager = False
+        self.objects = TensorObjects(self)
         self._ended: DistBackendError | None = None
         self._owned_peer: Backend | None = None
         self._relay: finding.RelayChannel | None = None  # to be told over by the parent's CPU backend

@@ -9,7 +9,7 @@ import torch
 from rich.progress import Progress
 
 import hpcdist as dist
-from hpcdist.backends.mpi import runtime
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.bench.timing import Bench
 
 Calls = dict[str, Callable[[], Any]]

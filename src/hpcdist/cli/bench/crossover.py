@@ -17,18 +17,18 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi import crossover
-from hpcdist.backends.mpi.shared_memory import NodeShared
-from hpcdist.backends.mpi.sharing import SHARED_CALLS
+from hpcdist.backends.mpi.node import thresholds
+from hpcdist.backends.mpi.node.calls import SHARED_CALLS
+from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.cli.bench.collectives import COLLECTIVES, buffers
-from hpcdist.cli.bench.report import bands, size_name
+from hpcdist.cli.bench.report import least, size_name
 from hpcdist.cli.bench.timing import Bench
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
 SHARED, MPI = "shared memory", "mpi4py"
 MARGIN = 0.97  # shared memory must win by more than two medians of one thing differ
-CHANGE = 0.1  # what a change between the two must gain over all sizes together, as the logarithm of a ratio
+CHANGE = 0.1  # what shared memory must gain over all sizes together, as the logarithm of a ratio
 
 
 def engine(bench: Bench, shared: NodeShared, row: Row, size: int) -> dict[str, Callable[[], object]]:
@@ -43,19 +43,16 @@ def engine(bench: Bench, shared: NodeShared, row: Row, size: int) -> dict[str, C
     }
 
 
-def best(times: dict[int, dict[str, float]]) -> crossover.Switches:
-    """Return the sizes at which to change between the two, MPI first, so that over all the least time is lost."""
-    ways: dict[bool, tuple[float, crossover.Switches]] = {False: (0.0, ()), True: (math.inf, ())}  # is it shared now?
-    for size, sides in sorted(times.items()):
-        cost = {False: math.log(sides[MPI]), True: math.log(sides[SHARED] / MARGIN)}
-        ways = {
-            now: min(
-                (ways[now][0] + cost[now], ways[now][1]),
-                (ways[not now][0] + CHANGE + cost[now], (*ways[not now][1], size)),
-            )
-            for now in (False, True)
-        }
-    return min(ways.values())[1]
+def best(times: dict[int, dict[str, float]]) -> int:
+    """Return the size from which on to use shared memory, so that over all sizes the least time is lost."""
+    sizes = sorted(times)
+
+    def cost(start: int) -> float:
+        return sum(math.log(times[size][SHARED] / MARGIN if size >= start else times[size][MPI]) for size in sizes) + (
+            CHANGE if start != thresholds.NEVER else 0.0
+        )
+
+    return min([thresholds.NEVER, *sizes], key=cost)
 
 
 def measure(bench: Bench) -> int:
@@ -71,8 +68,8 @@ def measure(bench: Bench) -> int:
         return 2
     path = bench.options.json
     if path and Path(path).exists():
-        crossover.read(path)  # before the time is spent: it may hold something else
-    found: dict[str, crossover.Switches] = {}
+        thresholds.read(path)  # before the time is spent: it may hold something else
+    found: dict[str, int] = {}
     table = Table(title=f"{bench.library}, {bench.size} ranks: time through shared memory over MPI's")
     table.add_column("collective")
     for size in SIZES:
@@ -88,13 +85,13 @@ def measure(bench: Bench) -> int:
                 bar.advance(task)
             found[row.name] = best(times)
             ratios = [f"{times[size][SHARED] / times[size][MPI]:.2f}" for size in SIZES]
-            table.add_row(row.name, *ratios, bands(found[row.name]))
+            table.add_row(row.name, *ratios, least(found[row.name]))
     shared.close()
     if bench.rank == 0:
         Console(width=120).print(table)
         if path:
             vendor = bench.library.rsplit(" ", 1)[0]
-            crossover.write(path, vendor, bench.size, found)
-            print(f"written: use it by {crossover.VARIABLE}={path}")
+            thresholds.write(path, vendor, bench.size, found)
+            print(f"written: use it by {thresholds.VARIABLE}={path}")
     bench.figures.clear()  # the table has them, and --json is the file of the crossovers
     return 0

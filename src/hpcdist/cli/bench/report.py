@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hpcdist.backends.mpi import crossover
+from hpcdist.backends.mpi.node import thresholds
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.cli.doctor.findings import bytes_text
 
@@ -110,13 +110,9 @@ def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figur
     return made
 
 
-def bands(switches: crossover.Switches) -> str:
-    """Say in words for which sizes shared memory is used."""
-    ends = [*(f"to below {size_name(size)}" for size in switches[1::2]), ""]
-    return (
-        ", ".join(f"from {size_name(first)} {end}".strip() for first, end in zip(switches[::2], ends, strict=False))
-        or "never"
-    )
+def least(nbytes: int) -> str:
+    """Say in words from which size on shared memory is used."""
+    return "never" if nbytes == thresholds.NEVER else f"from {size_name(nbytes)}"
 
 
 def explain(bench: Bench) -> None:
@@ -125,20 +121,20 @@ def explain(bench: Bench) -> None:
         return
     vendor = bench.library.rsplit(" ", 1)[0]
     console = Console(width=110)
-    made = Table(title=f"Through shared memory ({vendor}, {bench.size} ranks; {crossover.VARIABLE} overrides)")
+    made = Table(title=f"Through shared memory ({vendor}, {bench.size} ranks; {thresholds.VARIABLE} overrides)")
     for name in ("collective", "float32", "bfloat16"):
         made.add_column(name)
-    setting = crossover.setting()
-    for name in crossover.measured(vendor, bench.size, setting):
+    found = thresholds.Thresholds.from_environment()
+    for name in found.measured(vendor, bench.size):
         op = "SUM" if "reduce" in name else None
         dtypes = (torch.float32, torch.bfloat16)
-        made.add_row(name, *(bands(crossover.switches(name, dtype, op, bench.size, vendor)) for dtype in dtypes))
+        made.add_row(name, *(least(found.of(name, dtype, op, bench.size, vendor)) for dtype in dtypes))
     console.print(made)
     source = "measured for this library"
-    if setting:
-        source = f"{crossover.VARIABLE}={setting}"
-    elif vendor not in crossover.BYTES:
-        source = f"not measured for this library: the row of {crossover.STAND_IN} stands in"
+    if found.text:
+        source = f"{thresholds.VARIABLE}={found.text}"
+    elif vendor not in thresholds.BYTES:
+        source = f"not measured for this library: the row of {thresholds.STAND_IN} stands in"
     console.print(f"Source: {source}.")
 
 

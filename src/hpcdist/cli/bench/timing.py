@@ -13,7 +13,7 @@ from typing import Any
 
 import hpcdist as dist
 from hpcdist.backends import gloo
-from hpcdist.backends.mpi import runtime
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.bench.wire import Wire
 from hpcdist.core.backend import Bootstrap
 from hpcdist.launch import rendezvous

@@ -98,7 +98,7 @@ def look() -> Facts:
     """Load the library without starting it; alone, start two ranks by mpirun, and lose one of them."""
     import warnings
 
-    from hpcdist.backends.mpi import runtime
+    from hpcdist.backends.mpi.process import runtime
     from hpcdist.core.errors import DistBackendError
 
     launch = environment.detect()

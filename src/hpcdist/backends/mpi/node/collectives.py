@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from hpcdist.backends.mpi.node_arithmetic import STACK_WIDTH, Fold
-from hpcdist.backends.mpi.node_slices import CHUNK_BYTES, LINE_BYTES, NodeSlices
-from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold
+from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, LINE_BYTES, NodeSlices
+from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
 
 
 class NodeShared(NodeSlices):

@@ -1,9 +1,9 @@
-"""Is this the last call again? Then what was found out about it holds, and is not asked for twice.
+"""Call cache: skips the checks of a call whose tensors match those of the previous one.
 
 Loops call a collective on tensors of one shape over and over. That the tensors are plain, that their sizes fit, what
 they are recorded as, by what plan the backend runs them: all of it follows from how the tensors look, and torch can
-tell that two look the same by one question in place of seven each. Who knows how to ask (``hpcdist.torch_compiler``)
-installs the question here; without it every call asks all.
+compare two by one call in place of seven for each. ``hpcdist.torch_compiler`` knows that call and installs it here;
+without it every call makes all checks.
 
 To prepare for a repetition takes 4 µs, and to compare a call with the one before 0.2, which calls that hardly repeat
 would never earn back. So a group looks at one call in 31, and prepares for what it sees twice: 31 shares no factor with
@@ -35,7 +35,7 @@ class Recognition:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Repetition:
+class CachedCall:
     """A call that came again and again, and what need not be asked of the next one.
 
     Attributes:
@@ -58,8 +58,8 @@ class Repetition:
     run: Callable[..., Any]
 
 
-class Known(dict["Row | str", Any]):
-    """Of each collective and message on one group, a Repetition, or what the group last saw of it."""
+class CallCache(dict["Row | str", Any]):
+    """Of each collective and message on one group, a CachedCall, or what the group last saw of it."""
 
     def look(
         self,
@@ -77,4 +77,4 @@ class Known(dict["Row | str", Any]):
             self[what] = seen
         elif Recognition.of is not None and op.__class__ in PLAIN_OPS:
             is_like = Recognition.of(send) if recv is send else Recognition.of(send, recv)
-            self[what] = Repetition(op, root, recv is send, is_like, shape, dtype, prepare())
+            self[what] = CachedCall(op, root, recv is send, is_like, shape, dtype, prepare())

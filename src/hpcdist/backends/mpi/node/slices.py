@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from hpcdist.backends.mpi import fault_tolerance
-from hpcdist.backends.mpi.node_across import AcrossNodes
-from hpcdist.backends.mpi.node_arithmetic import STACK_WIDTH, Fold, Scratch
-from hpcdist.backends.mpi.node_slots import NodeSlots
-from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
+from hpcdist.backends.mpi.node.internode import AcrossNodes
+from hpcdist.backends.mpi.node.slots import NodeSlots
+from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.process import ulfm
 
 LINE_BYTES = 64  # slices begin on cache lines, so that no line has two writers
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
@@ -155,7 +155,7 @@ class NodeSlices(NodeSlots):
             return None
         reducer = self._reducers.get(fold)
         if reducer is None:
-            poll = self.window.poll if fault_tolerance.is_tolerant() else None
+            poll = self.window.poll if ulfm.is_tolerant() else None
             reducer = self._reducers[fold] = AcrossNodes(self._across, fold, poll)
         return reducer
 

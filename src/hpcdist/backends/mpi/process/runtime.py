@@ -21,12 +21,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-from zlib import crc32
 
 from torch.distributed import default_pg_timeout
 
-from hpcdist.backends.mpi import threads
-from hpcdist.backends.mpi.leftovers import unlink_segments
+from hpcdist.backends.mpi.process import threads
+from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
 
@@ -117,8 +116,8 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
 def leave_out_han() -> None:
     """Have Open MPI not use its component coll/han under ULFM, before MPI starts; what the user has chosen stays.
 
-    Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of a
-    rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
+    Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of
+    a rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
     """
     is_on = os.environ.get(FAULT_TOLERANCE, "0").lower() not in ("0", "false", "no", "disabled")
     if is_on and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
@@ -142,10 +141,10 @@ def finalize() -> None:
     Open MPI 5.0.11 then hung in MPI_Finalize in 1 of 11 to 1 of 4 runs, in a barrier of its launcher that the dead rank
     never enters; leaving without it ended well each time.
     """
-    from hpcdist.backends.mpi import fault_tolerance  # imports mpi4py.MPI, as this module does not
+    from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
     MPI = load()
-    if OWNED and not MPI.Is_finalized() and not fault_tolerance.failed(MPI.COMM_WORLD):
+    if OWNED and not MPI.Is_finalized() and not ulfm.failed(MPI.COMM_WORLD):
         MPI.Finalize()
 
 
@@ -190,10 +189,10 @@ def farewell() -> Callable[[], bool] | None:
     """
     if not OWNED or OWNED[0].Is_finalized():
         return None
-    from hpcdist.backends.mpi import fault_tolerance  # imports mpi4py.MPI, as this module does not
+    from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
     MPI = OWNED[0]
-    begin = fault_tolerance.begin_agreement if fault_tolerance.failed(MPI.COMM_WORLD) else MPI.Comm.Ibarrier
+    begin = ulfm.begin_agreement if ulfm.failed(MPI.COMM_WORLD) else MPI.Comm.Ibarrier
     try:
         request = begin(MPI.COMM_WORLD)
     except MPI.Exception:
@@ -216,14 +215,6 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     unlink_segments(MPI)
     own.Set_errhandler(MPI.ERRORS_RETURN)
     return own
-
-
-def group_tag(name: str) -> int:
-    """Return the tag of an MPI_Comm_create_group: it keeps groups apart that threads make at once (MPI 7.4.2).
-
-    All members find the same one from the group's name, within the 32767 that MPI_TAG_UB is at least (MPI 9.1.2).
-    """
-    return crc32(name.encode()) & 0x7FFF
 
 
 def checked(comm: Any) -> Any:

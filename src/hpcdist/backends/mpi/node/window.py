@@ -50,7 +50,7 @@ NAP_AFTER_SECONDS = 0.02
 NAP_SECONDS = 0.00005
 
 
-def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Intracomm]) -> MPI.Intracomm:
+def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Comm]) -> MPI.Intracomm:
     """Make the communicator of the ranks that share memory and, where given, the same node key.
 
     Args:

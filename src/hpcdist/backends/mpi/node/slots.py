@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node_across import AcrossNodes
-from hpcdist.backends.mpi.node_arithmetic import Fold, Scratch, op_name
-from hpcdist.backends.mpi.node_window import SLOT_BYTES, SLOTS, NodeWindow, split_node
+from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, op_name
+from hpcdist.backends.mpi.node.internode import AcrossNodes
+from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow, split_node
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
 DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
@@ -35,9 +35,7 @@ class NodeSlots:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Intracomm] | None = None
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Comm] | None = None) -> None:
         made = [] if made is None else made
         node = split_node(comm, node_key, made)
         window, failure = None, ""

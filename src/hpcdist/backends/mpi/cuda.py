@@ -1,9 +1,10 @@
-"""How does MPI carry a CUDA tensor, where a group has no NCCL?
+"""CUDA tensors over MPI, for groups without NCCL.
 
 A CUDA-aware MPI takes device memory as it is, once the kernels that write it have ended. Whether it is one is
 asked at run time, and then tried, because a library may be built for CUDA and run without its transport. Every
 other MPI would read a device address as a host's and crash, so there the tensor goes through pinned host memory,
-with one warning.
+with one warning. That is a fact of one process, so it decides only about copies: a call that goes through node-shared
+memory on other ranks takes host memory here too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.runtime import short_name
-from hpcdist.core.backend import Backend, Bootstrap, Counts
-from hpcdist.core.table import Row
+from hpcdist.backends.mpi.process.runtime import short_name
+from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import Queue, Work
 
 WARNING = (
@@ -110,13 +111,17 @@ class StagedBackend(Backend):
 
     Args:
         inner: the group's MPI backend.
+        is_shared: tells whether it runs a row, dtype and op with so many bytes through node-shared memory.
         cuda: ``torch.cuda``, whose streams are used.
     """
 
     name: ClassVar[str] = "mpi"
 
-    def __init__(self, inner: Backend, cuda: Any = torch.cuda) -> None:
+    def __init__(self, inner: Backend, is_shared: Callable[[Row, torch.dtype, Any, int], bool], cuda: Any = torch.cuda):
         self.inner = inner
+        self._is_shared = is_shared
+        self.has_threads = inner.has_threads
+        self.objects = inner.objects
         self.rank = inner.rank
         self.size = inner.size
         self.unfinished = inner.unfinished
@@ -151,13 +156,16 @@ class StagedBackend(Backend):
         tensor.copy_(host, non_blocking=True)
         self._cuda.current_stream(tensor.device).synchronize()
 
-    def _goes_directly(self, row: Row, send: torch.Tensor | None, recv: torch.Tensor | None) -> bool:
+    def _goes_directly(self, row: Row, send: torch.Tensor | None, recv: torch.Tensor | None, op: Any) -> bool:
         """Tell whether MPI itself may take the device memory.
 
         Reductions may not: what surrounds them (``reductions``) is arithmetic on the stream between MPI's calls.
         Nor may buffers that share memory, of which ``MPIBackend`` makes a copy that it does not wait for.
         """
         if row.reduces or not is_cuda_aware():
+            return False
+        nbytes = max(0 if each is None else each.nbytes for each in (send, recv))
+        if send is not None and self._is_shared(row, send.dtype, op, nbytes):
             return False
         if send is None or recv is None or send is recv:
             return True
@@ -184,7 +192,7 @@ class StagedBackend(Backend):
         if given is None:
             self.inner.run(row, send, recv, op, root, counts)
             return
-        if self._goes_directly(row, send, recv):
+        if self._goes_directly(row, send, recv, op):
             self._cuda.current_stream(given.device).synchronize()
             self.inner.run(row, send, recv, op, root, counts)
             return

@@ -1,0 +1,343 @@
+"""Collectives on tensors over one MPI communicator.
+
+Synchronous calls are MPI's blocking calls on the caller's thread: that is where MPI's latency is. Moving collectives
+move bytes, so every dtype works. Which MPI function is called, or whether the call goes through node-shared memory,
+is the plan's (``plans``), which depends only on what all ranks know; how this rank's tensors lie in memory decides
+about copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, memory, message, shares, starts
+from hpcdist.backends.mpi.exchange import describe_equal, exchange
+from hpcdist.backends.mpi.node.calls import SHARED_CALLS, NodeCalls
+from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.plans import Plans
+from hpcdist.backends.mpi.reductions import Reduction
+from hpcdist.core.buffers import overlap
+from hpcdist.core.table import ALL_REDUCE, BROADCAST, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
+
+IN_PLACE = MPI.IN_PLACE
+
+Run = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Collectives:
+    """The collectives of one communicator.
+
+    Args:
+        communicator: the group's.
+        thresholds: the same on all of its ranks.
+        is_background: tells whether the call under way runs beside the rank's own computation.
+    """
+
+    def __init__(self, communicator: Communicator, thresholds: Thresholds, is_background: Callable[[], bool]) -> None:
+        comm = communicator.comm
+        self._communicator = communicator
+        self._comm, self._size = comm, communicator.size
+        self._all_reduce = comm.Allreduce
+        self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
+        self.plans = Plans(communicator.size, thresholds)
+        self.node = NodeCalls(comm, communicator.derived, communicator.poll, is_background)
+
+    def run(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        op: Any,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Run one collective to its end; the arguments are those of ``core.backend.Backend.run``.
+
+        Raises:
+            DistBackendError: MPI failed, or a rank has died.
+        """
+        try:
+            if send is None:
+                if row.buffers:
+                    self._move(row, send, recv, root, counts)
+                else:
+                    self._comm.Barrier()
+            else:
+                plan = self.plans.of(row, send.dtype, op)
+                if plan.shared_from != NEVER and self._is_shared(row, send, recv, plan.shared_from, op):
+                    self.node.run(row, send, send if recv is None else recv, op, root)
+                elif (how := plan.reduction) is not None:
+                    if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:
+                        self._all_reduce(  # the shortest way, for latency
+                            IN_PLACE, (address(send.data_ptr(), send.nbytes), how.datatype), how.op
+                        )
+                    else:
+                        self._reduce(row, send, recv, how, root, counts)
+                elif row.buffers == 2:
+                    self._move(row, send, recv, root, counts)
+                else:
+                    assert root is not None
+                    self._comm.Bcast(message(send), root)
+        except MPI.Exception as error:
+            raise self._communicator.failure(row.name, error) from error
+        if self._communicator.is_checked:
+            self._communicator.check(row.name)
+
+    def is_shared(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
+        """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
+        return nbytes >= self.plans.of(row, dtype, op).shared_from
+
+    def _is_shared(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, least: int, op: Any) -> bool:
+        """Tell whether a call goes through node-shared memory, and make the window for the first that may."""
+        nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
+        if nbytes < least:
+            return False
+        if self.node.shared is None:
+            self.plans.limit_window(self.node.connect())
+            return nbytes >= self.plans.of(row, send.dtype, op).shared_from
+        return True
+
+    # -- reducing ------------------------------------------------------------------------------------
+
+    def _reduce(
+        self,
+        row: Row,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        how: Reduction,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        if how.in_memory:
+            self._reduce_in_memory(row, send, recv, how, root, counts)
+            if how.averages and recv is not None:
+                how.after(recv, recv, self._size)
+            return
+        values = how.before(send)
+        if row.shape is Shape.SAME:
+            self._reduce_in_memory(row, values, values if recv is not None else None, how, root, counts)
+            if recv is not None:
+                how.after(values, recv, self._size)
+            return
+        assert recv is not None
+        reduced = torch.empty(recv.shape, dtype=values.dtype, device="cpu")
+        self._reduce_in_memory(row, values, reduced, how, root, counts)
+        how.after(reduced, recv, self._size)
+
+    def _reduce_in_memory(
+        self,
+        row: Row,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        how: Reduction,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        if send.numel() > COUNT_MAX:
+            self._reduce_large(row, send, recv, how, root, counts)
+            return
+        call = self._calls[row]
+        if send is recv:
+            sendbuf: Any = IN_PLACE
+        else:
+            if recv is not None and counts is None and not row.rooted:
+                buffers = apart(send, recv, how.datatype)
+                if buffers is not None:  # the short way, for latency
+                    call(*buffers, how.op)
+                    return
+            if recv is not None and overlap(send, recv):
+                send = send.clone()
+            sendbuf = [address(send.data_ptr(), send.nbytes), how.datatype]
+        recvbuf: Any = None
+        if recv is not None:
+            recvbuf = [address(recv.data_ptr(), recv.nbytes), how.datatype]
+        if row.rooted:
+            call(sendbuf, recvbuf, how.op, root)
+        elif counts is None:
+            call(sendbuf, recvbuf, how.op)
+        else:
+            call(sendbuf, recvbuf, counts[0], how.op)
+
+    def _reduce_large(
+        self,
+        row: Row,
+        send: torch.Tensor,
+        recv: torch.Tensor | None,
+        how: Reduction,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        """Reduce more elements than MPI's int counts, piece by piece; a reduce_scatter is one reduce to each rank."""
+        source = send.reshape(-1)
+        target = recv.reshape(-1) if recv is not None else None
+        if row.shape is Shape.SAME:
+            for start in range(0, source.numel(), PIECE):
+                part = source[start : start + PIECE]
+                whole = part if send is recv else None if target is None else target[start : start + PIECE]
+                self._reduce_in_memory(row, part, whole, how, root, None)
+            return
+        assert target is not None
+        lengths = counts[0] if counts else [target.numel()] * self._size
+        for rank, (start, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
+            part = source[start : start + length]
+            self._reduce_in_memory(REDUCE, part, target if rank == self._communicator.rank else None, how, rank, None)
+
+    # -- moving --------------------------------------------------------------------------------------
+
+    def _move(
+        self,
+        row: Row,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+        root: int | None,
+        counts: Counts | None,
+    ) -> None:
+        if send is not None and recv is not None:
+            if row in EXCHANGES:
+                exchange(self._comm, send.clone() if overlap(send, recv) else send, recv, counts)
+                return
+            if counts is None:
+                buffers = apart(send, recv, BYTE)
+                if buffers is not None:  # the short way, for latency
+                    self._calls[row](*buffers, *([root] if row.rooted else []))
+                    return
+            if overlap(send, recv):
+                send = send.clone()  # MPI_IN_PLACE would be a call of another kind, made by this rank only
+            if counts is not None:
+                self._gather_counted(send, recv, counts)
+                return
+        # MPI counts are per rank, on the side that has a share for each rank too
+        if send is not None:
+            share = send.nbytes if row.shape is Shape.GATHER else send.nbytes // self._size
+        else:
+            assert recv is not None
+            share = recv.nbytes // self._size if row.shape is Shape.GATHER else recv.nbytes
+        sendbuf = None if send is None else shares(send, share)
+        recvbuf = None if recv is None else shares(recv, share)
+        self._calls[row](sendbuf, recvbuf, *([root] if row.rooted else []))
+
+    def _gather_counted(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts) -> None:
+        if recv.nbytes > COUNT_MAX:  # the same on all ranks
+            exchange(self._comm, send, recv, counts)
+            return
+        received = [count * send.itemsize for count in counts[1]]
+        self._comm.Allgatherv([memory(send), send.nbytes, BYTE], [memory(recv), received, starts(received), BYTE])
+
+    # -- calls that come again -------------------------------------------------------------------------
+
+    def prepare(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> Run:
+        """Return what runs a collective on tensors that look like these.
+
+        What follows from their looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
+        What is left is where the memory lies, and loops use the same memory again: to describe it to mpi4py takes
+        0.15 µs a buffer, to see that it is the same 0.06.
+        """
+        run: Run | None
+        if self.is_shared(row, send.dtype, op, max(send.nbytes, recv.nbytes)):
+            run = self._through_window(row, op, root) if recv is send else None
+        elif recv is send:
+            run = self._in_place(row, send, op, root)
+        else:
+            run = self._between_two(row, send.dtype, op)
+        if run is None:
+            return lambda send, recv: self.run(row, send, recv, op, root, None)
+        return self._checked(row, run) if self._communicator.is_checked else run
+
+    def _checked(self, row: Row, run: Run) -> Run:
+        def run_and_check(send: torch.Tensor, recv: torch.Tensor) -> None:
+            run(send, recv)
+            self._communicator.check(row.name)
+
+        return run_and_check
+
+    def _in_place(self, row: Row, tensor: torch.Tensor, op: Any, root: int | None) -> Run | None:
+        """Return what runs a call whose input is its output; None if it is more than one call of MPI."""
+        nbytes = tensor.nbytes
+        if nbytes > COUNT_MAX:
+            return None
+        failure = self._communicator.failure
+        call: Callable[..., Any] = self._comm.Bcast
+        datatype = BYTE
+        last: Any = root  # what MPI takes after the buffer
+        if row is ALL_REDUCE:
+            how = self.plans.of(row, tensor.dtype, op).reduction
+            if how is None or not how.is_direct:
+                return None
+            call, datatype, last = partial(self._comm.Allreduce, IN_PLACE), how.datatype, how.op
+        elif row is not BROADCAST:
+            return None
+        known: tuple[int, Any] = (-1, None)
+
+        def run(send: torch.Tensor, _: torch.Tensor) -> None:
+            nonlocal known
+            place, buffer = known
+            here = send.data_ptr()
+            if here != place:
+                buffer = (address(here, nbytes), datatype)
+                known = here, buffer
+            try:
+                call(buffer, last)
+            except MPI.Exception as error:
+                raise failure(row.name, error) from error
+
+        return run
+
+    def _through_window(self, row: Row, op: Any, root: int | None) -> Run | None:
+        """Return what runs a call whose input is its output through node-shared memory."""
+        shared = self.node.shared
+        if shared is None:
+            return None
+        call, window, failure = SHARED_CALLS[row], shared.window, self._communicator.failure
+
+        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
+            window.is_background = False
+            try:
+                call(shared, send, recv, op, root)
+            except MPI.Exception as error:
+                raise failure(row.name, error) from error
+
+        return run
+
+    def _between_two(self, row: Row, dtype: torch.dtype, op: Any) -> Run | None:
+        """Return what runs a call that reads one tensor and writes another; None as for ``_in_place``."""
+        if row.rooted:
+            return None
+        datatype = BYTE
+        last: tuple[Any, ...] = ()  # what MPI takes after the buffers
+        if row.reduces:
+            how = self.plans.of(row, dtype, op).reduction
+            if how is None or not how.is_direct:
+                return None
+            datatype, last = how.datatype, (how.op,)
+        call, failure = self._calls[row], self._communicator.failure
+        describe = describe_equal(self._size) if row in EXCHANGES else partial(apart, datatype=datatype)
+        known: tuple[int, int, Any] = (-1, -1, None)
+
+        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
+            nonlocal known
+            first, second, buffers = known
+            source, target = send.data_ptr(), recv.data_ptr()
+            if source != first or target != second:
+                buffers = describe(send, recv)
+                known = source, target, buffers
+            if buffers is None:
+                self.run(row, send, recv, op, None, None)
+                return
+            try:
+                call(*buffers, *last)
+            except MPI.Exception as error:
+                raise failure(row.name, error) from error
+
+        return run
+
+    def close(self) -> None:
+        """Free the window; every rank of the communicator calls it."""
+        self._calls.clear()
+        self.node.close(self._communicator.is_revoked())

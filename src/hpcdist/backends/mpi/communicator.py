@@ -1,0 +1,223 @@
+"""Communicator of one group: an MPI communicator, and what all calls on it share.
+
+MPI's errors are translated here, and here is decided how a call that blocks is ended: under ULFM
+(``process.ulfm``) by revoking the communicator and all that were made from it, which raises in every rank's call on
+them; elsewhere only a receive can be made to raise, by cancelling it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.process import ulfm
+from hpcdist.core.errors import DistBackendError
+
+if TYPE_CHECKING:
+    from hpcdist.backends.mpi.probed import ProbedReceive
+
+NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
+TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
+
+
+def group_tag(name: str) -> int:
+    """Return the tag of MPI_Comm_create_group for a group's name: the same on all members, likely its own."""
+    return crc32(name.encode()) % TAGS
+
+
+class Translation(NamedTuple):
+    """Raises c10d's error for MPI's inside the ``with`` block that this is given to."""
+
+    communicator: Communicator
+    call: str
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Translate."""
+        if isinstance(error, MPI.Exception):
+            raise self.communicator.failure(self.call, error) from error
+
+
+class Communicator:
+    """An MPI communicator that belongs to one process group.
+
+    Attributes:
+        comm: the communicator.
+        rank, size: of this process and of the group.
+        derived: communicators made from it that the group's calls may block on; they are revoked with it.
+        interruption: why a blocked call was made to raise.
+        receiving: the receive that blocks now.
+        is_checked: whether a collective that returned success is checked for a death that MPI did not report.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.derived: list[MPI.Comm] = []
+        self.interruption: str | None = None
+        self.receiving: MPI.Request | ProbedReceive | None = None
+        self.is_checked = ulfm.is_tolerant()
+
+    # -- errors --------------------------------------------------------------------------------------
+
+    def translating(self, call: str) -> Translation:
+        """Return the context in which MPI's errors become c10d's."""
+        return Translation(self, call)
+
+    def failure(self, call: str, error: MPI.Exception) -> DistBackendError:
+        """Return c10d's error for MPI's.
+
+        If a process has died the communicator is revoked first: ranks that wait for one that has just failed the same
+        call would not learn of it otherwise.
+        """
+        if not ulfm.is_loss(error, self.comm):
+            return DistBackendError(
+                f"{call} on rank {self.rank} of {self.size} failed in MPI: {error.Get_error_string()} "
+                f"(class {error.Get_error_class()})"
+            )
+        return self._lost(call)
+
+    def _lost(self, call: str) -> DistBackendError:
+        """Revoke a group that has lost a rank or was given up, and return the error for a call on it."""
+        self.revoke()
+        if self.interruption is not None:
+            return DistBackendError(self.interruption)
+        dead = self.failed()
+        deadline = time.monotonic() + NEWS_SECONDS
+        while not dead and time.monotonic() < deadline:
+            time.sleep(0.005)
+            dead = self.failed()
+        who = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))} of the group died"
+        return DistBackendError(
+            f"{call} on rank {self.rank} of {self.size} failed: "
+            f"{who if dead else 'another rank gave the group up (timeout or lost process)'}; "
+            "the group takes no more calls, shrink_group makes one without the lost ranks"
+        )
+
+    def check(self, call: str) -> None:
+        """Raise if a collective has returned success although a rank has died (if ``is_checked``).
+
+        Open MPI's coll/han does so (``process.runtime.leave_out_han``), and a program that started MPI by itself may
+        use it. The check takes 0.6 µs. It sees what this rank's MPI knows, so that the news of a death may still come
+        too late for it.
+        """
+        dead = self.comm.Get_failed()
+        count = dead.Get_size()
+        dead.Free()
+        if count or self.comm.Is_revoked():
+            raise self._lost(call)
+
+    # -- calls that block ------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Make MPI progress, and raise if the communicator was revoked or a call was interrupted."""
+        if self.interruption is not None:
+            self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike
+            raise DistBackendError(self.interruption)
+        self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def interrupt(self, reason: str) -> bool:
+        """Make the call that blocks raise; called by another thread. False if this MPI cannot."""
+        request = self.receiving
+        if request is not None:
+            self.interruption = reason
+            with suppress(MPI.Exception):  # it may just have ended
+                request.Cancel()
+            return True
+        if ulfm.is_tolerant() and self.comm != MPI.COMM_NULL:
+            self.interruption = reason
+            self.revoke()
+            return True
+        return False
+
+    def revoke(self) -> None:
+        """Make every call on the group's communicators raise, on all ranks (MPI_Comm_revoke, if this MPI has it)."""
+        if ulfm.is_tolerant():
+            for comm in (self.comm, *self.derived):
+                if comm != MPI.COMM_NULL:
+                    comm.Revoke()
+
+    def is_revoked(self) -> bool:
+        """Tell whether the communicator was revoked, by any rank."""
+        return ulfm.is_tolerant() and self.comm.Is_revoked()
+
+    def failed(self) -> list[int]:
+        """Return the ranks that MPI knows to have died."""
+        return ulfm.failed(self.comm)
+
+    # -- communicators of some of its ranks ------------------------------------------------------------
+
+    def split(self, subgroups: Sequence[Sequence[int]]) -> MPI.Intracomm | None:
+        """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
+        color, key = MPI.UNDEFINED, 0
+        for index, ranks in enumerate(subgroups):
+            if self.rank in ranks:
+                color, key = index, list(ranks).index(self.rank)
+        with self.translating("new_group"):
+            made = self.comm.Split(color, key)
+        return None if made == MPI.COMM_NULL else MPI.Intracomm(made)
+
+    def create_group(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+        """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2)."""
+        whole = self.comm.Get_group()
+        members = whole.Incl(list(ranks))
+        try:
+            with self.translating("new_group"):
+                return self.comm.Create_group(members, group_tag(name))
+        finally:
+            members.Free()
+            whole.Free()
+
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
+        """Return a communicator without some ranks; the others call.
+
+        Dead ranks go by MPI_Comm_shrink, live ones by MPI_Comm_create_group (MPI 7.4.2), and if both kinds go, or the
+        communicator was revoked because of a live one, the rest makes a new one by MPI_Comm_create_from_group.
+
+        Args:
+            excluded: ranks that do not take part.
+            name: the same on all that call; keeps apart what is made at once.
+            aborts: revoke the communicator first, so that calls under way on it raise.
+
+        Raises:
+            DistBackendError: MPI failed, as it does for dead ranks if it is not fault tolerant.
+        """
+        comm = self.comm
+        remaining = [rank for rank in range(self.size) if rank not in set(excluded)]
+        whole = comm.Get_group()
+        members = whole.Incl(remaining)
+        try:
+            # a rank whose wait was ended may be here before the revocation by the rank that ended it; all see alike so
+            if aborts or self.interruption is not None:
+                self.revoke()
+            if not self.is_revoked():
+                try:
+                    return comm.Create_group(members, group_tag(name))
+                except MPI.Exception as error:
+                    if not ulfm.is_loss(error, comm):
+                        raise
+            if ulfm.are_dead(comm, excluded):
+                made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
+                if made.Get_size() == len(remaining):
+                    return made
+                raise DistBackendError(
+                    f"shrink_group: MPI counts ranks {self.failed()} of the group as dead, more than the "
+                    f"{list(excluded)} to exclude; call it again with all of them"
+                )
+            return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
+        except MPI.Exception as error:
+            hint = "" if ulfm.is_tolerant() else f"; this MPI cannot go on after a rank has died: {ulfm.LAUNCH_HINT}"
+            raise DistBackendError(
+                f"shrink_group without ranks {list(excluded)} failed in MPI: {error.Get_error_string()}{hint}"
+            ) from error
+        finally:
+            members.Free()
+            whole.Free()

@@ -1,0 +1,1 @@
+"""Collectives through the memory that the ranks of one node share."""

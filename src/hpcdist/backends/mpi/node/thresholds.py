@@ -1,0 +1,194 @@
+"""Thresholds: from how many bytes on a collective goes through node-shared memory in place of MPI itself.
+
+They depend on the MPI library, the collective, the dtype, the number of ranks and the machine, so they are a table of
+measurements: ``python -m hpcdist bench --explain`` prints what holds for the present run, and
+``python -m hpcdist bench crossover`` measures a machine's own and writes them to a file. ``HPCDIST_SHM`` takes the
+table's place: the name of such a file, a number of bytes (suffix K or M) for every collective, or "off".
+
+Bytes are those of the larger of the two buffers. The table is what two machines agree on where they do, with 2 and 4
+ranks (docs/explanation/performance.md). An MPI library that was not measured gets the row of MPICH, whose algorithms
+most libraries inherit.
+
+All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
+other. So the environment is read once, when the default group is made; its ranks compare what they found
+(``fingerprint``), and every group made from it inherits its thresholds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from hpcdist.backends.mpi.node.arithmetic import KINDS, WIDER
+
+VARIABLE = "HPCDIST_SHM"
+NODE_KEY_VARIABLE = "HPCDIST_NODE_KEY"
+NEVER = sys.maxsize
+KIB, MIB = 1 << 10, 1 << 20
+STAND_IN = "MPICH"
+
+Measured = dict[str, dict[int, dict[str, int]]]  # library -> ranks -> collective -> bytes
+
+BYTES: Measured = {
+    "Open MPI": {
+        2: {
+            "all_reduce": 16 * KIB,
+            "broadcast": 4 * MIB,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": 256 * KIB,
+        },
+        4: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 16 * KIB,
+            "all_gather_single": 16 * KIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+    },
+    "MPICH": {
+        2: {
+            "all_reduce": 16 * KIB,
+            "broadcast": 2 * MIB,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": 4 * MIB,
+        },
+        4: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 16 * KIB,
+            "all_gather_single": 16 * KIB,
+            "reduce_scatter_single": 16 * MIB,
+        },
+    },
+    "Intel MPI": {
+        2: {
+            "all_reduce": 4 * MIB,
+            "broadcast": NEVER,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": 4 * MIB,
+        },
+        4: {
+            "all_reduce": 16 * MIB,
+            "broadcast": 1 * MIB,
+            "all_gather_single": 4 * MIB,
+            "reduce_scatter_single": 4 * MIB,
+        },
+    },
+}
+
+# MPI has no half types: the alternative is to widen, reduce and round, which doubles what MPI moves
+HALF_BYTES = 16 * KIB
+
+
+def override(text: str) -> int | None:
+    """Return what a setting says of every collective; None if it says nothing, or names a file.
+
+    Raises:
+        ValueError: neither a number of bytes, nor "off", nor a file's name.
+    """
+    if not text or Path(text).suffix == ".json":
+        return None
+    if text.lower() == "off":
+        return NEVER
+    digits, unit = (text[:-1], text[-1].lower()) if text[-1].lower() in "km" else (text, "")
+    if not digits.isdigit():
+        raise ValueError(
+            f'{VARIABLE}={text!r}; expected a number of bytes such as 65536, 64K or 4M, "off", or the .json file that '
+            "`python -m hpcdist bench crossover` wrote"
+        )
+    # nothing at all needs no memory to travel through
+    return max(1, int(digits) * {"": 1, "k": KIB, "m": MIB}[unit])
+
+
+@cache
+def read(path: str) -> Measured:
+    """Read what was measured on a machine; null stands for never.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        return {
+            library: {
+                int(ranks): {name: NEVER if nbytes is None else int(nbytes) for name, nbytes in by_name.items()}
+                for ranks, by_name in by_ranks.items()
+            }
+            for library, by_ranks in content.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{VARIABLE}={path!r}: {error}; expected the file that `python -m hpcdist bench crossover` wrote"
+        ) from error
+
+
+def write(path: str, library: str, ranks: int, found: dict[str, int]) -> None:
+    """Add what was measured with some number of ranks to a file, in place of what it said of the same."""
+    known = read(path) if Path(path).exists() else {}
+    whole = {**known, library: {**known.get(library, {}), ranks: found}}
+    content = {
+        each: {
+            count: {name: None if nbytes == NEVER else nbytes for name, nbytes in by_name.items()}
+            for count, by_name in by_ranks.items()
+        }
+        for each, by_ranks in whole.items()
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    read.cache_clear()
+
+
+def node_key() -> str | None:
+    """Return what stands for this rank's node where one machine imitates several, else None."""
+    return os.environ.get(NODE_KEY_VARIABLE)
+
+
+class Thresholds:
+    """What one setting says about every collective.
+
+    Args:
+        text: as ``HPCDIST_SHM`` holds it; empty for the table above.
+
+    Raises:
+        ValueError: the setting means nothing, or its file cannot be read.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+        self._everywhere = override(text)
+        self._table = read(text) if text and self._everywhere is None else BYTES
+
+    @classmethod
+    def from_environment(cls) -> Thresholds:
+        """Return what the environment of this process says."""
+        return cls(os.environ.get(VARIABLE, "").strip())
+
+    def fingerprint(self) -> str:
+        """Return what must be the same on all ranks: the number of bytes, or what the file holds."""
+        if self._everywhere is not None:
+            return "off" if self._everywhere == NEVER else f"{self._everywhere} bytes"
+        return "the table of this version" if self._table is BYTES else json.dumps(self._table, sort_keys=True)
+
+    def measured(self, library: str, world_size: int) -> dict[str, int]:
+        """Return what was measured for a library with the number of ranks that comes nearest, by ratio."""
+        by_ranks = self._table.get(library) or BYTES.get(library) or BYTES[STAND_IN]
+        return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / world_size, world_size / ranks))]
+
+    def of(self, name: str, dtype: torch.dtype, op: str | None, world_size: int, library: str) -> int:
+        """Return from how many bytes on a collective goes through shared memory; ``NEVER`` if it does not.
+
+        Args:
+            name: the row's name, such as "all_reduce".
+            dtype: the tensors' dtype.
+            op: the reduction's name, None if nothing is reduced.
+            world_size: ranks of the group.
+            library: name of the MPI library as ``mpi4py.MPI.get_vendor`` gives it.
+        """
+        table = self.measured(library, world_size)
+        if world_size == 1 or name not in table or (op is not None and dtype not in KINDS) or op == "PREMUL_SUM":
+            return NEVER
+        if self._everywhere is not None:
+            return self._everywhere
+        return HALF_BYTES if op is not None and dtype in WIDER else table[name]

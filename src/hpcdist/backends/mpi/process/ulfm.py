@@ -1,0 +1,94 @@
+"""User-Level Failure Mitigation: whether this MPI survives a dead process, and which processes have died.
+
+MPI_Comm_revoke, _shrink and _get_failed (``MPIX_`` before MPI 5) are there in Open MPI 5 under ``mpirun --with-ft
+ulfm``. Elsewhere a dead process ends the job.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from functools import cache
+
+from mpi4py import MPI
+
+TRIALS = 100  # tests of a request on a revoked communicator; Open MPI raised in the third
+NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
+LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
+
+
+@cache
+def is_tolerant() -> bool:
+    """Tell whether this MPI survives a dead process.
+
+    Found by trying on a communicator of this process alone: without the launcher's consent Open MPI has the same
+    functions, but revoking does not end a pending receive.
+    """
+    if not hasattr(MPI.Comm, "Revoke"):
+        return False
+    trial = MPI.COMM_SELF.Dup()
+    trial.Set_errhandler(MPI.ERRORS_RETURN)
+    request = trial.Irecv([bytearray(1), MPI.BYTE], 0, 0)
+    try:
+        trial.Revoke()
+    except (MPI.Exception, NotImplementedError):
+        return False
+    finally:
+        revoked = end(request)
+        trial.Free()
+    return revoked
+
+
+def end(request: MPI.Request) -> bool:
+    """End a pending receive; tell whether its communicator had been revoked."""
+    try:
+        for _ in range(TRIALS):  # the revocation is noticed by MPI's progress, not at once
+            request.Test()
+        request.Cancel()
+        request.Wait()
+    except MPI.Exception as error:
+        return error.Get_error_class() == MPI.ERR_REVOKED
+    return False
+
+
+AGREED = array("i", [1])  # MPI_Comm_iagree's flag, which nobody reads; it must outlive the request
+
+
+def begin_agreement(comm: MPI.Intracomm) -> MPI.Request:
+    """Begin what ends once every rank of a communicator has come here or died."""
+    return comm.Iagree(AGREED)
+
+
+def is_loss(error: MPI.Exception, comm: MPI.Intracomm) -> bool:
+    """Tell whether MPI reports a dead process or a revoked communicator.
+
+    Open MPI 5.0.11 gives MPI_ERR_OTHER to a barrier of 4 to 6 ranks that is revoked, so the communicator is asked too.
+    """
+    if not is_tolerant():
+        return False
+    known = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    return error.Get_error_class() in known or comm.Is_revoked() or bool(failed(comm))
+
+
+def failed(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator that MPI knows to have died."""
+    if not is_tolerant() or comm == MPI.COMM_NULL:
+        return []
+    MPI.COMM_SELF.Iprobe(0, 0)  # news of a death is taken in by MPI's progress, which Get_failed does not make
+    dead, everyone = comm.Get_failed(), comm.Get_group()
+    try:
+        return sorted(MPI.Group.Translate_ranks(dead, None, everyone))
+    finally:
+        dead.Free()
+        everyone.Free()
+
+
+def are_dead(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
+    """Tell whether all of some ranks have died, waiting a moment for the news."""
+    deadline = time.monotonic() + NEWS_SECONDS
+    while not set(ranks) <= set(failed(comm)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,74 @@
+"""Supervision of a backend: what the watchdog asks and does while a call blocks, and when a rank dies or leaves.
+
+Each method has an answer for a library that knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from hpcdist.core.errors import DistBackendError
+    from hpcdist.core.work import Queue, Work
+
+
+class Supervised(ABC):
+    """What can be supervised: calls under way on one communicator."""
+
+    queue: Queue | None = None  # made by the first asynchronous call
+    unfinished: deque[Work]  # messages under way
+    ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that have not ended."""
+        queued = [] if self.queue is None else self.queue.pending()
+        messages = list(getattr(self, "unfinished", ()))
+        return [*queued, *(work for work in messages if not work._done)]
+
+    def outstanding(self) -> Work | None:
+        """Return the first call that was handed to a device and that it is not through with, the same until it is.
+
+        The host does not wait for such a call, so only who asks can tell that it hangs; the watchdog does.
+        """
+        return None
+
+    def interrupt(self, reason: str) -> bool:
+        """Make the call that blocks on this communicator raise; return False where the library cannot."""
+        return False
+
+    def foretell(self, reason: str) -> None:  # noqa: B027  # nothing to do is the answer of most
+        """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
+
+    def interrupts_all(self) -> bool:
+        """Tell whether to interrupt a collective ends it on all ranks."""
+        return False
+
+    def check_async(self) -> DistBackendError | None:
+        """Return an error that the library met outside any call, which the watchdog asks for."""
+        return None
+
+    def failed(self) -> list[int]:
+        """Return the ranks that the library knows to have died."""
+        return []
+
+    def knows_death(self) -> bool:
+        """Tell whether the library knows that a rank of the job has died; it need not be one of this group."""
+        return False
+
+    def farewell(self) -> Callable[[], bool] | None:
+        """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
+
+        None says that a rank may leave alone.
+        """
+        return None
+
+    def abandon(self) -> None:  # noqa: B027  # as above
+        """Leave the job without the end that all ranks take part in: one has ended before, and none makes calls."""
+
+    def abort(self, status: int) -> None:
+        """End this process, and with it the job: the launcher ends the others."""
+        os._exit(status)
