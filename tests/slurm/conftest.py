@@ -10,8 +10,9 @@ import pytest
 
 # pytest imports by importlib, which leaves a test's own folder off the path.
 sys.path.insert(0, str(Path(__file__).parent))
-from cluster import Cluster, why_not
 from mpis import MPIS, mpi_of
+
+from cluster import Cluster, why_not
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

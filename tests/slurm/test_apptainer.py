@@ -9,8 +9,9 @@ from pathlib import Path
 
 import image
 import pytest
-from cluster import NODES, wait_until
 from mpis import MPIS, mpi_of
+
+from cluster import NODES, wait_until
 
 TRAIN = image.ROOT / "slurm/jobs/train_digits.py"
 IN_IMAGE = "/opt/hpcdist/lib/python3.11/site-packages/hpcdist"

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import NODES, wait_until
 from supervisor import descendants
 
+from cluster import NODES, wait_until
 from hpcdist.launch import hostlist
 
 HERE = Path(__file__).parent

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from cluster import wait_until
 
 TRAIN = Path(__file__).parents[2] / "slurm/jobs/train_digits.py"

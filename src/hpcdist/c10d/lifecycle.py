@@ -22,7 +22,7 @@ from hpcdist.core.group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch import logs, watchdog
-from hpcdist.watch.departure import DEPARTURE
+from hpcdist.watch.process_exit import EXIT
 
 BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
@@ -113,12 +113,12 @@ def watch(group: ProcessGroup) -> None:
     """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
     set_debug_level_from_env()
     watchdog.begin(group)
-    if DEPARTURE.backend is None:
+    if EXIT.backend is None:
         # after MPI was initialised, so that exit runs this before MPI is finalised
-        atexit.register(DEPARTURE.leave)
-        DEPARTURE.hook = sys.excepthook
-        sys.excepthook = DEPARTURE.on_exception
-    DEPARTURE.backend, DEPARTURE.limit = group.any_backend(), group.timeout.total_seconds()
+        atexit.register(EXIT.leave)
+        EXIT.hook = sys.excepthook
+        sys.excepthook = EXIT.on_exception
+    EXIT.backend, EXIT.limit = group.any_backend(), group.timeout.total_seconds()
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:

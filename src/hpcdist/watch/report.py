@@ -1,11 +1,14 @@
-"""What does a rank that waited too long say? Which call, and where everybody else is instead."""
+"""Report of a call that has not ended: which call it is, and where each rank of its group is instead.
+
+A rank that gives no answer is said to be outside the call only if its process is known to have ended or to be stopped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcdist.watch.whereabouts import UnderWay
+from hpcdist.watch.calls_under_way import UnderWay
 
 Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
 

@@ -1,11 +1,10 @@
-"""How do ranks learn where the others are when the library between them is stuck?
+"""Side channel: datagrams between the watchdog threads, by which ranks ask each other where they are.
 
-By datagrams between the watchdog threads, on sockets of their own. MPI itself cannot be asked: a process that is in a
-blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no
-connection, no central rank that may be the stopped one, and no file to leave behind; a thread answers it while the
-main thread is inside MPI or computes. A process that does not answer is judged from outside where it runs on
-this machine: the kernel says whether it is stopped, dead or busy. That it has ended is told to the other nodes by one
-of those that see it.
+Each rank has a UDP socket of its own. MPI cannot carry these questions: a process that is in a blocking call of another
+communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no connection, no central rank,
+which might be the stopped one, and no file to leave behind; a thread answers it while the main thread is inside MPI or
+computes. A process that does not answer is judged by the kernel's view of it if it runs on this machine: stopped, dead
+or busy. One rank of each node tells the other nodes which processes of its node have ended.
 
 Questions carry the asked rank's secret, which the ranks exchange over the group when it is made.
 """
@@ -16,9 +15,11 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,14 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))[:3]
 
 
+def birth(pid: int) -> str:
+    """Return what tells a process from a later one with its id: when it was started; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
 class SideChannel:
     """This rank's socket, and where the others listen."""
 
@@ -119,10 +128,14 @@ class SideChannel:
         self.left: set[Process] = set()  # these make no more calls, and wait for the others at the end
         self._told: set[Process] = set()  # what the other nodes were told of
         self.left_out: list[Place] = []  # of ranks that the world was shrunk by
+        self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
+        self.found: set[Process] = set()  # processes of other nodes that this rank saw to have ended
+        self._births: dict[int, str] = {}  # when the processes of this node were started, by their ids
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
         self.places.update(zip(ranks, (Place(*place) for place in places), strict=True))
+        self._births.update((place.pid, birth(place.pid)) for place in self.places.values() if self.sees(place))
 
     def targets(self, place: Place) -> list[tuple[str, int]]:
         """Return the addresses under which a rank may be reached."""
@@ -161,6 +174,16 @@ class SideChannel:
         ``reply`` answers the others meanwhile: for the thread that does so otherwise.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
+        return self.ask_places(waiting, question, seconds, reply)
+
+    def ask_places(
+        self,
+        waiting: dict[int, Place],
+        question: dict[str, Any],
+        seconds: float,
+        reply: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> dict[int, dict[str, Any]]:
+        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks; ``waiting`` is emptied of answers."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -248,16 +271,33 @@ class SideChannel:
             rank for rank, place in self.places.items() if place.process not in self.left and not self.has_ended(place)
         ]
 
-    def stopped(self) -> list[int]:
+    def stopped(self) -> list[Place]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
         places = [place for place in self.everyone() if self.sees(place)]
-        return [place.pid for place in places if process_state(place.pid) in ("T", "t")]
+        return [place for place in places if process_state(place.pid) in ("T", "t")]
+
+    def kill(self, place: Place) -> None:
+        """Kill a process of this node, unless another one has its id by now."""
+        if self._births.get(place.pid, "") == birth(place.pid) != "":
+            with suppress(OSError):
+                os.kill(place.pid, signal.SIGKILL)
+
+    def note_found(self, rank: int) -> None:
+        """Take note that a rank of another node was seen to have ended."""
+        process = self.places[rank].process
+        if process not in self.ended:
+            self.ended.add(process)
+            self.found.add(process)
 
     def to_tell(self) -> tuple[list[int], list[Process]]:
-        """Return the ranks of other nodes and which processes of this one have ended, once; no ranks: nothing to tell.
+        """Return ranks to be told, and which processes have ended, once; no ranks: there is nothing to tell.
 
-        The lowest rank of a node that is neither gone nor stopped tells it.
+        Those of this node are told to the other nodes by its lowest rank that is neither gone nor stopped; one of
+        another node, to all, by the rank that saw it.
         """
+        if found := sorted(self.found - self._told):
+            self._told |= self.found
+            return [rank for rank, place in self.places.items() if not self.has_ended(place)], found
         strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
         if not strangers:
             return [], []

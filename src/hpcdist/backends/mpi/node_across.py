@@ -4,8 +4,8 @@ One `MPI_Allreduce` in place, on a communicator that holds one rank of each node
 same as torch's, it is used; MIN and MAX of floats and the half types go through an op of our own, because MPI leaves
 NaN undefined and has no half types: it unpacks to torch and folds there.
 
-Under ULFM it is `MPI_Iallreduce` and a loop of `MPI_Test`, which a poll can leave: Open MPI 5.0.11 does not end a blocking
-one by revocation if a rank of it is stopped (4 MiB on 2 nodes of 2 ranks).
+Under ULFM it is `MPI_Iallreduce` and a loop of `MPI_Test`, which a poll can leave. A
+blocking one of Open MPI 5.0.11 is not ended by revocation if a rank of it is stopped (4 MiB on 2 nodes of 2 ranks).
 """
 
 from __future__ import annotations

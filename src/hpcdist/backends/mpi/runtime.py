@@ -116,8 +116,8 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
 def leave_out_han() -> None:
     """Have Open MPI not use its component coll/han under ULFM, before MPI starts; what the user has chosen stays.
 
-    Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of a
-    rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
+    Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of
+    a rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
     """
     is_on = os.environ.get(FAULT_TOLERANCE, "0").lower() not in ("0", "false", "no", "disabled")
     if is_on and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
