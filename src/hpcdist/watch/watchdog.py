@@ -51,6 +51,7 @@ ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank t
 LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an abort; a stuck MPI_Abort takes 3
 ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
 ABORT_STATUS = 1
+SHRINK = "shrink_group"
 
 
 class Watchdog:
@@ -318,11 +319,14 @@ class Watchdog:
 
     def _hear(self, verdict: Verdict) -> None:
         """Take note of a verdict; one that ends the call for all ranks ends it here too, before the library does."""
+        is_known = self.inquiries.verdict(verdict.subject) == verdict  # sent again, because the receipt was late
         self.inquiries.conclude(verdict)
-        if not verdict.is_final:
+        if is_known or not verdict.is_final:
             return
         for each in calls_under_way.under_way():
             others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
+            # a rank whose call has raised goes on with it, without those that the verdict is about
+            others = others or (each.call.name == SHRINK and verdict.subject.name != SHRINK)
             if not others and self.states.state(each.record) is not State.ENDING:
                 self._accept(each, verdict)
 
