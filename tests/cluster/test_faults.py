@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -183,7 +184,7 @@ def test_ranks_end_with_their_launcher(cluster: Cluster, launcher: str) -> None:
         job.wait("fault", 1, START_SECONDS)
         for host in cluster.hosts[:2]:
             for pid, text in host.processes().items():
-                if str(SCRIPT) not in text or text.split()[0].endswith(("mpirun", "prterun", "mpiexec.hydra")):
+                if not text.startswith(f"{sys.executable} {SCRIPT}"):
                     with contextlib.suppress(RuntimeError):  # it has ended with another one
                         host.signal(pid, signal.SIGKILL)
         assert_gone(job)
