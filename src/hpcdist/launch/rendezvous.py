@@ -289,7 +289,7 @@ def store_of(group: Any) -> Store:
         carrier = group.any_backend()
         carrier.settle()
         networks = carrier.objects.all_gather(addresses.network())
-        WORLD.store = served(group.rank(), networks, carrier.broadcast_object, group.timeout)
+        WORLD.store = served(group.rank(), networks, carrier.objects.broadcast, group.timeout)
     return WORLD.store
 
 

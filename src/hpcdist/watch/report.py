@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.side_channel import NO_ANSWER, NOBODY_ANSWERS
-from hpcdist.watch.whereabouts import UnderWay
 
 Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +83,14 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def birth(pid: int) -> str:
+    """Return what tells a process from a later one with its id: when it was started; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
 class SideChannel:
     """This rank's socket, and where the others listen."""
 
@@ -104,10 +113,13 @@ class SideChannel:
         self._told: set[Process] = set()  # what the other nodes were told of
         self.left_out: list[Place] = []  # of ranks that the world was shrunk by
         self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
+        self.found: set[Process] = set()  # processes of other nodes that this rank saw to have ended
+        self._births: dict[int, str] = {}  # when the processes of this node were started, by their ids
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
         self.places.update(zip(ranks, (Place(*place) for place in places), strict=True))
+        self._births.update((place.pid, birth(place.pid)) for place in self.places.values() if self.sees(place))
 
     def targets(self, place: Place) -> list[tuple[str, int]]:
         """Return the addresses under which a rank may be reached."""
@@ -147,6 +159,16 @@ class SideChannel:
         ``reply`` answers the others meanwhile: for the thread that does so otherwise.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
+        return self.ask_places(waiting, question, seconds, reply)
+
+    def ask_places(
+        self,
+        waiting: dict[int, Place],
+        question: dict[str, Any],
+        seconds: float,
+        reply: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> dict[int, dict[str, Any]]:
+        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks; ``waiting`` is emptied of answers."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -192,13 +214,6 @@ class SideChannel:
     def _note_heard(self, rank: Any) -> None:
         if not self.has_heard and (place := self.places.get(rank)) is not None:
             self.has_heard = not self.sees(place)
-
-    def unheard(self) -> list[int]:
-        """Return a rank of another node, chosen by chance, while nothing has come from any of them; else none."""
-        if self.has_heard:
-            return []
-        strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
-        return [random.choice(strangers)] if strangers else []
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
@@ -246,16 +261,33 @@ class SideChannel:
             rank for rank, place in self.places.items() if place.process not in self.left and not self.has_ended(place)
         ]
 
-    def stopped(self) -> list[int]:
+    def stopped(self) -> list[Place]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
         places = [place for place in self.everyone() if self.sees(place)]
-        return [place.pid for place in places if process_state(place.pid) in ("T", "t")]
+        return [place for place in places if process_state(place.pid) in ("T", "t")]
+
+    def kill(self, place: Place) -> None:
+        """Kill a process of this node, unless another one has its id by now."""
+        if self._births.get(place.pid, "") == birth(place.pid) != "":
+            with suppress(OSError):
+                os.kill(place.pid, signal.SIGKILL)
+
+    def note_found(self, rank: int) -> None:
+        """Take note that a rank of another node was seen to have ended."""
+        process = self.places[rank].process
+        if process not in self.ended:
+            self.ended.add(process)
+            self.found.add(process)
 
     def to_tell(self) -> tuple[list[int], list[Process]]:
-        """Return the ranks of other nodes and which processes of this one have ended, once; no ranks: nothing to tell.
+        """Return ranks to be told, and which processes have ended, once; no ranks: there is nothing to tell.
 
-        The lowest rank of a node that is neither gone nor stopped tells it.
+        Those of this node are told to the other nodes by its lowest rank that is neither gone nor stopped; one of
+        another node, to all, by the rank that saw it.
         """
+        if found := sorted(self.found - self._told):
+            self._told |= self.found
+            return [rank for rank, place in self.places.items() if not self.has_ended(place)], found
         strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
         if not strangers:
             return [], []

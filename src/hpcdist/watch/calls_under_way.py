@@ -1,6 +1,6 @@
-"""Where is this rank now? Its calls under way, and the line of the user's code that made each.
+"""Calls that this rank is in now, and the line of the user's code that made each.
 
-Looked up only when somebody asks, from the threads' frames: a call pays nothing for it.
+They are looked up only when somebody asks, from the threads' frames: a call pays nothing for it.
 """
 
 from __future__ import annotations
