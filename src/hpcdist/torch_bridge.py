@@ -18,6 +18,7 @@ pg_to_tag, group_count, default_pg)
 ``distributed_c10d.rendezvous`` (hpcdist_autoload)    the same where no one imports hpcdist               2.13.0, 2.15.0
 ``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become  2.13.0, 2.15.0
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
+``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
 ``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, for all its groups  2.13.0, 2.15.0
 ``_mesh_layout._MeshLayout``                          which ranks the groups of that dimension have       2.13.0, 2.15.0
 ``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
@@ -39,6 +40,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -208,6 +210,24 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
     if handlers["env"] is not by_launcher:
         STOCK["env"] = handlers["env"]
         handlers["env"] = by_launcher
+    open_monitored_barrier()
+
+
+def open_monitored_barrier() -> None:
+    """Let ``torch.distributed.monitored_barrier`` take groups of ours: torch 2.13 does only what is named "gloo"."""
+    if "monitored_barrier" in STOCK:
+        return
+    stock = STOCK["monitored_barrier"] = c10d.monitored_barrier
+
+    @wraps(stock)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        pg: Any = c10d._world.default_pg if group is None else group
+        if isinstance(pg, ProcessGroup):
+            return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.debug adds it
+        return stock(group, timeout, wait_all_ranks)
+
+    for module in (c10d, dist):
+        setattr(module, "monitored_barrier", monitored_barrier)  # noqa: B010  # for mypy
 
 
 def launched() -> environment.Launch | None:
@@ -216,7 +236,7 @@ def launched() -> environment.Launch | None:
 
 
 LAUNCH: list[environment.Launch | None] = []
-STOCK: dict[str, Callable[..., Iterator[Any]]] = {}  # what torch had in the places that we took
+STOCK: dict[str, Callable[..., Any]] = {}  # what torch had in the places that we took
 
 
 def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -46,7 +46,7 @@ def _words(address: int, kind: Any) -> memoryview:
 
 
 # indexed by the address of an object, and of its C++ half, in units of a word
-_HALVES = _words(_HALF, "N")
+_HALVES = _words(_HALF, "P")
 _COUNTS = _words(_POINTER, "I")
 _TO_POINTERS = (_POINTER - 1).bit_length()
 _TO_COUNTS = 2

@@ -22,7 +22,7 @@ if KIND in ("env", "gloo"):
     tensor = torch.full((1000,), float(rank + 1))
     dist.all_reduce(tensor, group=group)
     assert tensor.eq(size * (size + 1) / 2).all()
-    print(f"rank {rank} of {size}: {dist.get_backend(group)}")
+    sys.stdout.write(f"rank {rank} of {size}: {dist.get_backend(group)}\n")  # at once, so that lines do not mix
     dist.destroy_process_group()
 else:
     dist.all_reduce(torch.ones(1))

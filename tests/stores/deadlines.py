@@ -11,14 +11,14 @@ ROUNDS = 6
 SHARE, SLACK_S = 1.1, 0.06
 
 
-def ends_at(seconds, call, error, match="", earliest=1.0):
+def ends_at(seconds, call, error, match=None, earliest=1.0):
     """Check that a call raises an error at its deadline.
 
     Args:
         seconds: The timeout.
         call: The call, which can be repeated.
         error: The class of the error.
-        match: What its message has, every time.
+        match: A pattern that its message has, every time.
         earliest: The share of the timeout that the call takes at least, every time.
     """
     took = []

@@ -130,6 +130,75 @@ def test_monitored_barrier(pg, rank, size):
     pg.barrier().wait()
 
 
+def test_torchs_monitored_barrier_takes_our_groups(pg, rank, size):
+    torch_dist.monitored_barrier(pg)
+    torch_dist.monitored_barrier(pg, timeout=timedelta(seconds=30), wait_all_ranks=True)
+    torch_dist.distributed_c10d.monitored_barrier(group=pg, timeout=timedelta(seconds=30))
+    last = size - 1
+    if rank != last:  # the last one does not come
+        with pytest.raises(RuntimeError, match="monitoredBarrier") as caught:
+            torch_dist.monitored_barrier(pg, timeout=timedelta(seconds=0.5))
+        if rank == 0:
+            assert f"Rank {last} failed to pass monitoredBarrier in 500 ms" in str(caught.value)
+    pg.barrier().wait()
+
+
+def test_torchs_monitored_barrier_still_takes_gloos(gloo):
+    torch_dist.monitored_barrier(gloo, timeout=timedelta(seconds=30))
+
+
+@pytest.mark.parametrize("make", [dist.new_group, torch_dist.new_group])
+def test_sequence_numbers(rank, size, make):
+    group = make(list(range(size)))
+
+    def numbers():
+        everywhere = [None] * size
+        dist.all_gather_object(everywhere, group._get_sequence_number_for_group())
+        return everywhere
+
+    group._set_sequence_number_for_group()
+    first = numbers()
+    assert len(set(first)) == 1
+    for step in range(3):
+        torch_dist.all_reduce(torch.ones(1), group=group)
+        group.allreduce([torch.ones(1)]).wait()
+        group.barrier().wait()
+        assert numbers() == [first[0] + 3 * (step + 1)] * size
+    late = None if rank in (0, 2) else torch_dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    behind = numbers()
+    assert [each - behind[0] for each in behind] == [0, 1, 0, 1][:size]
+    if late is None:
+        torch_dist.all_reduce(torch.ones(1), group=group)
+    else:
+        late.wait()
+    torch_dist.destroy_process_group(group)
+
+
+def test_the_backend_of_a_group(pg, rank, size):
+    backend = pg._get_backend(torch.device("cpu"))
+    assert (backend.rank(), backend.size()) == (rank, size)
+    assert backend.options._timeout == pg.timeout
+    assert list(backend.options.global_ranks_in_group) == list(range(size))
+    before = pg.timeout
+    backend._set_default_timeout(timedelta(seconds=77))
+    assert pg.timeout == backend.options._timeout == timedelta(seconds=77)
+    backend.set_timeout(before)
+    tensor = torch.ones(3)
+    backend.allreduce([tensor]).wait()
+    assert tensor.tolist() == [size] * 3
+    gathered = [torch.zeros(1) for _ in range(size)]
+    backend.allgather([gathered], [torch.full((1,), float(rank))]).wait()
+    assert [each.item() for each in gathered] == list(range(size))
+    works = [backend.send([torch.full((1,), float(rank))], (rank + 1) % size, 0)]
+    works.append(backend.recv([tensor[:1]], (rank - 1) % size, 0))
+    for work in works:
+        work.wait()
+    assert tensor[0] == (rank - 1) % size
+    backend.barrier().wait()
+    with pytest.raises(AttributeError, match="has no attribute 'alreduce'"):
+        backend.alreduce([tensor])
+
+
 def test_messages(pg, rank, size):
     mine, theirs = torch.full((2,), float(rank)), torch.empty(2)
     sent = pg.send([mine], (rank + 1) % size, 4)

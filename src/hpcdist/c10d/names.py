@@ -242,11 +242,14 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     return backend
 
 
-COMPLEX_OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "UNUSED")
+COMPLEX_OPS = ("SUM", "AVG", "PREMUL_SUM", "UNUSED")
 
 
 def supports_complex(reduceOp: Any) -> bool:
-    """Tell whether an op means something for complex numbers."""
+    """Tell whether c10d combines complex numbers by an op.
+
+    ``hpcdist.all_reduce`` and its like also multiply them, which ``torch.distributed`` refuses.
+    """
     from hpcdist.core.reduction import name_of
 
     return name_of(reduceOp) in COMPLEX_OPS

@@ -17,44 +17,16 @@ import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import issue, lists, several, table
+from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.transfer import begin_receive, begin_send
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend
     from hpcdist.core.table import Counts, Row
 
 Tensors = list[torch.Tensor]
-
-
-class DeviceBackend:
-    """What torch's libraries ask about the backend of a device type (c10d's ``Backend``)."""
-
-    supports_splitting = True
-    supports_coalescing = False
-    supports_time_estimate = False
-    options = None
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def name(self) -> str:
-        """Return the backend's name, such as ``"mpi"``."""
-        return self._backend.name
-
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._backend.rank
-
-    def size(self) -> int:
-        """Return the number of ranks of the group."""
-        return self._backend.size
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: tensors come from torch's own allocator."""
-        return False
 
 
 def asked(opts: Any, op: Any = None) -> tuple[Any, bool]:
@@ -380,7 +352,7 @@ class C10dMethods(Group):
         return [torch.device(kind) for kind in self.backends]
 
     def _get_backend(self, device: torch.device) -> DeviceBackend:
-        return DeviceBackend(self.backend(device))
+        return DeviceBackend(self, self.backend(device))
 
     def get_backend(self, device: torch.device) -> DeviceBackend:
         """Return what torch asks about the backend of a device; it asks by this name since 2.14."""
@@ -408,6 +380,12 @@ class C10dMethods(Group):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of each call."""
         self.timeout = timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.journal.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the collectives are counted from the group's beginning, alike on all ranks."""
 
     def _has_hooks(self) -> bool:
         return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Explanation
@@ -301,8 +302,8 @@ def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
     Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
     ``torch.no_grad()``. Both modes belong to a thread.
     """
-    is_inference = torch.is_inference_mode_enabled()
-    if not is_inference and torch.is_grad_enabled():
+    is_inference = is_inference_mode_enabled()
+    if not is_inference and is_grad_enabled():
         return call  # as any thread begins
 
     def run() -> None:

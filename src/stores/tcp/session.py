@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from stores.errors import DistNetworkError, NoAnswerError, lost_server, name_keys
+from stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
 from stores.tcp.connection import Connection, connect, open_connection
-from stores.tcp.wire import OPCODES, WOKEN, Request
+from stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
 
 PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
 FIRST_ANSWER_S = 0.05  # the same for the first answer of a request with a deadline
@@ -78,6 +78,18 @@ class Session:
         self.is_ours = self.connection.is_ours
         self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
+
+    def check_sizes(self, key: bytes, *values: bytes, count: int = 1) -> None:
+        """Refuse here what our server would refuse by closing the connection."""
+        if not self.is_ours:
+            return
+        if count > MAX_KEYS:
+            raise DistStoreError(f"multi_set of {count} keys: the server's limit is {MAX_KEYS}")
+        if len(key) > MAX_KEY:
+            raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
+        for value in values:
+            if len(value) > MAX_VALUE:
+                raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
 
     def call(self, verb: str, keys: Sequence[bytes], limit: float | None, use: Callable[[Connection], T]) -> T:
         """Run one exchange on the connection for short requests.

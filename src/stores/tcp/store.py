@@ -13,19 +13,12 @@ from datetime import timedelta
 from typing import TypeVar
 
 from stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
-from stores.errors import (
-    DistNetworkError,
-    DistStoreError,
-    NoAnswerError,
-    barrier_timeout,
-    queue_empty,
-    wait_timeout,
-)
+from stores.errors import DistNetworkError, DistStoreError, NoAnswerError, barrier_timeout, queue_empty, wait_timeout
 from stores.integers import I64, U32, U64
 from stores.tcp.connection import CHUNK, Connection
 from stores.tcp.server.process import ServerProcess, listen, own_address, take_over
 from stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
-from stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, PRESENT, Request, pack_keys, pack_string
+from stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_string
 
 _pack = U64.pack
 _i64 = I64.unpack_from
@@ -45,15 +38,6 @@ _servers: weakref.WeakValueDictionary[int, ServerProcess] = weakref.WeakValueDic
 def _wire_key(key: Text) -> bytes:
     """Return a key as it is sent: with a "/" before it."""
     return b"/" + (key.encode() if isinstance(key, str) else as_bytes(key))
-
-
-def _check_sizes(key: bytes, *values: bytes) -> None:
-    """Refuse here what our server would refuse by closing the connection."""
-    if len(key) > MAX_KEY:
-        raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
-    for value in values:
-        if len(value) > MAX_VALUE:
-            raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
 
 
 class TCPStore(Store):
@@ -154,11 +138,9 @@ class TCPStore(Store):
         self._tell(_R[Request.APPEND], "append to", _wire_key(key), as_bytes(value, "value"))
 
     def _tell(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
-        session = self._session
-        if session.is_ours:
-            _check_sizes(key, value)
+        self._session.check_sizes(key, value)
         frame = request + _pack(len(key)) + key + _pack(len(value)) + value
-        session.call(verb, (key,), self._limit, lambda connection: connection.send(frame))
+        self._session.call(verb, (key,), self._limit, lambda connection: connection.send(frame))
 
     def get(self, key: Text) -> bytes:
         """Return a value, waiting for the key up to the store's timeout.
@@ -169,8 +151,7 @@ class TCPStore(Store):
         """
         name = _wire_key(key)
         packed = _pack(len(name)) + name
-        session = self._session
-        both = _CHECK_ONE + packed + _GET + packed
+        session, both = self._session, _CHECK_ONE + packed + _GET + packed
 
         def ask_once(connection: Connection) -> bytes | None:
             if connection.is_ours or session.pipelines:
@@ -218,7 +199,7 @@ class TCPStore(Store):
                 left = -1.0 if seconds < 0 else max(start + seconds - time.monotonic(), 0.001)
                 value = self._session.call(verb, keys, first_answer_limit(left), ask_once)
         except NoAnswerError as error:
-            raise self._timed_out(error, keys, seconds, start) from error
+            raise wait_timeout(keys, seconds, time.monotonic() - start, self.where, f"; {error}") from error
         return value
 
     def _ask_first(
@@ -242,9 +223,6 @@ class TCPStore(Store):
         is_over = deadline is not None and time.monotonic() >= deadline
         if is_over or not self._session.sleep(_WAIT + body, verb, keys, seconds, deadline):
             raise wait_timeout(self._missing(keys), seconds, time.monotonic() - start, self.where)
-
-    def _timed_out(self, error: NoAnswerError, keys: Sequence[bytes], seconds: float, start: float) -> DistStoreError:
-        return wait_timeout(keys, seconds, time.monotonic() - start, self.where, f"; {error}")
 
     def _missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the keys that are not there, for a message; all keys if the server does not tell at once."""
@@ -284,22 +262,20 @@ class TCPStore(Store):
             if self._session.call("wait for", names, limit, lambda c: c.exchange(_CHECK + body, 1)) != PRESENT:
                 self._sleep("wait for", names, body, seconds, start)
         except NoAnswerError as error:
-            raise self._timed_out(error, names, seconds, start) from error
+            raise wait_timeout(names, seconds, time.monotonic() - start, self.where, f"; {error}") from error
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
         name = _wire_key(key)
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
-        session = self._session
-        if session.is_ours:
-            _check_sizes(name, before, after)
+        self._session.check_sizes(name, before, after)
         frame = b"".join((_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after)))
 
         def use(connection: Connection) -> bytes:
             connection.send(frame)
             return connection.read_value()
 
-        return session.call("compare_set", (name,), self._limit, use)
+        return self._session.call("compare_set", (name,), self._limit, use)
 
     def delete_key(self, key: Text) -> bool:
         """Delete a key and return whether it was there."""
@@ -323,15 +299,11 @@ class TCPStore(Store):
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values (not confirmed, as with set)."""
         pairs = [(b"/" + key, value) for key, value in self.as_pairs(keys, values)]
-        session = self._session
-        if session.is_ours:
-            if len(pairs) > MAX_KEYS:
-                raise DistStoreError(f"multi_set of {len(pairs)} keys: the server's limit is {MAX_KEYS}")
-            for key, value in pairs:
-                _check_sizes(key, value)
+        for key, value in pairs:
+            self._session.check_sizes(key, value, count=len(pairs))
         strings = [pack_string(string) for pair in pairs for string in pair]
         frame = b"".join((_R[Request.MULTI_SET], _pack(len(pairs)), *strings))
-        session.call("multi_set", [key for key, _ in pairs], self._limit, lambda c: c.send(frame))
+        self._session.call("multi_set", [key for key, _ in pairs], self._limit, lambda c: c.send(frame))
 
     # -- queues, barrier --------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""The backend of a device type, as torch's libraries ask a group for it (c10d's ``Backend``)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hpcdist.core.backend import Backend
+    from hpcdist.core.group import Group
+
+# what the backend of a device type has of the group's methods
+CARRIED = frozenset({
+    "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
+    "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "barrier", "monitored_barrier",
+    "send", "recv", "recv_anysource", "set_timeout", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
+})  # fmt: skip
+
+
+class DeviceBackend:
+    """What torch's libraries ask about the backend of a device type (c10d's ``Backend``)."""
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, group: Group, backend: Backend) -> None:
+        self._group = group
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the group's own method for a collective, a message or a setting."""
+        if name in CARRIED:
+            return getattr(self._group, name)
+        raise AttributeError(
+            f"a group's backend has no attribute {name!r}; of the group's methods it has {', '.join(sorted(CARRIED))}"
+        )
+
+    @property
+    def options(self) -> SimpleNamespace:
+        """The options that c10d's backends have: name, time limit, and the group's name and ranks."""
+        group = self._group
+        return SimpleNamespace(
+            backend=self.name(),
+            _timeout=group.timeout,
+            group_name=group.group_name,
+            global_ranks_in_group=list(group.ranks),
+        )
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._group.timeout = timeout
+
+    def name(self) -> str:
+        """Return the backend's name, such as ``"mpi"``."""
+        return self._backend.name
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._backend.rank
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return self._backend.size
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: tensors come from torch's own allocator."""
+        return False
