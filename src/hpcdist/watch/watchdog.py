@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, tur
 from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
-from hpcdist.watch.side_channel import LARGEST, SideChannel
+from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
 from hpcdist.watch.signals import Signals, end_by
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
@@ -364,10 +365,11 @@ class Watchdog:
         backend.abort(ABORT_STATUS)
 
     def say(self, text: str) -> None:
-        """Write to stderr, whole."""
-        sys.stdout.flush()
-        sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
-        sys.stderr.flush()
+        """Write to stderr, whole, if the launcher that forwards it is still there."""
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
+            sys.stderr.flush()
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
@@ -380,17 +382,15 @@ def begin(group: ProcessGroup) -> Watchdog:
     """
     rank = group.ranks[group.rank()]
     logs.locate(rank, group.size())
-    first = not RUNNING
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
     group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.rank = rank
+    places = [watchdog.channel.own]
     if group.size() > 1:
-        places = group.any_backend().all_gather_object(tuple(watchdog.channel.own))
+        places = [Place(*each) for each in group.any_backend().all_gather_object(tuple(watchdog.channel.own))]
         watchdog.channel.learn(group.ranks, places)
-        watchdog.recorder.name = places[0][2][:8]
-    else:
-        watchdog.recorder.name = watchdog.channel.own.secret[:8]
-    if first:
+    watchdog.recorder.name = places[0].secret[:8]
+    if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()
     Explanation.of = staticmethod(watchdog.explain)
