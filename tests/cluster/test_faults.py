@@ -34,10 +34,18 @@ LAYOUTS = [(2, 2), (1, 2), (2, 1)]
 
 
 def start(cluster: Cluster, launcher: str, slots: tuple[int, ...], fault: str, call: str, **more: str) -> Job:
-    """Start a job whose last rank, on the last host, goes wrong, and wait until it does."""
+    """Start a job whose last rank, on the last host, goes wrong, and wait until it does so."""
     options = more.pop("options", "").split()
     settings = {"FAULT_TIMEOUT": str(TIMEOUT), "FAULT_VICTIM": str(sum(slots) - 1), **more}
-    return Job(cluster, launcher, slots, SCRIPT, [fault, call], options, **settings)
+    job = Job(cluster, launcher, slots, SCRIPT, [fault, call], options, **settings)
+    try:
+        job.wait("ready", sum(slots), START_SECONDS)
+        assert job.ranks_alive(), f"the ranks cannot be seen\n{job.stderr()}"
+        job.wait("fault", 1, START_SECONDS)
+    except BaseException:
+        job.close()
+        raise
+    return job
 
 
 def assert_gone(job: Job, seconds: float = GONE_SECONDS) -> None:
@@ -81,7 +89,6 @@ def test_all_others_raise_after_a_death_on_another_host(
 ) -> None:
     """None of them returns, and with a wrong value least of all: Open MPI's coll/han, which does, is left out."""
     with start(cluster, launcher, slots, "kill", call, FAULT_COUNT=str(count)) as job:
-        job.wait("fault", 1, START_SECONDS)
         raised = job.wait("raised", sum(slots) - 1, RAISE_SECONDS)
         assert len(raised) == sum(slots) - 1, job.stderr()
         assert job.events("passed") == []
@@ -118,20 +125,20 @@ def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job(
 def test_nobody_waits_for_a_rank_that_left_without_a_word(
     cluster: Cluster, launcher: str, slots: tuple[int, ...]
 ) -> None:
-    """ULFM does not count it as dead. Alone on its host, the next host sees that nobody listens there any more."""
+    """The others raise, and go on or end with the job: of a rank alone on its host, mpirun mostly ends the job."""
     settings = {"FAULT_SHRINK": "1", "FAULT_LEAVE": "0", "FAULT_TIMEOUT": "90"}
     with start(cluster, launcher, slots, "leave", "all_reduce", **settings) as job:
-        job.wait("fault", 1, START_SECONDS)
-        assert len(job.wait("shrunk", sum(slots) - 1, 40)) == sum(slots) - 1, job.stderr()
-        assert "its process has ended" in job.stderr()
-        assert_ended(job, 30)
+        raised = job.wait("raised", sum(slots) - 1, 40)
+        known = ("rank 2 of the group died", "its process has ended")  # by MPI, or by the watchdog
+        assert all(any(text in each["text"] for text in known) for each in raised)
+        status = assert_ended(job, 40)
+        assert status != 0 or len(job.events("shrunk")) == sum(slots) - 1, job.stderr()
 
 
 @pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("fault", [pytest.param("exception", marks=smoke), "exit"])
 def test_an_abort_under_ulfm_leaves_no_process_behind(cluster: Cluster, launcher: str, fault: str) -> None:
     with start(cluster, launcher, (2, 2), fault, "all_reduce") as job:
-        job.wait("fault", 1, START_SECONDS)
         assert assert_ended(job, 30) != 0
 
 
@@ -153,7 +160,6 @@ def test_the_job_ends_on_all_hosts(cluster: Cluster, launcher: str, slots: tuple
     seconds, words = ENDS[fault]
     timeout = TIMEOUT if fault == "stop" else 90.0  # all but a stop end long before it
     with start(cluster, launcher, slots, fault, "all_reduce", FAULT_TIMEOUT=str(timeout)) as job:
-        job.wait("fault", 1, START_SECONDS)
         assert assert_ended(job, seconds + 10) != 0
         # that it is stopped can only be seen on its host
         expected = "does not answer" if fault == "stop" and slots[1] == 1 else words
@@ -165,7 +171,6 @@ def test_the_job_ends_on_all_hosts(cluster: Cluster, launcher: str, slots: tuple
 def test_after_a_lost_link_no_rank_is_left(cluster: Cluster, launcher: str, way: str) -> None:
     """Each side reports that the other one does not answer. Open MPI's mpirun then stays, and is ended by hand."""
     with start(cluster, launcher, (2, 2), "absent", "all_reduce") as job:
-        job.wait("fault", 1, START_SECONDS)
         time.sleep(0.5)
         lost = cluster.hosts[1]
         lost.set_link(False) if way == "link" else lost.set_port(False)
@@ -181,7 +186,6 @@ def test_after_a_lost_link_no_rank_is_left(cluster: Cluster, launcher: str, way:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_end_with_their_launcher(cluster: Cluster, launcher: str) -> None:
     with start(cluster, launcher, (1, 1), "absent", "recv", FAULT_TIMEOUT="90") as job:
-        job.wait("fault", 1, START_SECONDS)
         for host in cluster.hosts[:2]:
             for pid, text in host.processes().items():
                 if not text.startswith(f"{sys.executable} {SCRIPT}"):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from hpcdist.core.backend import Backend
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
+from hpcdist.watch.side_channel import Place
 from hpcdist.watch.watchdog import RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
@@ -157,16 +158,23 @@ class Observer:
         channel = self.watchdog.channel
         asked = self._asked(states)
         waits, silent = waiting_for(self.watchdog, asked)
-        left_out = self.watchdog.silent_left_out()
         stopped = channel.stopped()
         stuck = [f"process {place.pid} on {place.host} is stopped" for place in stopped]
-        for place in [*(channel.places[rank] for rank in silent), *left_out]:
+        for place in [*(channel.places[rank] for rank in silent), *self._silent_left_out()]:
             # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
             may_answer = channel.has_heard or channel.sees(place)
             if may_answer and place not in stopped and not channel.has_ended(place):
                 stuck.append(f"process {place.pid} on {place.host} does not answer")
         lacks_one = channel.any_ended() or self.backend.knows_death()
         return Look(waits, stuck, lacks_one, bool(self._others()))
+
+    def _silent_left_out(self) -> list[Place]:
+        """Return the places of ranks that the world was shrunk by, that have not left, and that do not answer."""
+        channel = self.watchdog.channel
+        asked = {i: place for i, place in enumerate(channel.left_out) if place.process not in channel.left}
+        answers = channel.ask_places(dict(asked), {"is_there": True}, ANSWER_SECONDS, self.watchdog.replier())
+        channel.left.update(asked[i].process for i, answer in answers.items() if answer["left"])
+        return [place for i, place in asked.items() if i not in answers]
 
     def _others(self) -> list[int]:
         """Return the other ranks that have neither ended nor left, those after this one first."""

@@ -108,6 +108,8 @@ class SideChannel:
             socket.gethostname(),
         )
         self.places: dict[int, Place] = {}  # by global rank
+        self.mates: dict[int, Place] = {}  # those of this node; looked at every second, so kept apart from the others
+        self.learned = 0  # how often the places have changed
         self.ended: set[Process] = set()  # what other nodes told of
         self.left: set[Process] = set()  # these make no more calls, and wait for the others at the end
         self._told: set[Process] = set()  # what the other nodes were told of
@@ -118,7 +120,7 @@ class SideChannel:
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
-        self.places.update(zip(ranks, (Place(*place) for place in places), strict=True))
+        self._keep({**self.places, **dict(zip(ranks, (Place(*place) for place in places), strict=True))})
         self._births.update((place.pid, birth(place.pid)) for place in self.places.values() if self.sees(place))
 
     def targets(self, place: Place) -> list[tuple[str, int]]:
@@ -211,6 +213,11 @@ class SideChannel:
                 answers[rank] = answer
                 self._note_heard(rank)
 
+    def _keep(self, places: dict[int, Place]) -> None:
+        self.places = places
+        self.mates = {rank: place for rank, place in sorted(places.items()) if self.sees(place)}
+        self.learned += 1
+
     def _note_heard(self, rank: Any) -> None:
         if not self.has_heard and (place := self.places.get(rank)) is not None:
             self.has_heard = not self.sees(place)
@@ -218,7 +225,7 @@ class SideChannel:
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
         self.left_out += [place for rank, place in self.places.items() if rank not in remaining]
-        self.places = {new: self.places[old] for new, old in enumerate(remaining) if old in self.places}
+        self._keep({new: self.places[old] for new, old in enumerate(remaining) if old in self.places})
 
     def note_left(self, rank: int) -> None:
         """Take note that a rank makes no more calls."""
@@ -243,9 +250,17 @@ class SideChannel:
             return False
         return False
 
+    def ended_ranks(self) -> list[int]:
+        """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
+        gone = [rank for rank, place in self.mates.items() if self.has_ended(place)]
+        if self.ended:
+            gone += [rank for rank, place in self.places.items() if place.process in self.ended and rank not in gone]
+        return gone
+
     def lacks(self, ranks: Iterable[int]) -> bool:
         """Tell whether any of some ranks is known to have ended, so that their calls cannot."""
-        return any(self.has_ended(self.places.get(rank)) for rank in ranks)
+        gone = self.ended_ranks()
+        return bool(gone) and not set(gone).isdisjoint(ranks)
 
     def everyone(self) -> list[Place]:
         """Return the places of all ranks of the job, also of those that were left out."""
@@ -253,7 +268,7 @@ class SideChannel:
 
     def any_ended(self) -> bool:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
-        return any(map(self.has_ended, self.everyone()))
+        return bool(self.ended_ranks()) or any(map(self.has_ended, self.left_out))
 
     def staying(self) -> list[int]:
         """Return the ranks that, as far as is known, have neither ended nor left."""
@@ -263,7 +278,7 @@ class SideChannel:
 
     def stopped(self) -> list[Place]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
-        places = [place for place in self.everyone() if self.sees(place)]
+        places = [*self.mates.values(), *(place for place in self.left_out if self.sees(place))]
         return [place for place in places if process_state(place.pid) in ("T", "t")]
 
     def kill(self, place: Place) -> None:
@@ -288,10 +303,9 @@ class SideChannel:
         if found := sorted(self.found - self._told):
             self._told |= self.found
             return [rank for rank, place in self.places.items() if not self.has_ended(place)], found
-        strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
-        if not strangers:
+        if len(self.mates) == len(self.places):
             return [], []
-        mates = [place for _, place in sorted(self.places.items()) if self.sees(place)]
+        mates = list(self.mates.values())
         gone = {place.process for place in mates if self.has_ended(place)} - self._told
         if not gone:
             return [], []
@@ -299,7 +313,7 @@ class SideChannel:
         if speaker is None or speaker.pid != self.own.pid:
             return [], []
         self._told |= gone
-        return strangers, sorted(gone)
+        return [rank for rank in self.places if rank not in self.mates], sorted(gone)
 
     def judge(self, rank: int) -> str:
         """Return in words why a rank gives no answer, as far as it shows from here."""

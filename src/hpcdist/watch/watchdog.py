@@ -10,9 +10,6 @@ ended. One of the ranks that wait (``inquiry``) asks the others where they are (
 2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
 4. else, or if it does not raise, the job is aborted, because MPI cannot be taken out of a blocking call.
-
-An abort does not rely on the launcher alone: all ranks are told, kill processes of their node that are stopped, and
-exit if the launcher has not ended them in time. A rank whose launcher has ended exits too.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,12 +31,12 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.journal import Explanation
 from hpcdist.core.world import WORLD
-from hpcdist.launch import environment
 from hpcdist.watch import calls_under_way, logs, report
-from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Facts, Means, State
+from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means, State
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
@@ -48,9 +46,6 @@ SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
-LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an abort; a stuck MPI_Abort takes 3
-ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
-ABORT_STATUS = 1
 SHRINK = "shrink_group"
 
 
@@ -64,6 +59,7 @@ class Watchdog:
         signals: what came from outside.
         states: which calls are overdue, and what is to be done about them.
         inquiries: who asks whom about calls that do not end.
+        job_end: whether the job was aborted, and when this process exits then.
         leaving: whether the program has ended, and only MPI's end is to come.
         has_left: whether the calls that it had queued have ended too.
     """
@@ -76,13 +72,11 @@ class Watchdog:
         self.rank = rank
         self.states = CallStates()
         self.inquiries = Inquiries()
+        self.job_end = JobEnd(self.channel, self.say)
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
-        self._reasons: dict[int, tuple[dict[str, Any], str]] = {}  # by id of a call's record: why its wait is ended
+        self._reasons: dict[int, str] = {}  # by id of a call's record: why its wait is ended
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
-        launch = environment.detect()
-        self._launcher = os.getppid() if launch is not None and launch.starts_mpi else 0
-        self._exits: tuple[float, str] | None = None  # when this process ends itself, and why
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -115,7 +109,7 @@ class Watchdog:
         """Note what is under way, and deal with what is overdue."""
         now = time.monotonic()
         self.recorder.tick()
-        self._end_self(now)
+        self.job_end.look(now)
         self._end_failed()
         for rank in self.neighbours.look(self.rank, now):
             self.channel.note_found(rank)
@@ -131,14 +125,6 @@ class Watchdog:
             if not each.has_own_limit and now >= self.waits_until:
                 self._press(each, now)
             self._descend(each)
-
-    def _end_self(self, now: float) -> None:
-        """End this process if the job was aborted, or its launcher has ended, and nothing else ends it."""
-        if self._exits is None and self._launcher and os.getppid() != self._launcher:
-            self._exits = now + ORPHAN_SECONDS, f"the launcher (process {self._launcher}) has ended"
-        if self._exits is not None and now >= self._exits[0]:
-            self.say(f"{self._exits[1]}, and this process ends")
-            os._exit(ABORT_STATUS)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
@@ -171,7 +157,7 @@ class Watchdog:
         if question.get("is_there"):
             return {"rank": question.get("to"), "left": self.has_left}
         if question.get("abort"):
-            self._note_abort(f"rank {question.get('from')} aborts the job ({question['abort']})")
+            self.job_end.note(f"rank {question.get('from')} aborts the job ({question['abort']})")
         group = WORLD.groups.get(question.get("group", ""))
         if question.get("dump"):
             self.inquiries.note_sweep(question["group"])
@@ -205,19 +191,11 @@ class Watchdog:
         """Ask other ranks where they are; ``more`` is what else the question holds, as ``reply`` reads it."""
         question = {"from": self.rank, "group": group, **more}
         others = [rank for rank in ranks if rank != self.rank]
-        return self.channel.ask(others, question, seconds + len(others) * RANK_SECONDS, self._reply())
+        return self.channel.ask(others, question, seconds + len(others) * RANK_SECONDS, self.replier())
 
-    def _reply(self) -> Any:
+    def replier(self) -> Any:
         """Return what answers others while this thread waits for answers: the watchdog's own thread has to."""
         return self.reply if threading.current_thread() is self._thread else None
-
-    def silent_left_out(self) -> list[Place]:
-        """Return the places of ranks that the world was shrunk by, that have not left, and that do not answer."""
-        asked = dict(enumerate(self.channel.left_out))
-        places = {number: place for number, place in asked.items() if place.process not in self.channel.left}
-        answers = self.channel.ask_places(dict(places), {"is_there": True}, NEWS_SECONDS, self._reply())
-        self.channel.left.update(places[number].process for number, answer in answers.items() if answer["left"])
-        return [place for number, place in places.items() if number not in answers]
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
@@ -341,22 +319,12 @@ class Watchdog:
             found = f"rank {verdict.reporter} gave {verdict.title} of {mine['label']} up: {found}"
         self._end(each, mine, f"{headline}: {found}", True)
 
-    # -- the end of a wait ---------------------------------------------------------------------------
-
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
         """Begin to end an overdue wait."""
-        backend = each.backend
-        facts = Facts(
-            has_work=each.work is not None,
-            in_background=each.in_background,
-            on_device=each.in_background and backend.outstanding() is each.work,
-            is_running=backend.queue is not None and backend.queue.running is each.work,
-            ends_waits=backend.ends_waits,
-            interrupts_all=backend.interrupts_all(),
-            is_reported=is_reported,
-        )
-        self._reasons[id(each.record)] = described, reason
-        self.states.end(each.record, time.monotonic(), facts)
+        self._reasons[id(each.record)] = reason
+        self.states.end(each.record, time.monotonic(), each.facts(is_reported))
+        if each.in_background and self.states.next_means(each.record, time.monotonic()) is not None:
+            self._given_up.append(described)
         self._descend(each)
 
     def _descend(self, each: UnderWay) -> None:
@@ -367,20 +335,15 @@ class Watchdog:
 
     def _use(self, means: Means, each: UnderWay) -> bool:
         """Use one means to end a wait, and tell whether it took effect."""
-        described, reason = self._reasons[id(each.record)]
-        backend = each.backend
+        backend, reason = each.backend, self._reasons[id(each.record)]
         if means is Means.CANCEL:
             return each.work is not None and each.work._interrupt(reason)
         if means is Means.FORETELL:
             backend.foretell(reason)
             return True
         if means is Means.INTERRUPT:
-            if each.in_background:
-                self._given_up.append(described)
             return backend.interrupt(reason)
         if means is Means.GIVE_UP:
-            if described not in self._given_up:
-                self._given_up.append(described)
             if backend.queue is not None:
                 backend.queue.fail(DistBackendError(reason))
             return True
@@ -396,23 +359,17 @@ class Watchdog:
         numbered = {**places, **{-1 - number: place for number, place in enumerate(self.channel.left_out)}}
         first_line = reason.splitlines()[0]
         question = {"from": self.rank, "group": "", "abort": first_line}
-        if self._exits is None:  # else the others know
-            self.channel.ask_places(numbered, question, NEWS_SECONDS, self._reply())
-        self._note_abort(first_line)
+        if not self.job_end.is_known:  # else the others know
+            self.channel.ask_places(numbered, question, NEWS_SECONDS, self.replier())
+        self.job_end.note(first_line)
         backend.abort(ABORT_STATUS)
 
-    def _note_abort(self, reason: str) -> None:
-        """Take note that the job is aborted: this process is to end, and those of its node that are stopped."""
-        if self._exits is None:
-            self._exits = time.monotonic() + LAUNCHER_SECONDS, reason
-            for place in self.channel.stopped():
-                self.channel.kill(place)
-
     def say(self, text: str) -> None:
-        """Write to stderr, whole."""
-        sys.stdout.flush()
-        sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
-        sys.stderr.flush()
+        """Write to stderr, whole, if the launcher that forwards it is still there."""
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
+            sys.stderr.flush()
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
@@ -425,17 +382,15 @@ def begin(group: Group) -> Watchdog:
     """
     rank = group.ranks[group.rank()]
     logs.locate(rank, group.size())
-    first = not RUNNING
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
     group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.rank = rank
+    places = [watchdog.channel.own]
     if group.size() > 1:
-        places = group.any_backend().objects.all_gather(tuple(watchdog.channel.own))
+        places = [Place(*each) for each in group.any_backend().objects.all_gather(tuple(watchdog.channel.own))]
         watchdog.channel.learn(group.ranks, places)
-        watchdog.recorder.name = places[0][2][:8]
-    else:
-        watchdog.recorder.name = watchdog.channel.own.secret[:8]
-    if first:
+    watchdog.recorder.name = places[0].secret[:8]
+    if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()
     Explanation.of = staticmethod(watchdog.explain)
