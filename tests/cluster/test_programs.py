@@ -25,7 +25,7 @@ QUIET = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 @pytest.mark.smoke
 @pytest.mark.parametrize("slots", [(2, 2), (1, 2)], ids=str)
 def test_demo(cluster: Cluster, slots: tuple[int, ...]) -> None:
-    command = [sys.executable, str(JOBS / "train_digits.py"), "--epochs", "5"]
+    command = [sys.executable, str(JOBS / "train_digits.py"), "--epochs", "5", "--global-batch", str(16 * sum(slots))]
     done = launch.run(cluster, slots, command, seconds=200, **QUIET)
     assert done.returncode == 0, done.stderr
     found = re.search(r"held-out accuracy (\d\.\d+) after 5 epochs", done.stdout)
