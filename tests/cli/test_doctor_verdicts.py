@@ -86,7 +86,7 @@ def test_too_little_shared_memory_is_a_problem():
 
 
 def test_nodes_that_do_not_meet():
-    alone = {"interfaces": {"eth0": "10.0.0.1"}, "tried": []}
+    alone = {"interfaces": {"eth0": "10.0.0.1"}, "tried": [], "named": ["10.0.0.1"], "datagrams": []}
     ranks = [
         {"network": {**alone, "node": "a", "failed": [("b", "name", "b.example", "timed out")]}},
         {"network": {**alone, "node": "b", "failed": [("a", "ib0", "10.1.0.1", "refused")]}},
@@ -96,9 +96,33 @@ def test_nodes_that_do_not_meet():
     assert found(findings, "b does not reach a on ib0").level == ADVICE
 
 
+def test_nodes_that_exchange_no_datagrams_and_names_that_mean_the_loopback():
+    def rank(node, other, named, result):
+        return {
+            "network": {
+                "node": node,
+                "interfaces": {"eth0": "10.0.0.1"},
+                "named": [named],
+                "failed": [],
+                "tried": [(other, "eth0", "10.0.0.1", 0.1)],
+                "datagrams": [(other, "10.0.0.1", result)],
+            }
+        }
+
+    well = network.judge([rank("a", "b", "10.0.0.1", 0.2), rank("b", "a", "10.0.0.2", 0.3)])
+    assert levels(well) == {OK, NOTE}
+    assert found(well, "2 directed pairs exchange UDP")
+    ill = network.judge([rank("a", "b", "127.0.1.1", "no answer in 2 s"), rank("b", "a", "10.0.0.2", 0.3)])
+    assert found(ill, "1 of 2 directed pairs of nodes that meet by TCP exchange no UDP").level == PROBLEM
+    named = found(ill, "the name a means the loopback (127.0.1.1)")
+    assert named.level == ADVICE
+    assert "GLOO_SOCKET_IFNAME=eth0" in named.mend
+
+
 def test_a_connection_is_made_refused_and_answered_by_somebody_else():
-    with network.listening(b"word") as port:
+    with network.listening(b"word") as (port, echo):
         assert isinstance(network.connect("127.0.0.1", port, b"word"), float)
+        assert isinstance(network.exchange("127.0.0.1", echo, b"word"), float)
         assert network.connect("127.0.0.1", port, b"warp") == "somebody else answers there"
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

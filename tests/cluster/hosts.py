@@ -109,7 +109,7 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Return the processes of this host by their ids there, without its first one."""
         found = {}
-        listing = ["ps", "-eo", "pid=,stat=,args="]
+        listing = ["ps", "-ww", "-eo", "pid=,stat=,args="]
         for line in checked([*self._enter, *listing]).splitlines():
             pid, state, text = line.split(None, 2)
             # not: its first process, that one's sleep, this ps, what has ended

@@ -153,10 +153,10 @@ class Job(Started):
 
     def ranks_alive(self) -> dict[str, list[str]]:
         """Return by host the ranks' processes that are still there."""
-        script = str(self.script)
+        program = f"{sys.executable} {self.script}"
         found: dict[str, list[str]] = {}
         for host in self.cluster.hosts:
-            own = [text for text in host.processes().values() if script in text and "mpi" not in text.split()[0]]
+            own = [text for text in host.processes().values() if text.startswith(program)]  # not the launcher's
             if own:
                 found[host.name] = own
         return found

@@ -1,4 +1,8 @@
-"""One default group for all tests in this folder, on the backend that HPCDIST_TEST_BACKEND names."""
+"""One default group for all tests in this folder, on the backend that HPCDIST_TEST_BACKEND names.
+
+The ranks may be on several hosts (``tests/cluster`` runs them there). Tests of what belongs to one node, such as its
+shared memory, use the communicator ``of_host``; all others use all ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,20 @@ def _default_group():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def of_host(_default_group):
+    """The communicator of this host's ranks, each host's by themselves."""
+    try:
+        every = dist.get_mpi_comm()
+    except Exception:
+        pytest.skip("no MPI in this backend")
+    from mpi4py import MPI
+
+    comm = MPI.Intracomm(every.Split_type(MPI.COMM_TYPE_SHARED, key=every.rank))
+    yield comm
+    comm.Free()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from datetime import timedelta
 
@@ -80,7 +81,9 @@ def test_new_subgroups(rank, size):
         assert total(mine, rank) == sum(range(start, start + length))
         dist.destroy_process_group(mine)
     by_node, _ = dist.new_subgroups()
-    assert dist.get_world_size(by_node) == size  # the tests run on one node
+    hosts = [None] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    assert dist.get_process_group_ranks(by_node) == [each for each in range(size) if hosts[each] == hosts[rank]]
     dist.destroy_process_group(by_node)
     for bad in (0, -1, size + 1):
         with pytest.raises(ValueError, match="group_size"):

@@ -42,11 +42,17 @@ REDUCIBLE = [(dtype, op) for dtype, kind in KINDS.items() for op in FOLDS[kind]]
 
 
 @pytest.fixture(scope="module")
-def comm(_default_group):
+def every(_default_group):
+    """All ranks, of however many hosts."""
     try:
         return dist.get_mpi_comm()
     except Exception:
         pytest.skip("no MPI in this backend")
+
+
+@pytest.fixture(scope="module")
+def comm(of_host):
+    return of_host
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +72,8 @@ def nodes_of(ranks: int) -> list[list[str]]:
 
 
 @pytest.fixture(params=range(3))
-def several(request, comm):
-    shared = NodeShared(comm, nodes_of(comm.size)[request.param][comm.rank])
+def several(request, every):
+    shared = NodeShared(every, nodes_of(every.size)[request.param][every.rank])
     yield shared
     shared.close()
 
@@ -206,22 +212,22 @@ def test_a_pair_without_meaning_raises_before_anything_moves(node, comm):
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "PRODUCT"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
-def test_several_nodes(several, comm, dtype, op):
+def test_several_nodes(several, every, dtype, op):
     if op not in FOLDS[KINDS[dtype]]:
         pytest.skip("no meaning")
     for numel in (1, 1000, 700_001):
-        send = values(comm.rank, numel, dtype)
+        send = values(every.rank, numel, dtype)
         recv = torch.empty_like(send)
         several.all_reduce(send, recv, getattr(ReduceOp, op))
-        assert_same(recv, expected(op, comm.size, numel, dtype), op)
+        assert_same(recv, expected(op, every.size, numel, dtype), op)
 
 
-def test_several_nodes_keep_nan(several, comm):
+def test_several_nodes_keep_nan(several, every):
     send = torch.zeros(1000)
-    send[comm.rank] = float("nan")
+    send[every.rank] = float("nan")
     several.all_reduce(send, send, ReduceOp.MAX)
-    assert send[: comm.size].isnan().all()
-    assert not send[comm.size :].isnan().any()
+    assert send[: every.size].isnan().all()
+    assert not send[every.size :].isnan().any()
 
 
 def test_random_interleavings(node, comm):

@@ -18,7 +18,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
-from hpcdist.watch import whereabouts
+from hpcdist.watch import calls_under_way
 from tests.fakes import fake_nccl as fake
 
 SUM = ReduceOp.RedOpType.SUM
@@ -127,17 +127,17 @@ def test_what_a_device_is_at_is_under_way_with_its_own_record() -> None:
     WORLD.groups["dp"] = group
     try:
         issue(ALL_REDUCE, group, tensor := torch.ones(4), tensor, SUM)
-        assert list(whereabouts.under_way()) == []
+        assert list(calls_under_way.under_way()) == []
         backend._link.streams._last.is_complete = False
-        (each,) = whereabouts.under_way()
+        (each,) = calls_under_way.under_way()
         assert (each.call.name, each.call.number, list(each.call.shape)) == ("all_reduce", 1, [4])
         assert each.in_background
         assert not each.has_ended()
         group.journal.collective("barrier")  # on the group's other backend: not what the device is at
-        (again,) = whereabouts.under_way()
+        (again,) = calls_under_way.under_way()
         assert again.record is each.record
         each.work._end.is_complete = True
         assert each.has_ended()
-        assert list(whereabouts.under_way()) == []
+        assert list(calls_under_way.under_way()) == []
     finally:
         del WORLD.groups["dp"]

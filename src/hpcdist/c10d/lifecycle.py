@@ -23,7 +23,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch import logs, watchdog
-from hpcdist.watch.departure import DEPARTURE
+from hpcdist.watch.process_exit import EXIT
 
 BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 
@@ -125,12 +125,12 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
 def watch(group: ProcessGroup) -> None:
     """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
     watchdog.begin(group)
-    if DEPARTURE.backend is None:
+    if EXIT.backend is None:
         # after MPI was initialised, so that exit runs this before MPI is finalised
-        atexit.register(DEPARTURE.leave)
-        DEPARTURE.hook = sys.excepthook
-        sys.excepthook = DEPARTURE.on_exception
-    DEPARTURE.backend, DEPARTURE.limit = group.any_backend(), group.timeout.total_seconds()
+        atexit.register(EXIT.leave)
+        EXIT.hook = sys.excepthook
+        sys.excepthook = EXIT.on_exception
+    EXIT.backend, EXIT.limit = group.any_backend(), group.timeout.total_seconds()
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:

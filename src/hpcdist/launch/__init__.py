@@ -1,1 +1,1 @@
-"""How this process was started, and how it finds the others."""
+"""Launch: how this process was started, where it runs, and how it finds the others."""

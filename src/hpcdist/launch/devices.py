@@ -1,8 +1,8 @@
-"""Which GPU is mine? The one at this rank's place among the ranks of the node that see the same GPUs.
+"""Choice of this rank's GPU, by its place among the ranks of the node that see the same GPUs.
 
-Where the launcher binds GPUs to tasks (Slurm's ``--gpus-per-task``, ``--gpu-bind``), every rank sees its own and takes
-the first. Where all ranks of a node see all GPUs, the rank on the node counts. It is never ``rank % count``: that
-is another GPU as soon as ranks are not dealt to nodes in blocks, and two ranks on one where nodes differ.
+If the launcher binds GPUs to tasks (Slurm's ``--gpus-per-task``, ``--gpu-bind``), every rank sees its own and takes the
+first. If all ranks of a node see all GPUs, the rank on the node decides. ``rank % count`` would be wrong: it names
+another GPU as soon as ranks are not assigned to nodes in blocks, and the same GPU twice if nodes differ.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ View = tuple[str, ...]  # the identities of the GPUs that a process sees, in ord
 
 
 def may_share(given: Mapping[str, str] | None = None) -> bool:
-    """Tell whether several ranks on one GPU were asked for."""
+    """Tell whether the user allows several ranks on one GPU."""
     return (os.environ if given is None else given).get(SHARE, "0").strip() not in ("", "0")
 
 
 def identity(device: torch.device) -> str:
-    """Return what tells a GPU apart from every other: its UUID."""
+    """Return a GPU's UUID, which no other GPU has."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def visible() -> View:
-    """Return the GPUs that this process sees; one alone goes without its UUID, which would start CUDA."""
+    """Return the GPUs that this process sees; a single one without its UUID, because asking for it starts CUDA."""
     count = torch.cuda.device_count()
     if count < 2:
         return ("the only one",) * count
@@ -45,7 +45,7 @@ def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
     Args:
         views: what each rank of the node sees, by its rank on the node.
         local_rank: this rank on the node.
-        shares: several ranks may use one GPU; they get it in blocks.
+        shares: several ranks may use one GPU; neighbouring ranks share.
 
     Raises:
         DistBackendError: this rank sees none, or more ranks see the same GPUs than there are.
@@ -54,7 +54,7 @@ def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
     if not mine:
         raise DistBackendError("this process sees no GPU")
     if len(mine) == 1:
-        return 0  # no choice; that nobody else uses it is found out when the ranks connect
+        return 0  # whether another rank uses it too is found out when the ranks connect
     alike = [rank for rank, view in enumerate(views) if view == mine]
     position = alike.index(local_rank)
     if len(alike) <= len(mine):
@@ -70,7 +70,7 @@ def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
 def views_by_mpi(comm: Any) -> tuple[list[View], int]:
     """Return what each rank of this node sees and this rank's place on it; every rank of ``comm`` calls.
 
-    The node is what shares memory (MPI_Comm_split_type with MPI_COMM_TYPE_SHARED, MPI 7.4.2).
+    A node is what MPI says shares memory (MPI_Comm_split_type with MPI_COMM_TYPE_SHARED, MPI 7.4.2).
     """
     from mpi4py import MPI
 
@@ -82,7 +82,7 @@ def views_by_mpi(comm: Any) -> tuple[list[View], int]:
 
 
 def views_by_launcher(environ: Mapping[str, str] | None = None) -> tuple[list[View], int]:
-    """Return the same where there is no MPI: the launcher's rank on the node.
+    """Return the same without MPI, by the launcher's variables for the rank on the node.
 
     Raises:
         DistBackendError: no launcher says which rank of the node this is, and there is a choice of GPUs.

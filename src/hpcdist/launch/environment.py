@@ -1,4 +1,4 @@
-"""Which rank am I, and who started me? One table of what each launcher leaves in the environment."""
+"""Launcher detection: this process's rank and size from the environment, by one table of launchers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 class Launcher(NamedTuple):
-    """What one launcher is called and which variables it sets."""
+    """A launcher: its name, the variables that it sets, and what to do if its MPI is another one than the program's."""
 
     name: str
     rank: str
     size: str
     local_rank: str | None
     starts_mpi: bool
-    mend: str = ""
+    remedy: str = ""
 
 
 WRONG_LIBRARY = (
@@ -31,8 +31,8 @@ WRONG_PMI = (
 
 HYDRAS_OWN = "MPI_LOCALRANKID"
 
-# Asked in this order: mpirun inside an srun or sbatch allocation is the nearer one. mpirun's own names come
-# before the interfaces' (PMI_*), which Slurm sets too.
+# The first that matches counts. mpirun comes before srun, because it is often called inside an allocation of Slurm, and
+# the variables that only one launcher sets come before PMI_*, which Slurm sets too.
 LAUNCHERS = (
     Launcher(
         "mpirun (Open MPI)",
@@ -66,22 +66,22 @@ class Launch(NamedTuple):
     size: int
     local_rank: int | None
     starts_mpi: bool
-    mend: str
+    remedy: str
 
 
 def integer(environment: Mapping[str, str], variable: str | None) -> int | None:
-    """Return a variable as an integer, or None where it is unset or no number."""
+    """Return a variable as an integer, or None if it is unset or no number."""
     text = environment.get(variable, "") if variable else ""
     return int(text) if text.strip().lstrip("-").isdigit() else None
 
 
 def is_batch_shell(environment: Mapping[str, str]) -> bool:
-    """Tell whether this runs in an sbatch script itself, which Slurm gives a step of one task."""
+    """Tell whether this process was started by an sbatch script directly, without srun."""
     return environment.get("SLURM_STEP_ID") is None and environment.get("SLURM_STEPID") is None
 
 
 def is_task_of_srun(environment: Mapping[str, str], rank: int) -> bool:
-    """Tell whether srun itself started this rank: its pmi2 plugin sets PMI_RANK too, but not what hydra adds."""
+    """Tell whether srun started this rank: its pmi2 plugin sets PMI_RANK as hydra does, but no variable of hydra's."""
     return (
         not is_batch_shell(environment)
         and HYDRAS_OWN not in environment
@@ -91,7 +91,7 @@ def is_task_of_srun(environment: Mapping[str, str], rank: int) -> bool:
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Return how this process was started, or None where no launcher is known.
+    """Return how this process was started, or None if no known launcher did.
 
     torchrun counts only with its RANK, WORLD_SIZE and MASTER_ADDR all set, the contract of c10d's ``env://``.
     """
@@ -107,7 +107,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
         if launcher.rank == "PMI_RANK" and is_task_of_srun(given, rank):
             continue
         return Launch(
-            launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.mend
+            launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.remedy
         )
     return None
 
@@ -125,12 +125,12 @@ def node_local_rank(environment: Mapping[str, str] | None = None) -> int | None:
     return None
 
 
-INIT_METHOD = "HPCDIST_INIT_METHOD"  # what init_process_group does without an init_method: a job script's choice
+INIT_METHOD = "HPCDIST_INIT_METHOD"  # the default of init_process_group's init_method, for job scripts
 
 
-NODE_KEY = "HPCDIST_NODE_KEY"  # overrides what tells nodes apart: imitates several on one machine
+NODE_KEY = "HPCDIST_NODE_KEY"  # replaces the host's name as the node's identity; imitates several nodes on one machine
 
 
 def node_key() -> str:
-    """Return what is the same for all processes on this node and no others."""
+    """Return the identity of this node, equal for its processes and no others."""
     return os.environ.get(NODE_KEY) or socket.gethostname()

@@ -1,7 +1,7 @@
-"""Which hosts do these names mean? Slurm's compressed lists, expanded, and which rank runs on which of them.
+"""Slurm's compressed lists of hosts and tasks, expanded, and the host of each rank.
 
-``python-hostlist`` reads the notation; here its errors become ones that teach, and names meet tasks. ``scontrol`` is
-not needed, which compute nodes and containers may lack.
+``python-hostlist`` parses the notation; this module explains its errors and assigns ranks to hosts. ``scontrol`` could
+do it too, but compute nodes and containers may not have it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def host_of_each_rank(names: str, tasks_per_node: str, distribution: str = "bloc
     Args:
         names: the step's hosts, as in ``SLURM_STEP_NODELIST``.
         tasks_per_node: the step's tasks, as in ``SLURM_STEP_TASKS_PER_NODE``.
-        distribution: ``block`` fills one node after the other (Slurm's default), ``cyclic`` goes round the nodes; what
-            follows a colon or comma orders within a node, and is ignored (``SLURM_DISTRIBUTION``, srun's
-            ``--distribution``).
+        distribution: ``block`` fills one node after the other (Slurm's default), ``cyclic`` goes round the nodes
+            (``SLURM_DISTRIBUTION``, srun's ``--distribution``); what follows a colon or comma is about cores within a
+            node, and is ignored.
 
     Returns:
         The host of rank 0, of rank 1 and so on.

@@ -1,8 +1,7 @@
-"""Rendezvous of a job's processes without MPI.
+"""Rendezvous: how the processes of a job find each other, by a store that all of them reach (c10d's ``rendezvous``).
 
-A handler per URL scheme makes a store that all of them reach, and says which rank each is (c10d's
-``rendezvous``). Stores come from the package ``stores`` and speak torch's protocol, so that the agent of
-torchrun can serve ours, and ours torch's clients.
+Each URL scheme has a handler that opens the store and tells this process's rank. The stores of the package ``stores``
+use torch's protocol, so that they can connect to the server of torchrun's agent, and torch's clients to ours.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _create_store_from_options(backend_options: Any, rank: int) -> Store:
 
 
 def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size from a URL's query, where the caller did not give them."""
+    """Return rank and size from a URL's query, unless the caller gave them."""
     given = {key: values[-1] for key, values in parse_qs(url.query).items()}
     if rank == -1:
         rank = int(given.get("rank", -1))
@@ -113,7 +112,7 @@ def missing(scheme: str, what: str) -> ValueError:
 
 
 def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size, or raise where one is missing."""
+    """Return rank and size, or raise ValueError if one is missing."""
     if rank < 0:
         raise missing(scheme, f"rank parameter missing; give rank=, or {scheme}://…?rank=…")
     if world_size < 1:
@@ -170,7 +169,7 @@ def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta =
 
 
 def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
-    """Use MPI to tell the address and a random secret: nothing needs to be configured."""
+    """Open a store on rank 0 and send its addresses and a random secret over MPI; nothing needs to be configured."""
     from hpcdist.backends.mpi.process import runtime
 
     world = runtime.world(timeout)
@@ -183,8 +182,8 @@ def by_slurm(
 ) -> Iterator[Found]:
     """Use the variables of an srun step: rank 0's server listens on the step's first node.
 
-    The port follows from the job and step, with some to try where it is taken; a job's clients know their
-    server by its secret, so that another job's on the same node is passed over.
+    The ports to try follow from job and step, because another program may have one of them. A client tells its job's
+    server from another job's on the same node by the secret.
     """
     step = slurm_step.step(os.environ)
     rank, world_size = required("slurm", step.rank, step.size)
@@ -209,7 +208,7 @@ def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes) ->
 
 
 def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: bytes) -> Store:
-    """Connect to the job's own server among the hosts and ports that it may have."""
+    """Connect to the job's own server at the first of its possible addresses and ports that accepts the secret."""
     deadline = time.monotonic() + timeout.total_seconds()
     failure: Exception | None = None
     while time.monotonic() < deadline:
@@ -250,7 +249,7 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-# -- a store for groups that have another way to talk ------------------------------------------------------
+# -- a store for groups that have a backend already --------------------------------------------------------
 
 
 def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], timeout: timedelta) -> Store:
@@ -283,17 +282,17 @@ def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], ti
 
 
 def store_of(group: Any) -> Store:
-    """Return the store of the default group, opening it where the group is MPI's; every rank of it calls."""
+    """Return the store of the default group, opened by the first call if the group is MPI's; every rank of it calls."""
     from hpcdist.core.world import WORLD
 
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
         networks = carrier.objects.all_gather(addresses.network())
-        WORLD.store = served(group.rank(), networks, carrier.broadcast_object, group.timeout)
+        WORLD.store = served(group.rank(), networks, carrier.objects.broadcast, group.timeout)
     return WORLD.store
 
 
 def part(store: Store, prefix: str) -> Store:
-    """Return a part of a store whose keys meet no others."""
+    """Return a part of a store with keys of its own."""
     return stores.PrefixStore(prefix, store)

@@ -1,6 +1,6 @@
-"""Slurm step of this task: its rank, the number of tasks, and the nodes they run on.
+"""This process's Slurm step: its rank and size in it, and the hosts that the step runs on.
 
-The step's variables come before the job's: a job of eight nodes may run a step on two of them.
+The step's variables take precedence over the job's, because a job of eight nodes may run a step on two of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hpcdist.launch.hostlist import expand
 
 
 class Step(NamedTuple):
-    """One srun: this task, how many there are, their hosts, and what no other step is called."""
+    """One srun: this task's rank, the number of tasks, their hosts, and an identity that no other step has."""
 
     rank: int
     size: int
@@ -20,7 +20,7 @@ class Step(NamedTuple):
     identity: str
 
 
-# the question, and the variables that answer it, the nearest first
+# what is wanted, and the variables that hold it; the first that is set counts
 VARIABLES = {
     "rank": ("SLURM_PROCID",),
     "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),

@@ -1,7 +1,7 @@
-"""How does one rank's pdb talk to the terminal that the job was started from?
+"""Debugger of one rank: pdb on the terminal that the job was started from.
 
-Through what the launcher forwards: a pipe to the standard input of one rank, and whole lines of its output. So the
-prompt ends its line where the input is no terminal, or it would be shown only with the answer.
+The launcher forwards a pipe to the standard input of one rank, and whole lines of its output. So the prompt ends its
+line if the input is no terminal; otherwise it would be shown only with the answer.
 """
 
 from __future__ import annotations

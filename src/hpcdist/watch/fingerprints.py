@@ -1,7 +1,7 @@
-"""Do all ranks call the same collective? Asked before each one at the debug level DETAIL.
+"""Fingerprints of calls: the check, at the debug level DETAIL, that all ranks call the same collective.
 
-One more collective of objects goes ahead of each: a fingerprint of the call from every rank. Where they do not
-fit, every rank raises and names the ranks that differ and how.
+Before each collective the ranks gather a description of the call from every rank. If they do not agree, every rank
+raises an error that names the ranks that differ and how.
 """
 
 from __future__ import annotations

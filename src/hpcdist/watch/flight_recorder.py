@@ -1,7 +1,7 @@
-"""How are the last calls of this rank written so that torch's own tool reads them?
+"""Flight recorder: writes the last calls of this rank to a file that torch's own tool reads.
 
-``torchfrtrace`` takes one pickle a rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring
-itself is ``core.journal``'s; here it is only read. Times are as fine as the watchdog's tick: the calls read no
+``torchfrtrace`` takes one pickle a rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring of
+calls is ``core.journal``'s and is only read here. Times are as fine as the watchdog's tick, because calls read no
 clock.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from hpcdist.core.journal import RING, Call
 from hpcdist.core.table import ROWS, Shape
 from hpcdist.core.world import WORLD
-from hpcdist.watch import whereabouts
+from hpcdist.watch import calls_under_way
 
 VERSION = "2.10"
 MAKER = "gloo"  # the tool accepts the names of torch's own libraries alone, and "mpi" is none of them
@@ -105,7 +105,7 @@ class Recorder:
             while len(times) > 1 and times[0][1] <= record:
                 times.pop(0)
             created = times[0][0] if times else time.time_ns()
-            frames = whereabouts.stack(group) if id(raw) in blocking else []
+            frames = calls_under_way.stack(group) if id(raw) in blocking else []
             entries.append(entry(Call(*raw), group, record, state, created, frames))
         return {
             "version": VERSION,

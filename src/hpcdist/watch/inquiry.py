@@ -1,14 +1,13 @@
-"""Which rank asks the others, where many have waited too long in one call at once?
+"""Choice of the one rank that asks the others if many have waited too long in one call.
 
-One of them: if each asked all others, N ranks would send N² questions, and lose most of the answers. The rank that is
-overdue first asks, and who is asked about the call that it waits in itself asks nothing, but waits for the verdict: the
-lines of the report, which go back to every rank in that call. Question, answer, verdict and receipt are 4 datagrams a
-rank. Of two that ask at once the lower rank goes on. An asker from which no verdict comes (stopped, killed) is followed
-by another.
+If each asked all others, N ranks would send N² questions, and lose most of the answers. So the rank that is overdue
+first asks. A rank that is asked about the call that it waits in itself asks nothing, but waits for the verdict: the
+lines of the report, which the asker sends to every rank in that call. Question, answer, verdict and receipt are 4
+datagrams a rank. If two ask at once, the lower rank goes on. If no verdict comes from an asker (it was stopped or
+killed), another rank follows.
 
-Nothing chooses the asker beforehand, because it would often be the very rank that is missing. Ranks that are overdue
-at the same moment take turns, `turn` apart: rank 0 of the group at once, and however many are missing from 0 on, the
-next one a fraction of a second later.
+No rank is chosen beforehand, because it would often be the very rank that is missing. Ranks that are overdue at the
+same moment take turns: rank 0 of the group asks at once, and each next one a fraction of a second later (`turn`).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.report import Answers, collectives
 from hpcdist.watch.side_channel import SideChannel
-from hpcdist.watch.whereabouts import UnderWay
 
 TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
 PATIENCE_SECONDS = 2.0  # how long after its question an asker's verdict may take
@@ -86,9 +85,14 @@ def turn(rank: int) -> float:
 
 
 class Inquiries:
-    """Who has asked this rank about what, and the verdicts that have come."""
+    """Who has asked this rank about what, and the verdicts that have come.
 
-    def __init__(self) -> None:
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._askers: dict[Subject, tuple[int, float]] = {}  # the lowest rank that asked, and until when it may take
         self._swept: dict[str, float] = {}  # by group: when all its ranks were last asked for their traces
         self._verdicts: dict[Subject, tuple[Verdict, float]] = {}
@@ -98,20 +102,20 @@ class Inquiries:
         lowest = self.asker(subject)
         if lowest is None or rank <= lowest:
             # it asks, has the silent ones judged, and tells
-            remember(self._askers, subject, (rank, time.monotonic() + PATIENCE_SECONDS + 3 * size * RANK_SECONDS))
+            remember(self._askers, subject, (rank, self._clock() + PATIENCE_SECONDS + 3 * size * RANK_SECONDS))
 
     def note_sweep(self, group: str) -> None:
         """Take note that all ranks of a group were asked for their traces."""
-        remember(self._swept, group, time.monotonic())
+        remember(self._swept, group, self._clock())
 
     def was_swept(self, group: str) -> bool:
         """Tell whether all ranks of a group have just written their traces."""
-        return time.monotonic() - self._swept.get(group, -math.inf) < FRESH_SECONDS
+        return self._clock() - self._swept.get(group, -math.inf) < FRESH_SECONDS
 
     def asker(self, subject: Subject) -> int | None:
         """Return the lowest rank that asks about a call, as long as its verdict may come."""
         rank, until = self._askers.get(subject, (None, -math.inf))
-        return rank if time.monotonic() < until else None
+        return rank if self._clock() < until else None
 
     def next_turn(self, subject: Subject, rank: int) -> float:
         """Return the moment from which a rank of the group may ask about a call that another one asks about."""
@@ -135,12 +139,12 @@ class Inquiries:
 
     def conclude(self, verdict: Verdict) -> None:
         """Keep a verdict."""
-        remember(self._verdicts, verdict.subject, (verdict, time.monotonic()))
+        remember(self._verdicts, verdict.subject, (verdict, self._clock()))
 
     def verdict(self, subject: Subject, age: float = FRESH_SECONDS) -> Verdict | None:
         """Return the verdict on a call, unless it is old."""
         verdict, when = self._verdicts.get(subject, (None, -math.inf))
-        return verdict if time.monotonic() - when < age else None
+        return verdict if self._clock() - when < age else None
 
     def forget(self) -> None:
         """Forget everything: the ranks have other numbers now."""

@@ -1,6 +1,6 @@
-"""How does a log line say which rank and group it comes from?
+"""Logger of this package, ``hpcdist``: each line names its rank and group.
 
-By the standard library: the logger is ``hpcdist``, and ``HPCDIST_LOG=debug`` (or info, warning, error) gives it
+The environment variable ``HPCDIST_LOG=debug`` (or info, warning, error) gives it
 a handler of its own on stderr. A record may name its group with ``extra={"group": ...}``. At ``debug`` each call is
 logged as it begins, with its number and what it carries, and each group as it is made and destroyed.
 """

@@ -1,11 +1,15 @@
-"""What does a rank that waited too long say? Which call, and where everybody else is instead."""
+"""Report of a call that has not ended: which call it is, and where each rank of its group is instead.
+
+A rank that gives no answer is said to be outside the call only if its process is known to have ended or to be stopped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcdist.watch.whereabouts import UnderWay
+from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch.side_channel import NO_ANSWER, NOBODY_ANSWERS
 
 Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
 
@@ -68,6 +72,11 @@ def place(answer: dict[str, Any], group: str) -> str:
     return f"not in a call of hpcdist, at {answer['main']}"
 
 
+def is_unknown(judged: str) -> bool:
+    """Tell whether it is not known where a silent rank is, by what was judged of it."""
+    return judged.startswith((NO_ANSWER, NOBODY_ANSWERS))
+
+
 def collectives(answer: dict[str, Any], group: str) -> list[dict[str, Any]]:
     """Return the calls of a group, messages aside, that a rank says it is in."""
     return [call for call in answer["calls"] if call["group"] == group and not call["message"]]
@@ -114,6 +123,9 @@ def compose(
     for where, missing in absent.items():
         are, have = ("is", "has") if len(missing) == 1 else ("are", "have")
         they = "it" if len(missing) == 1 else "they"
+        if is_unknown(where):
+            lines.append(f"whether {listed(missing)} {have} entered {name} of {mine['label']} is not known; {where}")
+            continue
         said = f"{they} {are} {where}" if where.startswith(("in ", "not in", "leaving")) else where
         lines.append(f"{listed(missing)} {have} not entered {name} of {mine['label']}; {said}")
     if len(shapes) > 1:
@@ -131,7 +143,11 @@ def compose_message(mine: dict[str, Any], me: int, answers: Answers, judge: Call
             lines.setdefault("is this rank itself, which waits", []).append(rank)
             continue
         answer = answers.get(rank)
-        where = f"is {place(answer, mine['group'])}" if answer is not None else f"has not met it; {judge(rank)}"
+        if answer is not None:
+            where = f"is {place(answer, mine['group'])}"
+        else:
+            judged = judge(rank)
+            where = f"{'may not have' if is_unknown(judged) else 'has not'} met it; {judged}"
         lines.setdefault(where, []).append(rank)
     return [f"{listed(ranks)} {where}" for where, ranks in lines.items()]
 

@@ -1,11 +1,10 @@
-"""How do ranks learn where the others are when the library between them is stuck?
+"""Side channel: datagrams between the watchdog threads, by which ranks ask each other where they are.
 
-By datagrams between the watchdog threads, on sockets of their own. MPI itself cannot be asked: a process that is in a
-blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no
-connection, no central rank that may be the stopped one, and no file to leave behind; a thread answers it while the
-main thread is inside MPI or computes. A process that does not answer is judged from outside where it runs on
-this machine: the kernel says whether it is stopped, dead or busy. That it has ended is told to the other nodes by one
-of those that see it.
+Each rank has a UDP socket of its own. MPI cannot carry these questions: a process that is in a blocking call of another
+communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no connection, no central rank,
+which might be the stopped one, and no file to leave behind; a thread answers it while the main thread is inside MPI or
+computes. A process that does not answer is judged by the kernel's view of it if it runs on this machine: stopped, dead
+or busy. One rank of each node tells the other nodes which processes of its node have ended.
 
 Questions carry the asked rank's secret, which the ranks exchange over the group when it is made.
 """
@@ -16,9 +15,11 @@ import json
 import os
 import secrets
 import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ PROCESS_STATES = {
     "D": "its process is in uninterruptible sleep (I/O)",
 }
 NO_ANSWER = "it does not answer: stopped, gone, or busy in native code that holds Python's interpreter lock"
+NOBODY_ANSWERS = "nobody off this node answers: is UDP blocked between the nodes?"
 
 
 Process = tuple[str, int]  # machine and process id
@@ -81,6 +83,14 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def birth(pid: int) -> str:
+    """Return what tells a process from a later one with its id: when it was started; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
 class SideChannel:
     """This rank's socket, and where the others listen."""
 
@@ -98,14 +108,20 @@ class SideChannel:
             socket.gethostname(),
         )
         self.places: dict[int, Place] = {}  # by global rank
+        self.mates: dict[int, Place] = {}  # those of this node; looked at every second, so kept apart from the others
+        self.learned = 0  # how often the places have changed
         self.ended: set[Process] = set()  # what other nodes told of
         self.left: set[Process] = set()  # these make no more calls, and wait for the others at the end
         self._told: set[Process] = set()  # what the other nodes were told of
         self.left_out: list[Place] = []  # of ranks that the world was shrunk by
+        self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
+        self.found: set[Process] = set()  # processes of other nodes that this rank saw to have ended
+        self._births: dict[int, str] = {}  # when the processes of this node were started, by their ids
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
-        self.places.update(zip(ranks, (Place(*place) for place in places), strict=True))
+        self._keep({**self.places, **dict(zip(ranks, (Place(*place) for place in places), strict=True))})
+        self._births.update((place.pid, birth(place.pid)) for place in self.places.values() if self.sees(place))
 
     def targets(self, place: Place) -> list[tuple[str, int]]:
         """Return the addresses under which a rank may be reached."""
@@ -125,6 +141,7 @@ class SideChannel:
                 continue
             if not isinstance(question, dict) or question.pop("secret", None) != self.own.secret:
                 continue
+            self._note_heard(question.get("from"))
             text = json.dumps(reply(question)).encode()
             if len(text) <= LARGEST:
                 try:
@@ -144,6 +161,16 @@ class SideChannel:
         ``reply`` answers the others meanwhile: for the thread that does so otherwise.
         """
         waiting = {rank: place for rank in ranks if (place := self.places.get(rank)) is not None}
+        return self.ask_places(waiting, question, seconds, reply)
+
+    def ask_places(
+        self,
+        waiting: dict[int, Place],
+        question: dict[str, Any],
+        seconds: float,
+        reply: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> dict[int, dict[str, Any]]:
+        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks; ``waiting`` is emptied of answers."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -184,11 +211,21 @@ class SideChannel:
                 continue
             if waiting.pop(rank, None) is not None:
                 answers[rank] = answer
+                self._note_heard(rank)
+
+    def _keep(self, places: dict[int, Place]) -> None:
+        self.places = places
+        self.mates = {rank: place for rank, place in sorted(places.items()) if self.sees(place)}
+        self.learned += 1
+
+    def _note_heard(self, rank: Any) -> None:
+        if not self.has_heard and (place := self.places.get(rank)) is not None:
+            self.has_heard = not self.sees(place)
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
         self.left_out += [place for rank, place in self.places.items() if rank not in remaining]
-        self.places = {new: self.places[old] for new, old in enumerate(remaining) if old in self.places}
+        self._keep({new: self.places[old] for new, old in enumerate(remaining) if old in self.places})
 
     def note_left(self, rank: int) -> None:
         """Take note that a rank makes no more calls."""
@@ -213,9 +250,17 @@ class SideChannel:
             return False
         return False
 
+    def ended_ranks(self) -> list[int]:
+        """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
+        gone = [rank for rank, place in self.mates.items() if self.has_ended(place)]
+        if self.ended:
+            gone += [rank for rank, place in self.places.items() if place.process in self.ended and rank not in gone]
+        return gone
+
     def lacks(self, ranks: Iterable[int]) -> bool:
         """Tell whether any of some ranks is known to have ended, so that their calls cannot."""
-        return any(self.has_ended(self.places.get(rank)) for rank in ranks)
+        gone = self.ended_ranks()
+        return bool(gone) and not set(gone).isdisjoint(ranks)
 
     def everyone(self) -> list[Place]:
         """Return the places of all ranks of the job, also of those that were left out."""
@@ -223,7 +268,7 @@ class SideChannel:
 
     def any_ended(self) -> bool:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
-        return any(map(self.has_ended, self.everyone()))
+        return bool(self.ended_ranks()) or any(map(self.has_ended, self.left_out))
 
     def staying(self) -> list[int]:
         """Return the ranks that, as far as is known, have neither ended nor left."""
@@ -231,20 +276,36 @@ class SideChannel:
             rank for rank, place in self.places.items() if place.process not in self.left and not self.has_ended(place)
         ]
 
-    def stopped(self) -> list[int]:
+    def stopped(self) -> list[Place]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
-        places = [place for place in self.everyone() if self.sees(place)]
-        return [place.pid for place in places if process_state(place.pid) in ("T", "t")]
+        places = [*self.mates.values(), *(place for place in self.left_out if self.sees(place))]
+        return [place for place in places if process_state(place.pid) in ("T", "t")]
+
+    def kill(self, place: Place) -> None:
+        """Kill a process of this node, unless another one has its id by now."""
+        if self._births.get(place.pid, "") == birth(place.pid) != "":
+            with suppress(OSError):
+                os.kill(place.pid, signal.SIGKILL)
+
+    def note_found(self, rank: int) -> None:
+        """Take note that a rank of another node was seen to have ended."""
+        process = self.places[rank].process
+        if process not in self.ended:
+            self.ended.add(process)
+            self.found.add(process)
 
     def to_tell(self) -> tuple[list[int], list[Process]]:
-        """Return the ranks of other nodes and which processes of this one have ended, once; no ranks: nothing to tell.
+        """Return ranks to be told, and which processes have ended, once; no ranks: there is nothing to tell.
 
-        The lowest rank of a node that is neither gone nor stopped tells it.
+        Those of this node are told to the other nodes by its lowest rank that is neither gone nor stopped; one of
+        another node, to all, by the rank that saw it.
         """
-        strangers = [rank for rank, place in self.places.items() if not self.sees(place)]
-        if not strangers:
+        if found := sorted(self.found - self._told):
+            self._told |= self.found
+            return [rank for rank, place in self.places.items() if not self.has_ended(place)], found
+        if len(self.mates) == len(self.places):
             return [], []
-        mates = [place for _, place in sorted(self.places.items()) if self.sees(place)]
+        mates = list(self.mates.values())
         gone = {place.process for place in mates if self.has_ended(place)} - self._told
         if not gone:
             return [], []
@@ -252,7 +313,7 @@ class SideChannel:
         if speaker is None or speaker.pid != self.own.pid:
             return [], []
         self._told |= gone
-        return strangers, sorted(gone)
+        return [rank for rank in self.places if rank not in self.mates], sorted(gone)
 
     def judge(self, rank: int) -> str:
         """Return in words why a rank gives no answer, as far as it shows from here."""
@@ -260,8 +321,10 @@ class SideChannel:
         if place is None:
             return NO_ANSWER
         if not self.sees(place):
-            said = PROCESS_STATES[""] if self.has_ended(place) else NO_ANSWER
-            return f"{said} (process {place.pid} on {place.host})"
+            has_ended = self.has_ended(place)
+            if not has_ended and not self.has_heard:
+                return NOBODY_ANSWERS
+            return f"{PROCESS_STATES[''] if has_ended else NO_ANSWER} (process {place.pid} on {place.host})"
         state = process_state(place.pid)
         return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {place.pid})" if state else "")
 

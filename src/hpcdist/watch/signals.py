@@ -1,12 +1,12 @@
-"""How is a signal noticed while the main thread is inside MPI?
+"""Signals that come while the main thread is inside MPI.
 
 Python runs a handler only once the blocked call returns. The C part of its handling is immediate, though, and
 writes the signal's number to a descriptor (``signal.set_wakeup_fd``) that the watchdog thread waits on.
 
-SIGUSR1 and SIGTERM make a dump and are remembered for ``stop_requested``. A program that never asks
-``stop_requested`` ends by SIGTERM as it always did, after the dump. A handler that the program has installed
-stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: until
-somebody listens it would end them.
+SIGUSR1 and SIGTERM write a trace and are remembered for ``stop_requested``. A program that never asks
+``stop_requested`` ends by SIGTERM as it always did, after the trace. A handler that the program has installed
+stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: as
+long as nothing handles it, it would end them.
 
 A forked child (``multiprocessing``, a DataLoader's worker) has no watchdog: there all is as it was before, so that a
 pool can end its workers by SIGTERM, and theirs is not taken for this process's.

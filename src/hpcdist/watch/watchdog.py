@@ -1,14 +1,15 @@
-"""Who notices that a call never ends, and what happens then?
+"""Watchdog: the thread that notices calls which do not end, reports where the other ranks are, and ends the wait.
 
-One thread a process. At each tick it looks at what blocks (``whereabouts``); what it has seen for longer than
-the group's timeout is overdue, and so is at once what waits for a rank that is known to have ended. One of the ranks
-that wait (``inquiry``) asks the others where they are (``side_channel``), writes the report (``report``) and the trace
-(``flight_recorder``), and tells those in the same call. Each then ends its wait in the gentlest way there is:
+There is one a process. At each tick it looks at the calls that block (``calls_under_way``). A call that it has seen
+for longer than the group's timeout is overdue, and so is, after 2 s, one that waits for a rank that is known to have
+ended. One of the ranks that wait (``inquiry``) asks the others where they are (``side_channel``), writes the report
+(``report``) and the trace (``flight_recorder``), and tells those in the same call. What is done when is decided by
+``call_states``. Each rank ends its wait in the gentlest way there is:
 
 1. the library raises by itself (gloo): nothing more;
 2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
-4. else, or where it does not raise, the job is aborted, because MPI cannot be taken out of a blocking call.
+4. else, or if it does not raise, the job is aborted, because MPI cannot be taken out of a blocking call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,22 +31,22 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.journal import Explanation
 from hpcdist.core.world import WORLD
-from hpcdist.watch import logs, report, whereabouts
+from hpcdist.watch import calls_under_way, logs, report
+from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means, State
+from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
+from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
-from hpcdist.watch.side_channel import LARGEST, SideChannel
+from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
 from hpcdist.watch.signals import Signals, end_by
-from hpcdist.watch.whereabouts import UnderWay
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
-NEWS_SECONDS = 0.5  # how long they have to take note of what they are told
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
-STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
-YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
-ABORT_STATUS = 1
+SHRINK = "shrink_group"
 
 
 class Watchdog:
@@ -52,26 +54,28 @@ class Watchdog:
 
     Attributes:
         channel: how the ranks ask each other.
+        neighbours: the ranks of another node that this one watches over.
         recorder: writes the traces.
         signals: what came from outside.
+        states: which calls are overdue, and what is to be done about them.
         inquiries: who asks whom about calls that do not end.
+        job_end: whether the job was aborted, and when this process exits then.
         leaving: whether the program has ended, and only MPI's end is to come.
         has_left: whether the calls that it had queued have ended too.
     """
 
     def __init__(self, name: str, rank: int) -> None:
         self.channel = SideChannel()
+        self.neighbours = Neighbours(self.channel)
         self.recorder = Recorder(name)
         self.signals = Signals()
         self.rank = rank
+        self.states = CallStates()
         self.inquiries = Inquiries()
+        self.job_end = JobEnd(self.channel, self.say)
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
-        self._since: dict[int, tuple[Any, float]] = {}  # by id of the call's record: the record, when first seen
-        # the overdue ones: the record, "due", "asking" or "reported", and from when on this rank may ask
-        self._handled: dict[int, tuple[Any, str, float]] = {}
-        # those that were to end: the record, and from when on what is to be done if they have not
-        self._last: dict[int, tuple[Any, float, Callable[[], None]]] = {}
+        self._reasons: dict[int, str] = {}  # by id of a call's record: why its wait is ended
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
@@ -94,8 +98,7 @@ class Watchdog:
                 self.channel.answer(self.reply)
             if time.monotonic() >= next_look:
                 self.look()
-                is_due = any(state == "due" for _, state, _ in self._handled.values())
-                next_look = time.monotonic() + (SHORTEST_TICK if is_due else self.tick())
+                next_look = time.monotonic() + (SHORTEST_TICK if self.states.any_due() else self.tick())
 
     def tick(self) -> float:
         """Return the seconds to the next look: a part of the shortest timeout."""
@@ -106,30 +109,22 @@ class Watchdog:
         """Note what is under way, and deal with what is overdue."""
         now = time.monotonic()
         self.recorder.tick()
+        self.job_end.look(now)
         self._end_failed()
+        for rank in self.neighbours.look(self.rank, now):
+            self.channel.note_found(rank)
         if not self.leaving and WORLD.default is not None:
-            strangers, gone = self.channel.to_tell()
-            if strangers:
-                self.ask(strangers, "", NEWS_SECONDS, ended=gone)
-        since: dict[int, tuple[Any, float]] = {}
-        overdue = []
-        for each in whereabouts.under_way():
-            if each.group.size() == 1:
-                continue
-            _, first = since[id(each.record)] = self._since.get(id(each.record), (each.record, now))
-            limit = each.group.timeout.total_seconds()
-            if now - first >= ENDED_SECONDS and self.channel.lacks(each.group.ranks):
-                limit = ENDED_SECONDS
-            if now - first >= limit and now >= self.waits_until and not each.has_own_limit:
-                overdue.append((each, now - first))
-        self._since = since
-        self._handled = {key: value for key, value in self._handled.items() if key in since}
-        self._last = {key: value for key, value in self._last.items() if key in since}
-        for each, seconds in overdue:
-            self._press(each, seconds)
-        for _, limit, step in list(self._last.values()):
-            if time.monotonic() >= limit:
-                step()
+            told, gone = self.channel.to_tell()
+            if told:
+                self.ask(told, "", NEWS_SECONDS, ended=gone)
+        calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
+        self.states.see((each.record for each in calls), now)
+        kept = {id(each.record) for each in calls}
+        self._reasons = {key: value for key, value in self._reasons.items() if key in kept}
+        for each in calls:
+            if not each.has_own_limit and now >= self.waits_until:
+                self._press(each, now)
+            self._descend(each)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
@@ -143,7 +138,7 @@ class Watchdog:
     def _heed(self, number: int) -> None:
         path = self.dump()
         if number == signal.SIGUSR1:
-            self.say(f"SIGUSR1: trace written to {path}; at {whereabouts.main_line()}")
+            self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.main_line()}")
         logs.LOG.info("signal %d; trace written to %s", number, path)
         if self.signals.ends_process(number):
             end_by(number)
@@ -156,8 +151,13 @@ class Watchdog:
         Args:
             question: ``from``, and what it may hold besides: the ``group`` that it is about; ``dump`` asks for a trace
                 too; ``about``, a call that the asker waits in; ``verdict``, what it found out; ``left``, that it makes
-                no more calls; ``ended``, processes of its node that are gone; ``judge``, ranks that do not answer.
+                no more calls; ``ended``, processes that are gone; ``judge``, ranks that do not answer; ``abort``, why
+                it aborts the job. With ``is_there`` it asks only for a sign of life.
         """
+        if question.get("is_there"):
+            return {"rank": question.get("to"), "left": self.has_left}
+        if question.get("abort"):
+            self.job_end.note(f"rank {question.get('from')} aborts the job ({question['abort']})")
         group = WORLD.groups.get(question.get("group", ""))
         if question.get("dump"):
             self.inquiries.note_sweep(question["group"])
@@ -171,18 +171,17 @@ class Watchdog:
         self.channel.ended.update((machine, pid) for machine, pid in question.get("ended", ()))
         now = time.monotonic()
         calls = []
-        for each in whereabouts.under_way():
-            first = self._since.get(id(each.record), (each.record, now))[1]
-            made = report.described(each, now - first, whereabouts.call_site(each))
+        for each in calls_under_way.under_way():
+            made = report.described(each, self.states.seconds(each.record, now), calls_under_way.call_site(each))
             made["ranks"] = list(each.group.ranks) if question.get("from") in each.group.ranks else []
-            made["state"] = self._handled.get(id(each.record), (each.record, "", 0.0))[1]
+            made["state"] = self.states.state(each.record).value
             calls.append(made)
         calls += [{**made, "ranks": [], "state": "reported"} for made in self._given_up]
         return {
             "rank": question.get("to"),
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
-            "main": whereabouts.main_line(),
+            "main": calls_under_way.main_line(),
             "leaving": self.leaving,
             "left": self.has_left,
             "judged": [(rank, self.channel.judge(rank)) for rank in question.get("judge", ())],
@@ -191,13 +190,17 @@ class Watchdog:
     def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> Answers:
         """Ask other ranks where they are; ``more`` is what else the question holds, as ``reply`` reads it."""
         question = {"from": self.rank, "group": group, **more}
-        reply = self.reply if threading.current_thread() is self._thread else None
         others = [rank for rank in ranks if rank != self.rank]
-        return self.channel.ask(others, question, seconds + len(others) * RANK_SECONDS, reply)
+        return self.channel.ask(others, question, seconds + len(others) * RANK_SECONDS, self.replier())
+
+    def replier(self) -> Any:
+        """Return what answers others while this thread waits for answers: the watchdog's own thread has to."""
+        return self.reply if threading.current_thread() is self._thread else None
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
         self.channel.renumber(remaining)
+        self.neighbours.renumber()
         self.inquiries.forget()
         self.rank = remaining.index(self.rank)
         logs.locate(self.rank, len(remaining))
@@ -236,31 +239,34 @@ class Watchdog:
         own = start + turn(group.rank())
         return own if subject is None else max(own, self.inquiries.next_turn(subject, group.rank()))
 
-    def _press(self, each: UnderWay, seconds: float) -> None:
-        """Take an overdue call one step further: wait for what another rank finds out, or ask."""
-        _, state, start = self._handled.setdefault(id(each.record), (each.record, "due", time.monotonic()))
-        if state == "reported":
-            return
+    def _press(self, each: UnderWay, now: float) -> None:
+        """Take a call one step further if it is overdue: wait for what another rank finds out, or ask."""
+        limit = each.group.timeout.total_seconds()
+        if self.states.seconds(each.record, now) >= ENDED_SECONDS and self.channel.lacks(each.group.ranks):
+            limit = ENDED_SECONDS
         subject = Subject.of(each)
-        if subject is not None and (verdict := self.inquiries.verdict(subject)):
-            self._accept(each, seconds, verdict)
-        elif time.monotonic() >= self._turn(subject, each.group, start):
-            self._inquire(each, seconds, subject)
+        verdict = None if subject is None else self.inquiries.verdict(subject)
+        decision = self.states.decide(
+            each.record, now, limit, verdict is not None, partial(self._turn, subject, each.group)
+        )
+        if decision is Decision.ACCEPT and verdict is not None:
+            self._accept(each, verdict)
+        elif decision is Decision.ASK:
+            self._inquire(each, self.states.seconds(each.record, now), subject)
 
     def _inquire(self, each: UnderWay, seconds: float, subject: Subject | None) -> None:
         """Ask where the others are, report it, tell those in the same call, and end the wait."""
         group, record = each.group, each.record
-        mine = report.described(each, seconds, whereabouts.call_site(each))
-        self._handled[id(record)] = (record, "asking", time.monotonic())
+        mine = report.described(each, seconds, calls_under_way.call_site(each))
         asked: Sequence[int] = group.ranks
         if mine["peer"] is not None and self.inquiries.was_swept(group.group_name):
             asked = [mine["peer"]]  # the others have written their traces already
         answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=subject)
-        if each.has_ended() or self._handled[id(record)][1] == "reported":
+        if each.has_ended() or self.states.state(record) is State.ENDING:
             return  # it ended while the others were asked
         if subject is not None and self.inquiries.has_lower(subject, self.rank):
-            self._handled[id(record)] = (record, "due", time.monotonic())
-            return  # a lower rank asks about the same call; its verdict comes
+            self.states.yield_to_lower(record, time.monotonic())
+            return
         headline = report.headline(mine, group.timeout.total_seconds())
         lines = self._compose(mine, asked, group, answers)
         path = self.dump()
@@ -271,7 +277,6 @@ class Watchdog:
             self.say(f"{headline}\n{text}")
         else:
             self.say(f"{headline}; see the report of rank {reporter}")
-        self._handled[id(record)] = (record, "reported", 0.0)
         if subject is not None:
             source = self.rank if reporter is None else reporter
             self._tell(Verdict(subject, source, report.title(mine), lines, self._ends_all(each)), answers)
@@ -292,67 +297,79 @@ class Watchdog:
 
     def _hear(self, verdict: Verdict) -> None:
         """Take note of a verdict; one that ends the call for all ranks ends it here too, before the library does."""
+        is_known = self.inquiries.verdict(verdict.subject) == verdict  # sent again, because the receipt was late
         self.inquiries.conclude(verdict)
-        if not verdict.is_final:
+        if is_known or not verdict.is_final:
             return
-        for each in whereabouts.under_way():
-            record = each.record
+        for each in calls_under_way.under_way():
             others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
-            if not others and self._handled.get(id(record), (None, ""))[1] != "reported":
-                _, first = self._since.get(id(record), (record, time.monotonic()))
-                self._accept(each, time.monotonic() - first, verdict)
+            # a rank whose call has raised goes on with it, without those that the verdict is about
+            others = others or (each.call.name == SHRINK and verdict.subject.name != SHRINK)
+            if not others and self.states.state(each.record) is not State.ENDING:
+                self._accept(each, verdict)
 
-    def _accept(self, each: UnderWay, seconds: float, verdict: Verdict) -> None:
+    def _accept(self, each: UnderWay, verdict: Verdict) -> None:
         """End a wait for what another rank found out."""
-        mine = report.described(each, seconds, whereabouts.call_site(each))
+        seconds = self.states.seconds(each.record, time.monotonic())
+        mine = report.described(each, seconds, calls_under_way.call_site(each))
         headline = report.headline(mine, each.group.timeout.total_seconds())
         self.say(f"{headline}; see the report of rank {verdict.reporter}")
-        self._handled[id(each.record)] = (each.record, "reported", 0.0)
         found = "; ".join(verdict.lines)
         if Subject.of(each) != verdict.subject:
             found = f"rank {verdict.reporter} gave {verdict.title} of {mine['label']} up: {found}"
         self._end(each, mine, f"{headline}: {found}", True)
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
-        """End an overdue wait; where another rank has reported it and ends it for all, only if that fails."""
-        backend = each.backend
-        if each.in_background:
-            if backend.outstanding() is each.work:  # a device is at it: its communicator ends, and with it the call
-                self._given_up.append(described)
-                backend.interrupt(reason)
-            elif backend.queue is not None and backend.queue.running is each.work:
-                if is_reported:
-                    backend.foretell(reason)
-                elif not backend.ends_waits:
-                    backend.interrupt(reason)
-                self._given_up.append(described)
-                backend.queue.fail(DistBackendError(reason))
-            return
-        if each.work is not None and each.work._interrupt(reason):
-            return
-        if backend.ends_waits:
-            return
-        if is_reported:
-            backend.foretell(reason)
-            limit = NEWS_SECONDS if backend.interrupts_all() else YIELD_SECONDS
-            step: Callable[[], None] = partial(self._end, each, described, reason, False)
-        elif backend.interrupt(reason):
-            # Open MPI's revocation does not end a send that shared memory holds back, to a rank that takes nothing
-            limit, step = STUCK_SECONDS, partial(self._abort, backend, "a call that was interrupted has not ended")
-        else:
-            self._abort(backend, "this MPI cannot be taken out of a blocking call")
-            return
-        self._last[id(each.record)] = (each.record, time.monotonic() + limit, step)
+        """Begin to end an overdue wait."""
+        self._reasons[id(each.record)] = reason
+        self.states.end(each.record, time.monotonic(), each.facts(is_reported))
+        if each.in_background and self.states.next_means(each.record, time.monotonic()) is not None:
+            self._given_up.append(described)
+        self._descend(each)
 
-    def _abort(self, backend: Backend, why: str) -> None:
-        self.say(f"the job is aborted: {why}")
+    def _descend(self, each: UnderWay) -> None:
+        """Use the means to end a wait whose time has come."""
+        while (means := self.states.next_means(each.record, time.monotonic())) is not None:
+            took_effect = self._use(means, each)
+            self.states.note(each.record, time.monotonic(), took_effect)
+
+    def _use(self, means: Means, each: UnderWay) -> bool:
+        """Use one means to end a wait, and tell whether it took effect."""
+        backend, reason = each.backend, self._reasons[id(each.record)]
+        if means is Means.CANCEL:
+            return each.work is not None and each.work._interrupt(reason)
+        if means is Means.FORETELL:
+            backend.foretell(reason)
+            return True
+        if means is Means.INTERRUPT:
+            return backend.interrupt(reason)
+        if means is Means.GIVE_UP:
+            if backend.queue is not None:
+                backend.queue.fail(DistBackendError(reason))
+            return True
+        is_stuck = self.states.was_interrupted(each.record)
+        why = "a call that was interrupted has not ended" if is_stuck else "MPI cannot be taken out of a blocking call"
+        self.abort(backend, f"the job is aborted: {why}")
+        return True
+
+    def abort(self, backend: Backend, reason: str) -> None:
+        """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
+        self.say(reason)
+        places = {rank: place for rank, place in self.channel.places.items() if rank != self.rank}
+        numbered = {**places, **{-1 - number: place for number, place in enumerate(self.channel.left_out)}}
+        first_line = reason.splitlines()[0]
+        question = {"from": self.rank, "group": "", "abort": first_line}
+        if not self.job_end.is_known:  # else the others know
+            self.channel.ask_places(numbered, question, NEWS_SECONDS, self.replier())
+        self.job_end.note(first_line)
         backend.abort(ABORT_STATUS)
 
     def say(self, text: str) -> None:
-        """Write to stderr, whole."""
-        sys.stdout.flush()
-        sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
-        sys.stderr.flush()
+        """Write to stderr, whole, if the launcher that forwards it is still there."""
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
+            sys.stderr.flush()
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
@@ -365,17 +382,15 @@ def begin(group: Group) -> Watchdog:
     """
     rank = group.ranks[group.rank()]
     logs.locate(rank, group.size())
-    first = not RUNNING
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
     group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.rank = rank
+    places = [watchdog.channel.own]
     if group.size() > 1:
-        places = group.any_backend().objects.all_gather(tuple(watchdog.channel.own))
+        places = [Place(*each) for each in group.any_backend().objects.all_gather(tuple(watchdog.channel.own))]
         watchdog.channel.learn(group.ranks, places)
-        watchdog.recorder.name = places[0][2][:8]
-    else:
-        watchdog.recorder.name = watchdog.channel.own.secret[:8]
-    if first:
+    watchdog.recorder.name = places[0].secret[:8]
+    if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()
     Explanation.of = staticmethod(watchdog.explain)

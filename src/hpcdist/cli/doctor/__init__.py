@@ -137,7 +137,7 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
             dist.init_process_group("mpi")
         except dist.DistBackendError as error:
             dist.init_process_group("loopback")
-            text = str(error).removesuffix(launch.mend if launch is not None else "").strip()
+            text = str(error).removesuffix(launch.remedy if launch is not None else "").strip()
             return None, Finding(PROBLEM, text, mpi_library.mend_launch(facts["mpi_library"]))
         return dist.get_mpi_comm(), None
     dist.init_process_group("loopback" if launch is None or launch.starts_mpi else None)

@@ -33,11 +33,14 @@ def look(comm: Any) -> Facts:
         return {"world": None}
     from mpi4py import MPI
 
+    from hpcdist.backends.mpi import probed
+
     levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     return {
         "world": comm.Get_size(),
         "thread_level": levels.get(MPI.Query_thread(), "MULTIPLE"),
         "ulfm": look_at_revocation(comm),
+        "probes": probed.is_needed(),
         "large_counts": look_at_large_counts(MPI),
         "gpu_memory": look_at_gpu_memory() if comm.Get_rank() == 0 and torch.cuda.is_available() else None,
     }
@@ -108,6 +111,15 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     large = "MPI takes counts above 2^31 - 1" if first["large_counts"] else "MPI counts in C ints"
     how = "" if first["large_counts"] else "; hpcdist describes larger tensors by derived datatypes"
     findings.append(Finding(OK, large + how))
+    if first.get("probes") and len({facts["placement"]["node"] for facts in ranks}) > 1:
+        findings.append(
+            Finding(
+                ADVICE,
+                "MPICH over UCX (5.0.2) never ends a receive from any rank (MPI_ANY_SOURCE) if the message came before "
+                "it from another node; hpcdist's receives probe for it, a program's own calls of mpi4py may hang",
+                "export MPICH_CH4_NETMOD=ofi   # libfabric; or receive from named ranks, or by Mprobe",
+            )
+        )
     if first["gpu_memory"] is not None:
         can = first["gpu_memory"]
         text = (

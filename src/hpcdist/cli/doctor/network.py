@@ -1,16 +1,15 @@
-"""Can every node reach every other, under its name and on each of its addresses?
+"""Network between nodes: whether every node reaches every other, by its name and on each of its addresses.
 
-The first rank of each node listens on a free port; the first ranks of the others connect and must read that
-listener's word.
+The first rank of each node listens on a free port, for TCP and for UDP; the first ranks of the others connect and must
+read that listener's word, and send a datagram and must get it back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import secrets
+import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -18,52 +17,43 @@ from concurrent.futures import ThreadPoolExecutor
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.launch import environment
+from hpcdist.launch import addresses, environment
 
 TITLE = "Network between nodes"
-SIOCGIFADDR = 0x8915  # linux/sockios.h
 SECONDS = 2.0
+AGAIN_SECONDS = 0.5  # a datagram without an answer for so long is sent again: it may have been lost
 AT_ONCE = 32
 
 
-def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one, less the loopback."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-                address = socket.inet_ntoa(answer[20:24])
-                if not address.startswith("127."):
-                    found[name] = address
-    return found
-
-
 @contextlib.contextmanager
-def listening(word: bytes) -> Iterator[int]:
-    """Say ``word`` to whoever connects to the port that is yielded."""
+def listening(word: bytes) -> Iterator[tuple[int, int]]:
+    """Send ``word`` to whoever connects, and every datagram back; yield the ports of TCP and of UDP."""
     server = socket.create_server(("", 0), backlog=1024)
+    echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    echo.bind(("", 0))
     ended = threading.Event()
-    server.settimeout(0.2)
+    for each in server, echo:
+        each.setblocking(False)
 
     def serve() -> None:
         while not ended.is_set():
-            try:
-                client, _ = server.accept()
-            except OSError:
-                continue
-            with client, contextlib.suppress(OSError):
-                client.sendall(word)
+            ready, _, _ = select.select([server, echo], [], [], 0.2)
+            with contextlib.suppress(OSError):
+                if server in ready:
+                    with server.accept()[0] as client:
+                        client.sendall(word)
+                if echo in ready:
+                    echo.sendto(*echo.recvfrom(64))
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield server.getsockname()[1]
+        yield server.getsockname()[1], echo.getsockname()[1]
     finally:
         ended.set()
         thread.join()
         server.close()
+        echo.close()
 
 
 def connect(host: str, port: int, word: bytes) -> str | float:
@@ -79,20 +69,46 @@ def connect(host: str, port: int, word: bytes) -> str | float:
     return (time.perf_counter() - start) * 1e3 if said == word else "somebody else answers there"
 
 
+def exchange(host: str, port: int, word: bytes) -> str | float:
+    """Send a datagram and get it back; return the milliseconds it took, or what went wrong."""
+    start = time.perf_counter()
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as link:
+            link.settimeout(AGAIN_SECONDS)
+            while time.perf_counter() < start + SECONDS:
+                link.sendto(word, address)
+                with contextlib.suppress(TimeoutError):
+                    if link.recvfrom(64)[0] == word:
+                        return (time.perf_counter() - start) * 1e3
+    except OSError as error:
+        return str(error)
+    return f"no answer in {SECONDS:g} s"
+
+
 def look() -> Facts:
     """Try all pairs of nodes; every rank calls this."""
     rank, size = dist.get_rank(), dist.get_world_size()
     keys: list[str] = [""] * size
     dist.all_gather_object(keys, environment.node_key())
     leads = keys.index(keys[rank]) == rank
-    mine = {"host": socket.gethostname(), "interfaces": interfaces()} if leads else None
-    facts: Facts = {"node": keys[rank], "interfaces": interfaces(), "tried": [], "failed": []}
+    interfaces = addresses.interfaces()
+    mine = {"host": socket.gethostname(), "interfaces": interfaces} if leads else None
+    facts: Facts = {
+        "node": keys[rank],
+        "interfaces": interfaces,
+        "named": addresses.named(),  # what this host's name means on this host
+        "tried": [],
+        "failed": [],
+        "datagrams": [],  # node, address, milliseconds or what went wrong
+    }
     if len(set(keys)) == 1:
         return facts
     word = secrets.token_hex(16).encode()
-    with listening(word) if leads else contextlib.nullcontext(0) as port:
+    with listening(word) if leads else contextlib.nullcontext((0, 0)) as (port, echo):
         cards: list[Facts | None] = [None] * size
-        dist.all_gather_object(cards, {**mine, "port": port, "word": word, "node": keys[rank]} if mine else None)
+        card = {**mine, "port": port, "echo": echo, "word": word, "node": keys[rank]} if mine else None
+        dist.all_gather_object(cards, card)
         if leads:
             targets = [
                 (card["node"], how, host, card["port"], card["word"])
@@ -104,6 +120,17 @@ def look() -> Facts:
                 results = list(pool.map(lambda target: connect(*target[2:]), targets))
             for (node, how, host, *_), result in zip(targets, results, strict=True):
                 (facts["failed"] if isinstance(result, str) else facts["tried"]).append((node, how, host, result))
+            reached = {(node, host) for node, how, host, _ in facts["tried"] if how != "name"}
+            echoes = [
+                (card["node"], host, card["echo"], card["word"])
+                for card in cards
+                if card is not None
+                for host in card["interfaces"].values()
+                if (card["node"], host) in reached
+            ]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                results = list(pool.map(lambda target: exchange(*target[1:]), echoes))
+            facts["datagrams"] = [(*target[:2], result) for target, result in zip(echoes, results, strict=True)]
         dist.barrier()
     return facts
 
@@ -134,6 +161,7 @@ def judge(ranks: list[Facts]) -> list[Finding]:
             f"export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   # an interface that all nodes reach, not {how}"
         )
         findings.append(Finding(ADVICE, f"{here} does not reach {there} on {how} ({host}): {why}", mend))
+    findings += judge_names(seen)
     if not by_name:
         slowest = max(each[3] for each in tried)
         pairs = len(nodes) * (len(nodes) - 1)
@@ -141,4 +169,47 @@ def judge(ranks: list[Facts]) -> list[Finding]:
             f"all {pairs} directed pairs of {len(nodes)} nodes meet, {len(tried)} connections, slowest {slowest:.1f} ms"
         )
         findings.append(Finding(OK, text))
-    return findings
+    return findings + judge_datagrams(seen)
+
+
+def judge_names(seen: list[Facts]) -> list[Finding]:
+    """Say where a host's own name means its loopback."""
+    wrong = {
+        facts["node"]: facts["named"][0]
+        for facts in seen
+        if facts["named"] and all(map(addresses.is_loopback, facts["named"]))
+    }
+    if not wrong:
+        return []
+    node, address = next(iter(wrong.items()))
+    more = f", and so on {len(wrong)} nodes" if len(wrong) > 1 else ""
+    interface = next(iter(seen[0]["interfaces"]), "NAME")
+    return [
+        Finding(
+            ADVICE,
+            f"the name {node} means the loopback ({address}) on that node itself{more}; hpcdist takes the addresses of "
+            "the interfaces instead, but a program that listens at its host's name, torch's gloo too, is not reached",
+            f"export {addresses.CHOICE}={interface}   # or the node's own address in its /etc/hosts for {address}",
+        )
+    ]
+
+
+def judge_datagrams(seen: list[Facts]) -> list[Finding]:
+    """Say which pairs of nodes exchange no datagrams, on any of the addresses under which they meet by TCP."""
+    reached: dict[tuple[str, str], list[str | float]] = {}
+    for facts in seen:
+        for node, _, result in facts["datagrams"]:
+            reached.setdefault((facts["node"], node), []).append(result)
+    silent = {pair: said[0] for pair, said in reached.items() if all(isinstance(each, str) for each in said)}
+    if not silent:
+        return [Finding(OK, f"{len(reached)} directed pairs exchange UDP datagrams too")] if reached else []
+    (here, there), why = next(iter(silent.items()))
+    return [
+        Finding(
+            PROBLEM,
+            f"{len(silent)} of {len(reached)} directed pairs of nodes that meet by TCP exchange no UDP datagrams, such "
+            f"as {here} and {there}: {why}; a rank that hangs there cannot be asked where it is, and a death there is "
+            "not noticed",
+            "nft list ruleset   # open UDP between compute nodes, all ports: each rank's watchdog has one of its own",
+        )
+    ]

@@ -1,8 +1,8 @@
 """Large all_reduce on a node: who owns which slice, where the parts lie, and who waits for what.
 
 The tensor is reduced in chunks; rank r owns slice r of a chunk. Each rank puts what others own, reduces its own slice
-from everybody's parts, puts the result in its segment, and collects the other results. While mates still collect chunk c-1, chunk c is being
-reduced and chunk c+1 already lies in the window. The parts lie in one of two ways:
+from everybody's parts, puts the result in its segment, and collects the other results. While mates still collect chunk
+c-1, chunk c is being reduced and chunk c+1 already lies in the window. The parts lie in one of two ways:
 
 - Apart: each rank puts its part of every slice in its own segment, and an owner reads it there. Several nodes: the
   slice is reduced in the node, all-reduced across nodes on a communicator with one rank of each node (all slices at

@@ -23,9 +23,9 @@ Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model; the wi
 
 A waiting rank must keep driving MPI progress: another rank may be in a send to it that only its own MPI can complete.
 So the wait calls `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI;
-it calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps, because
-then a mate is late for reasons of its own and the core is better used by others. An asynchronous call naps at once
-where the node has no second core a rank: it runs beside the computation that it was made asynchronous for.
+it calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps,
+because then a mate is late for reasons of its own and the core is better used by others. An asynchronous call naps at
+once where the node has no second core a rank: it runs beside the computation that it was made asynchronous for.
 """
 
 from __future__ import annotations

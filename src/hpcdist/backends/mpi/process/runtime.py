@@ -131,7 +131,7 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
     raise DistBackendError(
         f"{launch.name} started {launch.size} ranks (this is rank {launch.rank}), but the MPI library that mpi4py "
         f"loaded sees a world of 1: {short_name(MPI)}. They do not speak to each other, and {launch.size} separate "
-        f"worlds of one rank would run side by side. {launch.mend}"
+        f"worlds of one rank would run side by side. {launch.remedy}"
     )
 
 

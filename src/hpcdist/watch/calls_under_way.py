@@ -1,6 +1,6 @@
-"""Where is this rank now? Its calls under way, and the line of the user's code that made each.
+"""Calls that this rank is in now, and the line of the user's code that made each.
 
-Looked up only when somebody asks, from the threads' frames: a call pays nothing for it.
+They are looked up only when somebody asks, from the threads' frames: a call pays nothing for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.journal import RING, Call
 from hpcdist.core.work import QueuedWork, Work
 from hpcdist.core.world import WORLD
+from hpcdist.watch.call_states import Facts
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}mpi4py{os.sep}", f"{os.sep}contextlib.py", f"{os.sep}threading.py")
@@ -41,6 +42,19 @@ class UnderWay(NamedTuple):
     def has_own_limit(self) -> bool:
         """Whether it ends by itself, in a time of its own."""
         return self.work is not None and not self.in_background and self.work._limit is not None
+
+    def facts(self, is_reported: bool) -> Facts:
+        """Return what the way to end a wait for it depends on."""
+        backend = self.backend
+        return Facts(
+            has_work=self.work is not None,
+            in_background=self.in_background,
+            on_device=self.in_background and backend.outstanding() is self.work,
+            is_running=backend.queue is not None and backend.queue.running is self.work,
+            ends_waits=backend.ends_waits,
+            interrupts_all=backend.interrupts_all(),
+            is_reported=is_reported,
+        )
 
     def has_ended(self) -> bool:
         """Tell whether it has ended since it was seen."""

@@ -1,0 +1,236 @@
+"""Exit of a rank: it waits until every rank leaves, and aborts the job if it cannot end.
+
+MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
+collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
+barrier), and until all have joined asks the others where they are. If one is in a call that cannot end without this
+rank, the job is aborted. Once a process has ended without a farewell, that barrier may never end: then this rank leaves
+when all others have ended or said that they leave. A process that is stopped, or that answers nobody, is waited for
+until the timeout. A forked child is no rank, and leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from enum import Enum
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from hpcdist.core.backend import Backend
+from hpcdist.core.world import WORLD
+from hpcdist.watch import report
+from hpcdist.watch.side_channel import Place
+from hpcdist.watch.watchdog import RUNNING, Watchdog
+
+FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
+LACKING_PAUSE = 1.0  # the longest if a process has ended
+SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
+ANSWER_SECONDS = 0.5
+ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
+QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
+
+
+class Decision(Enum):
+    """What a rank that leaves does next."""
+
+    WAIT = "wait"
+    LEAVE = "leave without the others"
+    ABORT = "abort the job"
+
+
+CallKey = tuple[int, str, int]  # rank, group and number
+
+
+class Look(NamedTuple):
+    """What a rank that leaves sees of the others at one moment."""
+
+    waits: dict[CallKey, str]  # calls that cannot end without this rank
+    stuck: list[str]  # processes that are stopped, or answer nobody and have neither left nor ended, in words
+    lacks_one: bool  # whether a process has ended, or MPI knows that one died
+    others_stay: bool  # whether another rank has neither ended nor left
+
+
+class ExitStates:
+    """State machine of a rank that leaves, look by look; it is told the time and what is seen.
+
+    Args:
+        limit: the seconds for which stuck processes are waited for.
+        now: the time.
+
+    Attributes:
+        pause: seconds to the next look.
+        reason: why the job is to be aborted.
+        suspects: calls that waited for this rank at the last look.
+        lacks_one: whether a process had ended at the last look.
+    """
+
+    def __init__(self, limit: float, now: float) -> None:
+        self.limit, self.pause, self.reason = limit, FIRST_ASK, ""
+        self.suspects: set[CallKey] = set()
+        self.lacks_one = False
+        self._moved = now  # when no process was stuck, last
+
+    def decide(self, look: Look, now: float) -> Decision:
+        """Return what to do, given what is seen now."""
+        if lasting := [text for key, text in look.waits.items() if key in self.suspects]:
+            self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
+            return Decision.ABORT
+        if not look.stuck:
+            self._moved = now
+        elif now - self._moved >= self.limit:
+            self.reason = f"{'; '.join(look.stuck)}: the job cannot end, and is aborted"
+            return Decision.ABORT
+        if look.lacks_one and self.lacks_one and not look.others_stay:  # it did not end just now, with all others
+            return Decision.LEAVE
+        self.suspects, self.lacks_one = set(look.waits), look.lacks_one
+        self.pause = min(LACKING_PAUSE if look.lacks_one else LONGEST_PAUSE, self.pause * (1 if look.waits else 2))
+        return Decision.WAIT
+
+
+class ProcessExit:
+    """The exit of this process."""
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None  # the last default group's
+        self.limit = 0.0  # its timeout, in seconds
+
+    def leave(self) -> None:
+        """End the queues, and wait until every rank leaves; abort the job if one waits for this one."""
+        watchdog = RUNNING[0] if RUNNING else None
+        if watchdog is None or self.backend is None:
+            return
+        watchdog.leaving = True
+        if is_stuck():
+            watchdog.abort(self.backend, "leaving with a call that never ended; the job is aborted")
+        for group in list(WORLD.groups.values()):
+            for backend in list(group.backends.values()):
+                if backend.queue is not None:
+                    backend.queue.close()
+        watchdog.has_left = True
+        everyone_leaves = self.backend.farewell()
+        if everyone_leaves is None:
+            return
+        states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
+        next_look, nap = time.monotonic() + states.pause, SHORTEST_NAP
+        while not everyone_leaves():
+            if time.monotonic() >= next_look:
+                look = observer.look(states)
+                decision = states.decide(look, time.monotonic())
+                if decision is Decision.ABORT:
+                    watchdog.dump()
+                    watchdog.abort(self.backend, states.reason)
+                elif decision is Decision.LEAVE:
+                    self.backend.abandon()
+                    return
+                next_look = time.monotonic() + states.pause
+            time.sleep(nap)
+            nap = min(LAST_NAP, 2 * nap)
+
+    def forget(self) -> None:
+        """Forget the job, in a forked child: its threads and its MPI are the parent's."""
+        self.backend = None
+        RUNNING.clear()
+
+    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Write a trace, then do what was to be done with an uncaught exception."""
+        if RUNNING:
+            RUNNING[0].dump()
+        before = self.hook
+        try:
+            before(kind, error, trace)
+        except Exception:
+            traceback.print_exc()
+
+    hook = staticmethod(sys.__excepthook__)
+
+
+class Observer:
+    """Looks at the other ranks of the job for one that leaves."""
+
+    def __init__(self, watchdog: Watchdog, backend: Backend) -> None:
+        self.watchdog, self.backend = watchdog, backend
+        self.asked = 0  # how many were asked in turn
+
+    def look(self, states: ExitStates) -> Look:
+        """Ask the others, and return what is seen."""
+        channel = self.watchdog.channel
+        asked = self._asked(states)
+        waits, silent = waiting_for(self.watchdog, asked)
+        stopped = channel.stopped()
+        stuck = [f"process {place.pid} on {place.host} is stopped" for place in stopped]
+        for place in [*(channel.places[rank] for rank in silent), *self._silent_left_out()]:
+            # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
+            may_answer = channel.has_heard or channel.sees(place)
+            if may_answer and place not in stopped and not channel.has_ended(place):
+                stuck.append(f"process {place.pid} on {place.host} does not answer")
+        lacks_one = channel.any_ended() or self.backend.knows_death()
+        return Look(waits, stuck, lacks_one, bool(self._others()))
+
+    def _silent_left_out(self) -> list[Place]:
+        """Return the places of ranks that the world was shrunk by, that have not left, and that do not answer."""
+        channel = self.watchdog.channel
+        asked = {i: place for i, place in enumerate(channel.left_out) if place.process not in channel.left}
+        answers = channel.ask_places(dict(asked), {"is_there": True}, ANSWER_SECONDS, self.watchdog.replier())
+        channel.left.update(asked[i].process for i, answer in answers.items() if answer["left"])
+        return [place for i, place in asked.items() if i not in answers]
+
+    def _others(self) -> list[int]:
+        """Return the other ranks that have neither ended nor left, those after this one first."""
+        me, staying = self.watchdog.rank, self.watchdog.channel.staying()
+        return sorted((rank for rank in staying if rank != me), key=lambda rank: (rank < me, rank))
+
+    def _asked(self, states: ExitStates) -> list[int]:
+        """Return the ranks to ask now: all if one has ended, and else so many as are looked at in turn."""
+        others = self._others()
+        if states.lacks_one or len(others) <= ASKED_AT_ONCE:
+            return others
+        start = self.asked % len(others)
+        self.asked += ASKED_AT_ONCE
+        turn = [*others, *others][start : start + ASKED_AT_ONCE]
+        return list({*turn, *(rank for rank, _, _ in states.suspects)})
+
+
+EXIT = ProcessExit()
+os.register_at_fork(after_in_child=EXIT.forget)
+
+
+def is_stuck() -> bool:
+    """Tell whether a worker thread was given up and is still in its call."""
+    broken = [
+        backend.queue
+        for group in list(WORLD.groups.values())
+        for backend in list(group.backends.values())
+        if backend.queue is not None and backend.queue.broken is not None
+    ]
+    deadline = time.monotonic() + QUEUE_SECONDS
+    while any(queue.running is not None for queue in broken):
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(LAST_NAP)
+    return False
+
+
+def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:
+    """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer."""
+    found = {}
+    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=watchdog.channel.own.process)
+    for rank, answer in answers.items():
+        if answer["left"]:
+            watchdog.channel.note_left(rank)
+        for call in answer["calls"]:
+            if watchdog.rank in call["ranks"] and needs(call, watchdog.rank):
+                where = f"{report.title(call)} on {call['label']}, {call['where']}"
+                found[rank, call["group"], call["number"]] = f"rank {rank} waits for it in {where}"
+    return found, [rank for rank in ranks if rank not in answers]
+
+
+def needs(call: dict[str, Any], me: int) -> bool:
+    """Tell whether another rank's call cannot end, now that this rank makes no more calls."""
+    group = WORLD.groups.get(call["group"])
+    if call["message"]:
+        return call["peer"] == me
+    if call["name"] == "shrink_group":
+        return False  # a rank that is left out may leave the program while the others are still at it
+    return group is None or call["number"] > group.journal.sequence

@@ -1,0 +1,194 @@
+"""Ranks, links and launchers that fail on several hosts: every fault has a bounded end, which names what happened.
+
+ULFM is Open MPI's `mpirun --with-ft ulfm`: there the other ranks raise and may go on. Elsewhere the job ends. In every
+case no process of the job is left on any host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Cluster
+from tests.cluster.launch import Job
+from tests.faults.launch import LAUNCHERS, PLAIN
+
+SCRIPT = Path(__file__).parents[1] / "faults" / "job.py"
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+smoke = pytest.mark.smoke
+ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]
+
+START_SECONDS = 120.0
+RAISE_SECONDS = 10.0  # from a death to the last error; 0.1 to 0.3 were measured
+TIMEOUT = 2.0
+REPORT_SECONDS = TIMEOUT + 12.0  # from a stop to the last error or the abort; 3.1 to 3.6 were measured
+GONE_SECONDS = 15.0  # from the end of a job to that of its last process
+LARGE = 1 << 20  # elements: 4 MiB, which go through node-shared memory and between nodes
+LAYOUTS = [(2, 2), (1, 2), (2, 1)]
+
+
+def start(cluster: Cluster, launcher: str, slots: tuple[int, ...], fault: str, call: str, **more: str) -> Job:
+    """Start a job whose last rank, on the last host, goes wrong, and wait until it does so."""
+    options = more.pop("options", "").split()
+    settings = {"FAULT_TIMEOUT": str(TIMEOUT), "FAULT_VICTIM": str(sum(slots) - 1), **more}
+    job = Job(cluster, launcher, slots, SCRIPT, [fault, call], options, **settings)
+    try:
+        job.wait("ready", sum(slots), START_SECONDS)
+        assert job.ranks_alive(), f"the ranks cannot be seen\n{job.stderr()}"
+        job.wait("fault", 1, START_SECONDS)
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
+def assert_gone(job: Job, seconds: float = GONE_SECONDS) -> None:
+    """Assert that no rank of a job is left on any host."""
+    deadline = time.monotonic() + seconds
+    while alive := job.ranks_alive():
+        assert time.monotonic() < deadline, f"{alive}\n{job.stderr()}"
+        time.sleep(0.2)
+
+
+def assert_ended(job: Job, seconds: float) -> int:
+    """Assert that the launcher ends in time and leaves no rank behind, and return its status."""
+    try:
+        status = job.finish(seconds)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the job has not ended after {seconds} s: {job.events()}\n{job.stderr()}")
+    assert_gone(job)
+    return status
+
+
+# -- ULFM ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize(
+    ("slots", "call", "count"),
+    [
+        pytest.param((2, 2), "all_reduce", 8, marks=smoke),
+        pytest.param((2, 2), "all_reduce", LARGE, marks=smoke),
+        pytest.param((1, 2), "barrier", 8, marks=smoke),
+        ((2, 2), "async", 8),
+        ((2, 2), "async", LARGE),
+        ((2, 2), "broadcast", 8),
+        ((2, 2), "all_gather_object", 8),
+        ((1, 2), "all_reduce", 8),
+        ((2, 1), "all_reduce", LARGE),
+    ],
+)
+def test_all_others_raise_after_a_death_on_another_host(
+    cluster: Cluster, launcher: str, slots: tuple[int, ...], call: str, count: int
+) -> None:
+    """None of them returns, and with a wrong value least of all: Open MPI's coll/han, which does, is left out."""
+    with start(cluster, launcher, slots, "kill", call, FAULT_COUNT=str(count)) as job:
+        raised = job.wait("raised", sum(slots) - 1, RAISE_SECONDS)
+        assert len(raised) == sum(slots) - 1, job.stderr()
+        assert job.events("passed") == []
+        assert all(f"rank {sum(slots) - 1} of the group died" in each["text"] for each in raised)
+
+
+@smoke
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_large_all_reduce_on_two_levels_is_survived(cluster: Cluster, launcher: str, fault: str) -> None:
+    """The revocation reaches the ranks that wait on the node and those that wait between the nodes."""
+    settings = {"FAULT_COUNT": str(LARGE), "FAULT_SHRINK": "1"}
+    with start(cluster, launcher, (2, 2), fault, "all_reduce", **settings) as job:
+        shrunk = job.wait("shrunk", 3, START_SECONDS)
+        assert [each["sum"] for each in shrunk] == [[3.0] * 4] * 3, job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("slots", [pytest.param((2, 1), marks=smoke), (2, 2)], ids=str)
+def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job(
+    cluster: Cluster, launcher: str, slots: tuple[int, ...]
+) -> None:
+    """Alone on its host, nobody sees that it is stopped: it gives no answer, which counts as much."""
+    settings = {"FAULT_SHRINK": "1", "FAULT_LEAVE": "0", "FAULT_START": "5"}
+    with start(cluster, launcher, slots, "stop", "all_reduce", **settings) as job:
+        assert len(job.wait("shrunk", sum(slots) - 1, START_SECONDS)) == sum(slots) - 1, job.stderr()
+        assert assert_ended(job, 5 + 25) != 0
+        state = "does not answer" if slots[1] == 1 else "is stopped"
+        assert f"on n2 {state}: the job cannot end, and is aborted" in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("slots", [pytest.param((2, 1), marks=smoke), (1, 2)], ids=str)
+def test_nobody_waits_for_a_rank_that_left_without_a_word(
+    cluster: Cluster, launcher: str, slots: tuple[int, ...]
+) -> None:
+    """The others raise, and go on or end with the job: of a rank alone on its host, mpirun mostly ends the job."""
+    settings = {"FAULT_SHRINK": "1", "FAULT_LEAVE": "0", "FAULT_TIMEOUT": "90"}
+    with start(cluster, launcher, slots, "leave", "all_reduce", **settings) as job:
+        raised = job.wait("raised", sum(slots) - 1, 40)
+        known = ("rank 2 of the group died", "its process has ended")  # by MPI, or by the watchdog
+        assert all(any(text in each["text"] for text in known) for each in raised)
+        status = assert_ended(job, 40)
+        assert status != 0 or len(job.events("shrunk")) == sum(slots) - 1, job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("fault", [pytest.param("exception", marks=smoke), "exit"])
+def test_an_abort_under_ulfm_leaves_no_process_behind(cluster: Cluster, launcher: str, fault: str) -> None:
+    with start(cluster, launcher, (2, 2), fault, "all_reduce") as job:
+        assert assert_ended(job, 30) != 0
+
+
+# -- jobs that end -------------------------------------------------------------------------------------------
+
+ENDS = {
+    "kill": (RAISE_SECONDS, ""),
+    "exception": (RAISE_SECONDS, "ZeroDivisionError: the victim's own"),
+    "exit": (RAISE_SECONDS, "this rank has left the program"),
+    "leave": (RAISE_SECONDS + 5, ""),
+    "stop": (REPORT_SECONDS, "has not entered all_reduce"),
+}
+
+
+@pytest.mark.parametrize("launcher", PLAIN)
+@pytest.mark.parametrize("fault", ENDS)
+@pytest.mark.parametrize("slots", [pytest.param((2, 2), marks=smoke), (2, 1)], ids=str)
+def test_the_job_ends_on_all_hosts(cluster: Cluster, launcher: str, slots: tuple[int, ...], fault: str) -> None:
+    seconds, words = ENDS[fault]
+    timeout = TIMEOUT if fault == "stop" else 90.0  # all but a stop end long before it
+    with start(cluster, launcher, slots, fault, "all_reduce", FAULT_TIMEOUT=str(timeout)) as job:
+        assert assert_ended(job, seconds + 10) != 0
+        # that it is stopped can only be seen on its host
+        expected = "does not answer" if fault == "stop" and slots[1] == 1 else words
+        assert expected in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("way", [pytest.param("link", marks=smoke), "port"])
+def test_after_a_lost_link_no_rank_is_left(cluster: Cluster, launcher: str, way: str) -> None:
+    """Each side reports that the other one does not answer. Open MPI's mpirun then stays, and is ended by hand."""
+    with start(cluster, launcher, (2, 2), "absent", "all_reduce") as job:
+        time.sleep(0.5)
+        lost = cluster.hosts[1]
+        lost.set_link(False) if way == "link" else lost.set_port(False)
+        if launcher in ULFM:
+            assert len(job.wait("raised", 2, REPORT_SECONDS)) >= 2, job.stderr()
+            assert "ranks 2, 3 " in job.stderr() or "rank 2 " in job.stderr()
+            return
+        assert_gone(job, REPORT_SECONDS + GONE_SECONDS)
+        assert "the job is aborted" in job.stderr()
+
+
+@smoke
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_end_with_their_launcher(cluster: Cluster, launcher: str) -> None:
+    with start(cluster, launcher, (1, 1), "absent", "recv", FAULT_TIMEOUT="90") as job:
+        for host in cluster.hosts[:2]:
+            for pid, text in host.processes().items():
+                if not text.startswith(f"{sys.executable} {SCRIPT}"):
+                    with contextlib.suppress(RuntimeError):  # it has ended with another one
+                        host.signal(pid, signal.SIGKILL)
+        assert_gone(job)

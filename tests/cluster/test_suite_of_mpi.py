@@ -1,0 +1,33 @@
+"""The tests of ``tests/mpi`` with their ranks on several hosts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.cluster import launch
+from tests.cluster.hosts import Cluster
+from tests.faults.launch import LIBRARY
+from tests.programs import ROOT
+
+pytestmark = [
+    pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
+    pytest.mark.timeout(900),
+]
+FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
+SMOKE = ("test_groups.py", "test_objects.py")
+CASES = [
+    pytest.param(
+        name, slots, id=f"{name}-{slots}", marks=[pytest.mark.smoke] if name in SMOKE and slots[0] == 1 else []
+    )
+    for name in FILES
+    for slots in ((1, 2), (2, 2))
+]
+
+
+@pytest.mark.parametrize(("name", "slots"), CASES)
+def test_on_several_hosts(cluster: Cluster, name: str, slots: tuple[int, ...]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--with-mpi", f"tests/mpi/{name}"]
+    done = launch.run(cluster, slots, command, seconds=800, OMP_NUM_THREADS="1", OMPI_MCA_mpi_yield_when_idle="1")
+    assert done.returncode == 0, done.stdout + done.stderr

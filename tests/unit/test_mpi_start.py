@@ -1,0 +1,34 @@
+"""What is set in the environment before MPI starts, and what stays as the user chose it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpcdist.backends.mpi.process import runtime
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({runtime.FAULT_TOLERANCE: "0"}, None),
+        ({runtime.FAULT_TOLERANCE: "false"}, None),
+        ({runtime.FAULT_TOLERANCE: "1"}, "-1"),
+        ({runtime.FAULT_TOLERANCE: "true", runtime.COLLECTIVES: "^hcoll"}, "-1"),
+        ({runtime.FAULT_TOLERANCE: "1", runtime.HAN_PRIORITY: "50"}, "50"),
+        ({runtime.FAULT_TOLERANCE: "1", runtime.COLLECTIVES: "^hcoll,han"}, None),
+        ({runtime.FAULT_TOLERANCE: "1", runtime.COLLECTIVES: "han,tuned,basic"}, None),
+    ],
+)
+def test_coll_han_is_left_out_under_ulfm_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    for name in (runtime.FAULT_TOLERANCE, runtime.COLLECTIVES, runtime.HAN_PRIORITY):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    runtime.leave_out_han()
+    assert os.environ.get(runtime.HAN_PRIORITY) == expected
