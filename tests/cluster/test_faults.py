@@ -95,6 +95,18 @@ def test_all_others_raise_after_a_death_on_another_host(
         assert all(f"rank {sum(slots) - 1} of the group died" in each["text"] for each in raised)
 
 
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("call", [pytest.param("all_reduce", marks=smoke), "barrier", "async"])
+def test_a_wrong_result_that_mpi_hands_over_as_a_success_is_not_returned(
+    cluster: Cluster, launcher: str, call: str
+) -> None:
+    """With coll/han, as in a program that starts MPI by itself, MPI returns success, and the check after it raises."""
+    with start(cluster, launcher, (2, 2), "kill", call, options="--mca coll_han_priority 35") as job:
+        raised = job.wait("raised", 3, RAISE_SECONDS)
+        assert len(raised) == 3, job.events()
+        assert job.events("passed") == []
+
+
 @smoke
 @pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
