@@ -99,7 +99,14 @@ def link(library: str) -> None:
         options.append(f"-Wl,--version-script={script}")
     if library == OPERATORS:
         torch = SITE / "torch" / "lib"
-        options += [f"-L{torch}", "-ltorch_cpu", "-lc10_cuda", "-lc10", f"-Wl,-rpath,{torch}", "-Wl,--allow-shlib-undefined"]
+        options += [
+            f"-L{torch}",
+            "-ltorch_cpu",
+            "-lc10_cuda",
+            "-lc10",
+            f"-Wl,-rpath,{torch}",
+            "-Wl,--allow-shlib-undefined",
+        ]
     if library != CUDA:
         options.append(BUILT / CUDA)
     temporary = target.with_suffix(".new")
@@ -112,7 +119,12 @@ def build() -> Path:
     BUILT.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # torch's headers take longest
-        list(pool.map(compile_part, ["operators", *(part for parts in PARTS.values() for part in parts[:5] if part != "operators")]))
+        list(
+            pool.map(
+                compile_part,
+                ["operators", *(part for parts in PARTS.values() for part in parts[:5] if part != "operators")],
+            )
+        )
     for library in PARTS:
         link(library)
     return BUILT

@@ -1,4 +1,4 @@
-"""What can the watchdog see of calls that a device is at, and what does it leave alone?"""
+"""The watchdog's view of calls that a device is at."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ SUM = ReduceOp.RedOpType.SUM
 
 def connected(driver: Any = None) -> NCCLBackend:
     fake.FIND = None
-    backend = NCCLBackend(0, 2, Library(fake.CORE, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda())
-    backend._link = backend._made(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
+    backend = NCCLBackend(
+        0, 2, Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda()
+    )
+    backend.communicators.group = backend.communicators.make(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
     return backend
 
 
@@ -45,7 +47,7 @@ def call(backend: NCCLBackend, is_async: bool = False) -> Work | None:
 
 def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it() -> None:
     backend = connected()
-    streams = backend._link.streams
+    streams = backend.communicators.group.streams
     assert backend.outstanding() is None
     call(backend)
     hung = streams._last
@@ -63,15 +65,15 @@ def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it() -> None:
 def test_an_asynchronous_call_is_seen_until_the_device_is_through() -> None:
     backend = connected()
     first = call(backend, True)
-    first._end.is_complete = False
+    first.end.is_complete = False
     second = call(backend, True)
-    second._end.is_complete = False
+    second.end.is_complete = False
     assert backend.outstanding() is first
-    first._end.is_complete = True
+    first.end.is_complete = True
     assert backend.outstanding() is second
-    second._end.is_complete = True
+    second.end.is_complete = True
     assert backend.outstanding() is None
-    assert not backend._link.streams.under_way
+    assert not backend.communicators.group.streams.under_way
 
 
 def test_a_device_that_failed_ends_its_calls_with_the_reason() -> None:
@@ -81,7 +83,7 @@ def test_a_device_that_failed_ends_its_calls_with_the_reason() -> None:
     def fail() -> bool:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    work._end.query = fail
+    work.end.query = fail
     assert backend.outstanding() is None
     with pytest.raises(DistBackendError, match="device-side assert"):
         work.wait()
@@ -97,7 +99,7 @@ def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyP
 
 class Mode(Enum):
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 class Driver:
@@ -119,9 +121,9 @@ def test_events_are_asked_for_so_that_another_threads_capture_goes_on(ask: str) 
     backend = connected(driver)
     work = call(backend, True)
     asked = []
-    work._end.query = lambda: asked.append(driver.mode) or False
+    work.end.query = lambda: asked.append(driver.mode) or False
     getattr(backend, ask)()
-    assert set(asked) == {Mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL}
+    assert set(asked) == {Mode.CU_STREAM_CAPTURE_MODE_RELAXED}
     assert driver.mode is Mode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
@@ -132,7 +134,7 @@ def test_what_a_device_is_at_is_under_way_with_its_own_record() -> None:
     try:
         issue(ALL_REDUCE, group, tensor := torch.ones(4), tensor, SUM)
         assert list(whereabouts.under_way()) == []
-        backend._link.streams._last.is_complete = False
+        backend.communicators.group.streams._last.is_complete = False
         (each,) = whereabouts.under_way()
         assert (each.call.name, each.call.number, list(each.call.shape)) == ("all_reduce", 1, [4])
         assert each.in_background
@@ -140,7 +142,7 @@ def test_what_a_device_is_at_is_under_way_with_its_own_record() -> None:
         group.journal.collective("barrier")  # on the group's other backend: not what the device is at
         (again,) = whereabouts.under_way()
         assert again.record is each.record
-        each.work._end.is_complete = True
+        each.work.end.is_complete = True
         assert each.has_ended()
         assert list(whereabouts.under_way()) == []
     finally:

@@ -1,8 +1,8 @@
-"""How do the ranks of a group find each other's NCCL?
+"""Bootstrap of NCCL: a unique id, made on one rank, reaches all ranks of a group.
 
-By a unique id: made on one rank, told to all. It goes over the group's MPI communicator where there is MPI, and over
-the store, one key, where there is none. NCCL's own start-up is a star around the rank that made the id, so above
-128 ranks several of them make one each (``ncclCommInitRankScalable``).
+It goes over the group's MPI communicator if there is MPI, and over the store, one key, if there is none. NCCL's own
+start-up is a star around the rank that made the id, so above 128 ranks several of them make one each
+(``ncclCommInitRankScalable``).
 """
 
 from __future__ import annotations
