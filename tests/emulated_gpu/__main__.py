@@ -1,4 +1,4 @@
-"""Runner on emulated GPUs: ``python -m emulated_gpu PROGRAM.py ARGUMENTS`` or ``python -m emulated_gpu -m MODULE …``."""
+"""Runner on emulated GPUs: ``python -m emulated_gpu PROGRAM.py …`` or ``python -m emulated_gpu -m MODULE …``."""
 
 from __future__ import annotations
 

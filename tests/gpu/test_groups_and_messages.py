@@ -1,4 +1,4 @@
-"""Do messages, grouped calls, subgroups and the end of groups work on NCCL?"""
+"""Messages, grouped calls, subgroups and the end of groups on NCCL."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.nccl.library import SHRINK_SINCE, load
 
 
 def test_messages_around_a_ring(rank, size, device):
@@ -74,7 +75,10 @@ def test_shrink(rank, size, device):
         pytest.skip("needs two ranks")
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
-    if rank != size - 1:
+    if load().version < SHRINK_SINCE:
+        with pytest.raises(dist.DistBackendError, match="shrink needs NCCL"):
+            group.backend("cuda").shrink([(rank + 1) % size], "smaller", False)
+    elif rank != size - 1:
         smaller = group.backend("cuda").shrink([size - 1], "smaller", False)
         tensor = torch.ones(2, device=device)
         from hpcdist.core.table import ALL_REDUCE

@@ -1,4 +1,4 @@
-"""Are calls on the GPU in order with the kernels around them, and does the host stay free?"""
+"""Order of calls with the kernels around them, and a host that stays free."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ def test_the_stand_ins_functions_are_nccl4pys_bindings() -> None:
 
 
 METHODS = (
-    "init", "split", "shrink", "create_pre_mul_sum", "get_async_error", "get_last_error", "finalize", "destroy", "abort",
+    "init", "split", "shrink", "create_pre_mul_sum", "get_async_error", "get_last_error", "finalize", "destroy",
+    "abort",
 )  # fmt: skip
 
 
