@@ -73,7 +73,9 @@ def run(folder: Path, ranks: int, *arguments: str) -> str | None:
         command = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", str(ranks), *command]
     with (folder / "out").open("w+b") as out:
         try:
-            status = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=out, timeout=300).returncode
+            status = subprocess.run(
+                command, cwd=folder, env=environment, stdout=out, stderr=out, timeout=300
+            ).returncode
         except subprocess.TimeoutExpired:
             return "no end within 300 s"
         if status == 0:
@@ -115,7 +117,10 @@ def main(numbers: list[int]) -> int:
             path.write_text(text)
             survivors += caught is None
             line = next(each.strip() for each in old.splitlines() if each.strip())
-            print(f"{number:2d} {name}: {line[:60]!r}: {caught or 'SURVIVES'} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(
+                f"{number:2d} {name}: {line[:60]!r}: {caught or 'SURVIVES'} ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
     return int(survivors > 0)
 
 
