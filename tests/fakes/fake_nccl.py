@@ -61,6 +61,9 @@ class Event:
         self.recorded_on = stream.name
         JOURNAL.append((stream.name, "records"))
 
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
     def query(self) -> bool:
         return self.is_complete
 

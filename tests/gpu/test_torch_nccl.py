@@ -1,7 +1,7 @@
-"""torch's own ProcessGroupNCCL on the same GPUs: whether these are faithful is shown by code that is not ours.
+"""torch's own ProcessGroupNCCL on the same GPUs: code that is not ours shows whether these are faithful.
 
-On a real GPU this holds by itself. On emulated ones it is what makes the results of the other tests worth something: the
-same scenarios, through torch's C++ and its own rules for streams and memory, with no rule of CUDA broken.
+On a real GPU this holds by itself. On emulated ones it is what makes the results of the other tests worth something:
+the same scenarios, through torch's C++ and its own rules for streams and memory, with no rule of CUDA broken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules broken on purpose: the emulated GPUs notice each of them, so that silence in the other tests means something."""
+"""Rules broken on purpose: the emulated GPUs notice each, so that silence in the other tests means something."""
 
 from __future__ import annotations
 

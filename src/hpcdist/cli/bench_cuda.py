@@ -1,9 +1,9 @@
 """Benchmark beside ``torch.distributed`` on NCCL: ``mpirun -n N python -m hpcdist bench --device cuda``.
 
 Both sides call NCCL on the same tensors of the same GPUs in one run, in turns, so that a busy machine favours nobody.
-Each is called synchronously, asynchronously with a wait at once, and asynchronously with all waits at the end. Two times
-are taken: of the host only, until the calls return, while the device is kept busy (on this one there is a limit); and
-with the device, until the results are there.
+Each is called synchronously, asynchronously with a wait at once, and asynchronously with all waits at the end. Two
+times are taken: of the host only, until the calls return, while the device is kept busy (on this one there is a limit);
+and with the device, until the results are there.
 """
 
 from __future__ import annotations

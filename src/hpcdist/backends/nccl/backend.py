@@ -10,14 +10,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
-from hpcdist.backends.nccl import datatypes
-from hpcdist.backends.nccl.calls import Call, calls_of, scaled
+from hpcdist.backends.nccl import datatypes, variables
+from hpcdist.backends.nccl.calls import Call, calls_of, message, scaled
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
 from hpcdist.backends.nccl.library import FLOAT8_SINCE, Library, check_gpu, load
 from hpcdist.backends.nccl.streams import Batch, StreamWork
@@ -28,7 +29,7 @@ from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_SINGLE, Row
 from hpcdist.core.work import Work
 from hpcdist.launch import devices
 
-Queued = tuple[Callable[[int], None], tuple[Any, ...]]  # what queues a call on a stream, and what the call touches
+Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes
 
 
 class NCCLBackend(Backend):
@@ -71,6 +72,7 @@ class NCCLBackend(Backend):
         """
         library = load()
         check_gpu()
+        variables.warn()
         backend = cls(bootstrap.rank, bootstrap.size, library, channel_store(bootstrap))
         backend.peer = bootstrap.peer
         if backend.peer is None and bootstrap.comm is not None:
@@ -104,6 +106,7 @@ class NCCLBackend(Backend):
 
     def _connect(self, device: torch.device) -> Link:
         """Make the group's communicator on a device; every rank of the group is here."""
+        self.communicators.check_live()
         return self.communicators.connect(device, self._channel(), self.peer)
 
     def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
@@ -117,6 +120,7 @@ class NCCLBackend(Backend):
                 "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
             )
         communicators = self.communicators
+        communicators.check_live()
         if communicators.is_eager:
             return communicators.group or self._connect(device), peer
         link = communicators.pairs.get(peer) or communicators.connect_pair(device, self._channel(), peer)
@@ -152,10 +156,10 @@ class NCCLBackend(Backend):
             self.start(row, None, None, None, None, None, [], None).wait()
             return
         link = self._link_for(send, recv)
-        queued = self._queued(link, row, send, recv, op, root, counts)
-        if queued is not None:
+        queue = self._queued(link, row, send, recv, op, root, counts)
+        if queue is not nothing:
             current = link.streams.current()
-            self.communicators.launch(row.name, queued[0], current.cuda_stream)
+            self.communicators.launch(row.name, queue, current.cuda_stream)
             link.streams.mark(current)
 
     def start(
@@ -177,8 +181,8 @@ class NCCLBackend(Backend):
                 self._token = torch.zeros(1, device=link.streams.device)
             row, send, recv, op = ALL_REDUCE, self._token, self._token, reduction.SUM
         link = self._link_for(send, recv)
-        call, touched = self._queued(link, row, send, recv, op, root, counts) or (nothing, ())
-        return self._launch(link, call, finish, result, (send, recv, touched), row.name, is_barrier=is_barrier)
+        queue = self._queued(link, row, send, recv, op, root, counts)
+        return self._launch(link, queue, finish, result, row.name, None, is_barrier)
 
     def _link_for(self, send: torch.Tensor | None, recv: torch.Tensor | None) -> Link:
         link = self.communicators.group
@@ -191,36 +195,38 @@ class NCCLBackend(Backend):
     def _launch(
         self,
         link: Link,
-        call: Callable[[int], None],
+        queue: Queue,
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
-        touched: tuple[Any, ...],
         name: str,
-        source: int | None = None,
+        source: int | None,
         is_barrier: bool = False,
     ) -> Work:
         """Queue a call on the side stream, and what copies its result back behind it.
 
-        ``touched`` and ``finish`` are what the device uses; the Work keeps both (see ``streams``).
+        ``queue`` and ``finish`` hold all memory that the device will touch; the Work holds both (see ``streams``).
         """
         streams = link.streams
-        held = (touched, finish)
+        held = (queue, finish)
         if self._batch is not None:
             return self._batch.add(
-                call, finish, StreamWork(streams, streams.current(), result, held, source, is_barrier)
+                queue, finish, StreamWork(streams, streams.current(), result, held, source, is_barrier)
             )
         work = StreamWork(streams, streams.fork(), result, held, source, is_barrier)
-        self.communicators.launch(name, call, streams.side_handle)
+        self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
             with streams.on_side():
                 finish()
-        work.launched(streams.record_end())
-        return streams.keep(work)
+        work.end = streams.record_end()
+        streams.keep(work)
+        if self.communicators.ended is not None:  # meanwhile, after those under way were told
+            work.fail(self.communicators.ended)
+        return work
 
     def _queued(
         self, link: Link, row: Row, send: Any, recv: Any, op: Any, root: int | None, counts: Counts | None
-    ) -> Queued | None:
-        """Return what queues a collective, with buffers and op as NCCL takes them; None for no elements."""
+    ) -> Queue:
+        """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""
         self.communicators.check_live()
         given = send if send is not None else recv
         dtype = given.dtype
@@ -238,19 +244,31 @@ class NCCLBackend(Backend):
             send = send.clone()  # NCCL exchanges between two buffers only
         if counts is None:
             if given.numel() == 0:
-                return None
+                return nothing
         elif row.reduces:
             counts = scaled(counts, 2 if dtype.is_complex else 1)
         elif not is_known:
             counts = scaled(counts, given.itemsize)
-        made, library, where = self._calls[row], self._library, link.where
         datatype = self._types[dtype if is_known else (send if send is not None else recv).dtype]
+        if factor is not None:
+            return partial(self._premultiplied, link, factor, self._calls[row], send, recv, datatype, root, counts)
+        return partial(self._calls[row], self._library, link.where, send, recv, datatype, number, root, counts)
 
-        def call(stream: int) -> None:
-            op = number if factor is None else self._factor(link, factor, send.dtype)
-            made(library, where, send, recv, datatype, op, root, counts, stream)
-
-        return call, (send, recv)
+    def _premultiplied(
+        self,
+        link: Link,
+        factor: float,
+        made: Call,
+        send: Any,
+        recv: Any,
+        datatype: int,
+        root: Any,
+        counts: Any,
+        stream: int,
+    ) -> None:
+        """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
+        op = self._factor(link, factor, send.dtype)
+        made(self._library, link.where, send, recv, datatype, op, root, counts, stream)
 
     def _reducible(self, send: torch.Tensor, op: Any) -> tuple[torch.Tensor, int | None, float | None]:
         """Return the values to reduce, and NCCL's op, or the factor of a PREMUL_SUM that is a number."""
@@ -334,14 +352,12 @@ class NCCLBackend(Backend):
             link, to = self.communicators.group or self._connect(tensor.device), peer
         else:
             link, to = self._pair(peer, tensor.device)
-        self.communicators.check_live()
-        call = self._queued_message(link, name, tensor, to) if tensor.numel() else nothing
-        return self._launch(link, call, finish, result, (tensor,), name, source)
+        queue = self._queued_message(link, name, tensor, to) if tensor.numel() else nothing
+        return self._launch(link, queue, finish, result, name, source)
 
-    def _queued_message(self, link: Link, name: str, tensor: torch.Tensor, peer: int) -> Callable[[int], None]:
+    def _queued_message(self, link: Link, name: str, tensor: torch.Tensor, peer: int) -> Queue:
         data = datatypes.as_moved(tensor)
-        function, datatype = getattr(self._library.bindings, name), self._types[data.dtype]
-        return lambda stream: function(data.data_ptr(), data.numel(), datatype, peer, link.where.handle, stream)
+        return partial(message, getattr(self._library.bindings, name), link.where, data, self._types[data.dtype], peer)
 
     # -- groups ----------------------------------------------------------------------------------------
 

@@ -153,6 +153,13 @@ def scatter(
     exchange(library, where, nothing if send is None else equal_shares(send, where.size), receives, datatype, stream)
 
 
+def message(
+    function: Callable[..., None], where: Where, tensor: torch.Tensor, datatype: int, peer: int, stream: int
+) -> None:
+    """Send or receive a tensor."""
+    function(tensor.data_ptr(), tensor.numel(), datatype, peer, where.handle, stream)
+
+
 COUNTED: dict[Row, Call] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter, ALL_TO_ALL: all_to_all}
 STAND_INS: dict[str, Call] = {"gather": gather, "scatter": scatter, "alltoall": all_to_all}
 

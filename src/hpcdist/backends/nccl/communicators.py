@@ -83,7 +83,6 @@ class Communicators:
         Raises:
             DistBackendError: two ranks use one GPU, or NCCL fails.
         """
-        self.check_live()
         if peer is not None and self.size > 1:
             finding.check_devices(peer, device)
         ids = finding.unique_ids(self._library, channel, self.rank, self.size)
@@ -92,7 +91,6 @@ class Communicators:
 
     def connect_pair(self, device: torch.device, channel: finding.Channel, peer: int) -> Link:
         """Make the communicator of this rank and another one; both call."""
-        self.check_live()
         unique_id = finding.pair_id(self._library, channel, self.rank, peer)
         link = self.pairs[peer] = self.make(device, 2, int(self.rank > peer), unique_id)
         return link
