@@ -357,11 +357,21 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
     assert watched() is None
 
 
+def test_a_work_that_was_seen_to_have_ended_holds_nothing() -> None:
+    backend = connected()
+    tensor = ones(2)
+    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
+    assert work.held
+    assert work.is_completed()
+    assert work.held == ()
+
+
 def test_inside_a_graphs_capture_no_event_is_asked_for() -> None:
     backend = connected()
     backend._cuda.is_capturing = True
     tensor = ones(2)
     backend.run(ROWS["all_reduce"], tensor, tensor, SUM, None, None)
+    assert [call[0] for call in fake.take_journal()] == ["allreduce"]  # and no event behind it, which could be queried
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
     assert not backend.communicators.group.streams.under_way
     work.wait()
