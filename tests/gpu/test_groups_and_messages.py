@@ -120,19 +120,19 @@ def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(is_async, rank, size
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()
     if rank == 1:
-        time.sleep(8)
+        dist.barrier()  # until the watchdogs of the others have ended their calls
         group.backend("cuda").interrupt("it never came")
     else:
         work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=is_async)
         began = time.monotonic()
         torch.cuda.synchronize()  # until the watchdog ends the kernel
-        assert 2 < time.monotonic() - began < 8
+        assert 2 < time.monotonic() - began < 60
         if work is not None:
             with pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce"):
                 work.wait()
         with pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce"):
             dist.all_reduce(torch.ones(1, device=device), group=group)
-    dist.barrier()
+        dist.barrier()
     dist.destroy_process_group(group)
 
 

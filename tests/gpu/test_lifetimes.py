@@ -208,14 +208,14 @@ def test_an_end_past_the_timeout_raises_c10ds_error(rank, size, device):
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()
     if rank == 1:
-        time.sleep(8)
+        dist.barrier()  # until the watchdogs of the others have ended their calls
         group.backend("cuda").interrupt("it never came")
         dist.destroy_process_group(group)
     else:
         dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
         with pytest.raises(dist.DistBackendError, match="has not entered all_reduce"):
             dist.destroy_process_group(group)
-    dist.barrier()
+        dist.barrier()
 
 
 def active_contexts():

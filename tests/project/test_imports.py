@@ -39,7 +39,7 @@ EXCEPTIONS = {
     "hpcdist.c10d.dist2": "hpcdist.backends.mpi.runtime",  # the same, for torch's dist2
     "hpcdist.launch.rendezvous": "hpcdist.backends.mpi.runtime",  # mpi:// tells the store's address over MPI
     "hpcdist.backends.nccl.bootstrap": "hpcdist.launch.devices",  # which GPU is this rank's
-    "hpcdist.backends.nccl.communicators": "hpcdist.launch.devices",
+    "hpcdist.backends.nccl.communicators": "hpcdist.launch.devices",  # the variable that lets ranks share one
 }
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own

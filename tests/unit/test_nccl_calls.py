@@ -222,11 +222,11 @@ def test_a_complex_factor_scales_complex_tensors_alone() -> None:
     backend = connected()
     turn = torch.distributed._make_nccl_premul_sum(torch.tensor(1j))
     numbers = torch.full((2,), 3 + 0j, dtype=torch.complex64)
-    values, op, factor = backend._reducible(numbers, turn)
+    values, op, factor = backend._reductions.prepare(numbers, turn)
     assert torch.equal(torch.view_as_complex(values), numbers * 1j)
     assert (op, factor) == (fake.CORE.NcclRedOp.SUM, None)
     with pytest.raises(TypeError, match="expected a real one"):
-        backend._reducible(ones(2), turn)
+        backend._reductions.prepare(ones(2), turn)
 
 
 def test_an_exchange_in_place_goes_from_a_copy() -> None:

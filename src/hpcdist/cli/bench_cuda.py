@@ -22,6 +22,7 @@ import torch.distributed as c10d
 
 import hpcdist as dist
 from hpcdist.cli.job_arguments import JobParser
+from hpcdist.torch_bridge import occupy_gpu
 
 OVERHEAD_LIMIT = 2.0  # microseconds a call over torch's own
 WAYS = ("sync", "async", "async, waited later")
@@ -157,7 +158,7 @@ def one_round(
         settle(device)
         dist.barrier()
         if is_busy and device.type == "cuda":
-            torch.cuda._sleep(BUSY_CYCLES)
+            occupy_gpu(BUSY_CYCLES)
         began = time.perf_counter()
         calls(call, side, group, tensor, size, way, count)
         if not is_busy:

@@ -14,20 +14,19 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes, variables
 from hpcdist.backends.nccl.calls import Call, calls_of, message, scaled
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
-from hpcdist.backends.nccl.library import FLOAT8_SINCE, Library, check_gpu, load
+from hpcdist.backends.nccl.library import Library, check_gpu, load
+from hpcdist.backends.nccl.reductions import Reductions
 from hpcdist.backends.nccl.streams import Batch, StreamWork
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap, Counts
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_SINGLE, Row
 from hpcdist.core.work import Work
-from hpcdist.launch import devices
 
 Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes
 
@@ -51,16 +50,13 @@ class NCCLBackend(Backend):
         self.unfinished = deque()
         self.communicators = Communicators(rank, size, library, cuda)
         self._library = library
-        self._store = store
         self._cuda = cuda
         self._owned_peer: Backend | None = None
-        self._relay: finding.RelayChannel | None = None  # the parent's CPU backend, for a subgroup that has none
+        self._finder = finding.Finder(rank, store)
         self._batch: Batch | None = None
         self._calls: dict[Row, Call] = calls_of(library)
-        self._allowed: set[tuple[Row, torch.dtype, Any]] = set()  # reductions that were found to be possible
-        self._ops: dict[tuple[torch.dtype, Any], int] = {}  # NCCL's numbers
+        self._reductions = Reductions(library, cuda)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
-        self._factors: dict[tuple[torch.dtype, float], Any] = {}
         self._token: torch.Tensor | None = None  # what a barrier reduces
 
     @classmethod
@@ -73,7 +69,7 @@ class NCCLBackend(Backend):
         library = load()
         check_gpu()
         variables.warn()
-        backend = cls(bootstrap.rank, bootstrap.size, library, channel_store(bootstrap))
+        backend = cls(bootstrap.rank, bootstrap.size, library, finding.channel_store(bootstrap))
         backend.peer = bootstrap.peer
         if backend.peer is None and bootstrap.comm is not None:
             # a group of NCCL alone under MPI: a communicator of MPI to find each other over
@@ -82,7 +78,7 @@ class NCCLBackend(Backend):
             backend._connect(bootstrap.device_id)
             backend.communicators.is_eager = True
         else:
-            choose_device(bootstrap.comm)
+            finding.choose_device(bootstrap.comm)
         return backend
 
     @property
@@ -92,22 +88,10 @@ class NCCLBackend(Backend):
             return link.streams.device
         return torch.device("cuda", self._cuda.current_device())
 
-    def _channel(self) -> finding.Channel:
-        if self._store is not None:
-            return finding.StoreChannel(self._store, self.rank)
-        if self.peer is not None:
-            return finding.PeerChannel(self.peer)
-        if self._relay is not None:
-            return self._relay
-        raise DistBackendError(
-            "backend 'nccl' has nothing to find the other ranks over: make the group with a CPU backend "
-            "('cpu:mpi,cuda:nccl') or a store"
-        )
-
     def _connect(self, device: torch.device) -> Link:
         """Make the group's communicator on a device; every rank of the group is here."""
         self.communicators.check_live()
-        return self.communicators.connect(device, self._channel(), self.peer)
+        return self.communicators.connect(device, self._finder.channel(self.peer), self.peer)
 
     def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
         """Return the communicator for messages with one rank, and that rank in it.
@@ -123,21 +107,16 @@ class NCCLBackend(Backend):
         communicators.check_live()
         if communicators.is_eager:
             return communicators.group or self._connect(device), peer
-        link = communicators.pairs.get(peer) or communicators.connect_pair(device, self._channel(), peer)
+        link = communicators.pairs.get(peer) or communicators.connect_pair(
+            device, self._finder.channel(self.peer), peer
+        )
         return link, int(peer > self.rank)
 
     # -- collectives -----------------------------------------------------------------------------------
 
     def check_reduction(self, row: Row, dtype: torch.dtype, op: Any) -> None:
         """Raise if NCCL cannot reduce, naming the way over MPI."""
-        if op == reduction.PREMUL_SUM:
-            datatypes.check(row, dtype, op, dtype not in datatypes.FLOAT8 or self._reduces_float8())
-        elif (row, dtype, op) not in self._allowed:
-            datatypes.check(row, dtype, op, dtype not in datatypes.FLOAT8 or self._reduces_float8())
-            self._allowed.add((row, dtype, op))
-
-    def _reduces_float8(self) -> bool:
-        return self._library.version >= FLOAT8_SINCE and self._cuda.get_device_capability(self.device) >= (9, 0)
+        self._reductions.check(row, dtype, op, self.device)
 
     def run(
         self,
@@ -234,7 +213,7 @@ class NCCLBackend(Backend):
         number: int | None = None
         factor: float | None = None
         if row.reduces:
-            send, number, factor = self._reducible(send, op)
+            send, number, factor = self._reductions.prepare(send, op)
             recv = None if recv is None else datatypes.as_reduced(recv)
         elif not is_known:
             is_in_place = send is recv
@@ -255,47 +234,11 @@ class NCCLBackend(Backend):
         return partial(self._calls[row], self._library, link.where, send, recv, datatype, number, root, counts)
 
     def _premultiplied(
-        self,
-        link: Link,
-        factor: float,
-        made: Call,
-        send: Any,
-        recv: Any,
-        datatype: int,
-        root: Any,
-        counts: Any,
-        stream: int,
+        self, link: Link, factor: float, made: Call, send: Any, recv: Any, datatype: int, *rest: Any
     ) -> None:
         """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
-        op = self._factor(link, factor, send.dtype)
-        made(self._library, link.where, send, recv, datatype, op, root, counts, stream)
-
-    def _reducible(self, send: torch.Tensor, op: Any) -> tuple[torch.Tensor, int | None, float | None]:
-        """Return the values to reduce, and NCCL's op, or the factor of a PREMUL_SUM that is a number."""
-        dtype = send.dtype
-        if op != reduction.PREMUL_SUM:
-            number = self._ops.get((dtype, op))
-            if number is None:
-                number = int(self._library.core.NcclRedOp[datatypes.ops_of(dtype)[op]])
-                self._ops[dtype, op] = number
-            return datatypes.as_reduced(send), number, None
-        factor = reduction.premultiplier(op)
-        if not isinstance(factor, torch.Tensor):
-            return datatypes.as_reduced(send), None, float(factor)
-        if factor.is_complex() and not send.is_complex():
-            raise TypeError(f"PREMUL_SUM of {dtype} by a factor of {factor.dtype}; expected a real one")
-        return datatypes.as_reduced(send * factor.to(dtype)), int(self._library.core.NcclRedOp.SUM), None
-
-    def _factor(self, link: Link, factor: float, dtype: torch.dtype) -> int:
-        """Return NCCL's op for a factor; the caller may use the communicator."""
-        key = (dtype, factor)
-        made = self._factors.get(key)
-        if made is None:  # kept: NCCL has room for many, and a training loop uses one or two
-            made = link.comm.create_pre_mul_sum(
-                datatypes.bits(factor, dtype), self._library.core.NcclDataType[datatypes.DATATYPES[dtype]]
-            )
-            self._factors[key] = made
-        return int(made.op)
+        op = self._reductions.scaling(link.comm, factor, send.dtype)
+        made(self._library, link.where, send, recv, datatype, op, *rest)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
@@ -404,13 +347,9 @@ class NCCLBackend(Backend):
         return child
 
     def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
-        store = None if self._store is None else PrefixStore(f"group-{name}", self._store)
-        child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, store, self._cuda)
+        child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, None, self._cuda)
         child.peer = child._owned_peer = owned
-        if self.peer is not None:
-            child._relay = finding.RelayChannel(self.peer, list(ranks))
-        elif self._relay is not None:
-            child._relay = finding.RelayChannel(self._relay.peer, [self._relay.ranks[rank] for rank in ranks])
+        child._finder = self._finder.child(self.peer, ranks, name)
         return child
 
     def _take_over(self, comm: Any, parent: Link) -> None:
@@ -447,7 +386,7 @@ class NCCLBackend(Backend):
             self.communicators.close()
         finally:
             self._token = None
-            self._factors.clear()
+            self._reductions.clear()
             if self._owned_peer is not None:
                 self._owned_peer.close()
                 self._owned_peer = None
@@ -464,27 +403,3 @@ def named(src: int | None) -> int:
             "NCCL cannot receive from anyone: name the sender (src=), or receive a CPU tensor, which MPI carries"
         )
     return src
-
-
-def channel_store(bootstrap: Bootstrap) -> Any:
-    """Return a part of the store for NCCL only; None if there is MPI or no store."""
-    over_mpi = bootstrap.comm is not None or getattr(bootstrap.peer, "comm", None) is not None
-    if over_mpi or bootstrap.store is None:
-        return None
-    return PrefixStore("nccl", bootstrap.store)
-
-
-def choose_device(comm: Any) -> None:
-    """Make this rank's GPU the current one if there is a choice; all ranks of ``comm`` call.
-
-    With one GPU in sight nothing is done, so that CUDA starts only when a tensor asks for it. If the caller has chosen
-    already (CUDA is running), or if ranks outnumber GPUs, the current device stays; two ranks on one are found when
-    they connect.
-    """
-    chosen = torch.cuda.is_initialized()
-    try:
-        device = devices.mine(comm)
-    except DistBackendError:
-        return
-    if not chosen and torch.cuda.device_count() > 1:
-        torch.cuda.set_device(device)
