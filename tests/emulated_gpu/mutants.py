@@ -20,6 +20,9 @@ PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no")
 EMULATED = (*PYTEST, "--timeout", "60", "-p", "emulated_gpu.plugin", "--with-mpi")
 STREAMS, BACKEND, COMMUNICATORS = "streams.py", "backend.py", "communicators.py"
 
+MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+MPI["OMP_NUM_THREADS"] = "1"
+
 # file, a part of it that occurs once, what stands there instead
 MUTANTS = [
     (STREAMS, "        self._before.wait(self.side)\n", ""),
@@ -78,7 +81,7 @@ MUTANTS = [
 
 def run(folder: Path, ranks: int, *arguments: str) -> str | None:
     """Run tests in a copy of the project; return the first failure, or None."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{folder}/tests"}
+    environment = {**os.environ, **MPI, "PYTHONPATH": f"{folder}/src:{folder}/tests"}
     command = [sys.executable, *arguments]
     if ranks:
         command = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", str(ranks), *command]
@@ -117,6 +120,8 @@ def main(numbers: list[int]) -> int:
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
+        if failure := judge(folder):
+            sys.exit(f"the tests fail without a mutant: {failure}")
         for number in numbers or range(len(MUTANTS)):
             name, old, new = MUTANTS[number]
             path = folder / NCCL / name

@@ -188,9 +188,8 @@ class NCCLBackend(Backend):
         streams = link.streams
         held = (queue, finish)
         if self._batch is not None:
-            return self._batch.add(
-                queue, finish, StreamWork(streams, streams.current(), result, held, source, is_barrier)
-            )
+            work = StreamWork(streams, streams.current(), result, held, source, is_barrier)
+            return self._batch.add(queue, finish, work)
         work = StreamWork(streams, streams.fork(), result, held, source, is_barrier)
         self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
@@ -308,12 +307,9 @@ class NCCLBackend(Backend):
         """Make all subgroups by one ncclCommSplit; if this group is not connected yet, they connect themselves."""
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         link = self.communicators.group
-        comm = None
         if link is not None:
             comm = self.communicators.split(index, 0 if index is None else list(subgroups[index]).index(self.rank))
-        owned = None
-        if self._owned_peer is not None:
-            owned = self._owned_peer.split(subgroups, names, timeout)
+        owned = self._owned_peer.split(subgroups, names, timeout) if self._owned_peer is not None else None
         if index is None:
             return None
         child = self._child(subgroups[index], names[index], owned)
