@@ -313,9 +313,7 @@ class NCCLBackend(Backend):
         if index is None:
             return None
         child = self._child(subgroups[index], names[index], owned)
-        if link is not None:
-            child._take_over(comm, link)
-        return child
+        return child if link is None else child._take_over(comm, link)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> NCCLBackend:
         """Make a subgroup that connects itself: ncclCommSplit would want all ranks of this one."""
@@ -338,9 +336,7 @@ class NCCLBackend(Backend):
         gone = sorted(set(excluded))
         child = self._child([rank for rank in range(self.size) if rank not in gone], name, None)
         link = self.communicators.group
-        if link is not None:
-            child._take_over(self.communicators.shrink(gone, aborts), link)
-        return child
+        return child if link is None else child._take_over(self.communicators.shrink(gone, aborts), link)
 
     def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
         child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, None, self._cuda)
@@ -348,10 +344,11 @@ class NCCLBackend(Backend):
         child._finder = self._finder.child(self.peer, ranks, name)
         return child
 
-    def _take_over(self, comm: Any, parent: Link) -> None:
+    def _take_over(self, comm: Any, parent: Link) -> NCCLBackend:
         """Use a communicator that was made from the parent's."""
         self.communicators.group = self.communicators.adopt(comm, parent.streams.device)
         self.communicators.is_eager = True
+        return self
 
     # -- supervision and the end -----------------------------------------------------------------------
 

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 PREFIX = "TORCH_NCCL_"
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-# torch's ways to handle an error: 0 not at all, 1 end the process, 2 abort the communicators, 3 end it without aborting
-FOLLOWED_ERROR_HANDLING = "2"
+# torch's ways to handle an error: 0 not at all, 1 abort the communicators and end the process, 2 abort them only, 3 end
+# the process only. Here they are aborted and the error is raised, which ends a process that does not catch it; torchrun
+# sets 1 for every job.
+FOLLOWED_ERROR_HANDLING = ("1", "2")
 READ_ELSEWHERE = {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # by the flight recorder
 
 WARNED: set[str] = set()  # once a process each
@@ -30,7 +32,7 @@ def refused(given: Mapping[str, str]) -> list[str]:
     """Return what is set and cannot be followed, as ``NAME=value``."""
     read = {*BLOCKING_WAIT, *ERROR_HANDLING, *READ_ELSEWHERE}
     found = [name for name in given if name.startswith(PREFIX) and name not in read]
-    found += [name for name in ERROR_HANDLING if given.get(name, FOLLOWED_ERROR_HANDLING) != FOLLOWED_ERROR_HANDLING]
+    found += [name for name in ERROR_HANDLING if given.get(name, "2") not in FOLLOWED_ERROR_HANDLING]
     return [f"{name}={given[name]}" for name in sorted(found)]
 
 
@@ -43,6 +45,6 @@ def warn(given: Mapping[str, str] | None = None) -> None:
     warnings.warn(
         f"{', '.join(new)}: set for torch's own NCCL backend, and without effect on hpcdist's. A call that is past the "
         "group's timeout, or an error of NCCL, aborts the group's communicators and raises DistBackendError "
-        f"({ERROR_HANDLING[0]}={FOLLOWED_ERROR_HANDLING}); the limit is init_process_group's timeout=",
+        f"({ERROR_HANDLING[0]}=2); the limit is init_process_group's timeout=",
         stacklevel=2,
     )
