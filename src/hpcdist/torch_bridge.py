@@ -29,6 +29,7 @@ pg_to_tag, group_count, default_pg)
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
 ``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
+``cuda._sleep``                                       ``hpcdist bench`` keeps a GPU busy meanwhile        2.14.1
 the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
                                                       has no ``_ControlCollectives, _StoreCollectives``
 ====================================================  ==================================================  ==============
@@ -387,3 +388,11 @@ def is_profiled() -> bool:
 
 
 profiling.install(is_profiled, record)
+
+
+# -- torch.cuda --------------------------------------------------------------------------------------------
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Keep the current stream busy for a number of a GPU's cycles."""
+    torch.cuda._sleep(cycles)

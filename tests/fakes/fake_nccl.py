@@ -1,15 +1,17 @@
-"""What does hpcdist ask of NCCL and of CUDA streams? A recording stand-in for ``nccl.core`` and ``torch.cuda``.
+"""Recording stand-in for nccl4py and ``torch.cuda``, on CPU memory.
 
-It has nccl4py's names and signatures (a test holds them against the real ones), refuses what nccl4py refuses, and
-writes every call to a journal. Where it is given a way to the other ranks it also carries the data, of CPU tensors and
+It has nccl4py's names and signatures (a test holds them against the real ones), refuses what NCCL refuses, and
+writes every call to a journal. If it is given a way to the other ranks it also carries the data, of CPU tensors and
 over MPI, so that the results of the calls can be looked at as well as their order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
+import weakref
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +38,7 @@ HANDLES = itertools.count(1)
 
 class Stream:
     def __init__(self, device: Any = None, name: str | None = None) -> None:
-        self.cuda_stream = next(HANDLES)
+        self.cuda_stream = self.stream_id = next(HANDLES)
         self.name = name or "side"
         STREAMS[self.cuda_stream] = self.name
 
@@ -58,6 +60,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.recorded_on = stream.name
         JOURNAL.append((stream.name, "records"))
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
 
     def query(self) -> bool:
         return self.is_complete
@@ -92,10 +97,13 @@ class FakeCuda:
     def current_device(self) -> int:
         return 0
 
+    def set_device(self, device: Any) -> None:
+        pass
+
     def is_current_stream_capturing(self) -> bool:
         return self.is_capturing
 
-    def get_device_capability(self) -> tuple[int, int]:
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return self.capability
 
     def synchronize(self, device: Any = None) -> None:
@@ -171,6 +179,11 @@ def get_error_string(nccl_result: int) -> str:
 class CustomRedOp:
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.op = 100 + len(CUSTOM_OPS)
+        CUSTOM_OPS[self.op] = self
+
+
+CUSTOM_OPS: dict[int, CustomRedOp] = {}
 
 
 # -- nccl.core: groups -----------------------------------------------------------------------------------------
@@ -281,11 +294,16 @@ def combine(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     return total.to(dtype)
 
 
+COMMUNICATORS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+
+
 class Communicator:
     def __init__(self, ptr: int | None = None) -> None:
         self.is_valid = False
         self.mpi: Any = None
         self.error = 0
+        self.ptr = id(self)
+        COMMUNICATORS[self.ptr] = self
 
     @classmethod
     def init(cls, nranks: int, rank: int, unique_id: Any, config: Any = None) -> Communicator:
@@ -297,93 +315,32 @@ class Communicator:
         comm.mpi = FIND(comm.ids, rank, nranks) if FIND is not None else None
         return comm
 
-    def _call(self, name: str, stream: Any, buffers: list[torch.Tensor], args: tuple[Any, ...]) -> None:
-        if not self.is_valid:
-            raise NcclInvalid(f"Cannot {name}: Communicator not initialized")
-        for tensor in buffers:
-            if tensor.dtype not in TAKEN:
-                raise NcclInvalid(f"Unsupported torch dtype {tensor.dtype} has no NCCL equivalent")
-            assert tensor.is_contiguous()
-        if len({tensor.dtype for tensor in buffers}) > 1:
-            raise NcclInvalid("Dtype mismatch")
-        shown = tuple(
-            (tuple(a.shape), str(a.dtype)) if isinstance(a, torch.Tensor) else getattr(a, "name", a) for a in args
-        )
-        JOURNAL.append((name, *shown, STREAMS[stream]))
-        HELD.append((self, name, args))
-        if DEPTH == 0:
-            held = list(HELD)
-            HELD.clear()
-            play(held)
-
-    def _check_many(self, sendbuf: torch.Tensor) -> None:
-        if sendbuf.numel() // self.nranks < 1:
-            raise NcclInvalid("Buffer count mismatch: sendbuf must have at least nranks elements")
-
-    def send(self, sendbuf: Any, peer: int, *, stream: Any = None) -> None:
-        self._call("send", stream, [sendbuf], (sendbuf, peer))
-
-    def recv(self, recvbuf: Any, peer: int, *, stream: Any = None) -> None:
-        self._call("recv", stream, [recvbuf], (recvbuf, peer))
-
-    def allreduce(self, sendbuf: Any, recvbuf: Any, op: Any, *, stream: Any = None, config: Any = None) -> None:
-        self._call("allreduce", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, op))
-
     def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any) -> None:
         recvbuf.copy_(combine(Wire(self.mpi).allgather(sendbuf), op).view(recvbuf.shape))
 
-    def broadcast(self, sendbuf: Any, recvbuf: Any, root: int, *, stream: Any = None, config: Any = None) -> None:
-        self._call("broadcast", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, root))
-
     def _broadcast(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
         recvbuf.copy_(Wire(self.mpi).bcast(sendbuf, root).view(recvbuf.shape))
-
-    def reduce(
-        self, sendbuf: Any, recvbuf: Any, op: Any, root: int | None = None, *, stream: Any = None, config: Any = None
-    ) -> None:
-        self._call("reduce", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, op, root))
 
     def _reduce(self, sendbuf: Any, recvbuf: Any, op: Any, root: int) -> None:
         values = Wire(self.mpi).gather(sendbuf, root)
         if values is not None:
             recvbuf.copy_(combine(values, op).view(recvbuf.shape))
 
-    def allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, config: Any = None) -> None:
-        self._call("allgather", stream, [sendbuf, recvbuf], (sendbuf, recvbuf))
-
     def _allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         recvbuf.copy_(torch.cat([each.reshape(-1) for each in Wire(self.mpi).allgather(sendbuf)]).view(recvbuf.shape))
-
-    def reduce_scatter(self, sendbuf: Any, recvbuf: Any, op: Any, *, stream: Any = None, config: Any = None) -> None:
-        self._check_many(sendbuf)
-        self._call("reduce_scatter", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, op))
 
     def _reduce_scatter(self, sendbuf: Any, recvbuf: Any, op: Any) -> None:
         total = combine([each.reshape(self.nranks, -1) for each in Wire(self.mpi).allgather(sendbuf)], op)
         recvbuf.copy_(total[self.rank].view(recvbuf.shape))
 
-    def alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, config: Any = None) -> None:
-        self._check_many(sendbuf)
-        if sendbuf.data_ptr() == recvbuf.data_ptr():
-            raise NCCLError("ncclAlltoAll is not in place")
-        self._call("alltoall", stream, [sendbuf, recvbuf], (sendbuf, recvbuf))
-
     def _alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         got = Wire(self.mpi).alltoall(list(sendbuf.reshape(self.nranks, -1)))
         recvbuf.copy_(torch.cat(got).view(recvbuf.shape))
-
-    def gather(
-        self, sendbuf: Any, recvbuf: Any, root: int | None = None, *, stream: Any = None, config: Any = None
-    ) -> None:
-        self._call("gather", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, root))
 
     def _gather(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
         values = Wire(self.mpi).gather(sendbuf, root)
         if values is not None:
             recvbuf.copy_(torch.cat([each.reshape(-1) for each in values]).view(recvbuf.shape))
-
-    def scatter(self, sendbuf: Any, recvbuf: Any, root: int, *, stream: Any = None, config: Any = None) -> None:
-        self._call("scatter", stream, [sendbuf, recvbuf], (sendbuf, recvbuf, root))
 
     def _scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
         values = list(sendbuf.reshape(self.nranks, -1)) if self.rank == root else None
@@ -404,6 +361,7 @@ class Communicator:
     def split(self, color: int | None = None, key: int = 0, config: Any = None) -> Communicator:
         JOURNAL.append(("split", color, key))
         child = type(self)()
+        child.nranks, child.rank = self.nranks, self.rank
         if color is not None:
             child.is_valid = True
         if self.mpi is not None:
@@ -444,6 +402,103 @@ class Communicator:
         JOURNAL.append(("abort", self.nranks))
         self.is_valid = False
 
+
+# -- nccl.bindings.nccl: NCCL's functions, on addresses ---------------------------------------------------------
+
+
+def Comm(handle: int = 0) -> Communicator:
+    return COMMUNICATORS[handle]
+
+
+TYPES = {
+    NcclDataType.INT8: torch.int8, NcclDataType.UINT8: torch.uint8, NcclDataType.INT32: torch.int32,
+    NcclDataType.UINT32: torch.uint32, NcclDataType.INT64: torch.int64, NcclDataType.UINT64: torch.uint64,
+    NcclDataType.FLOAT16: torch.float16, NcclDataType.FLOAT32: torch.float32, NcclDataType.FLOAT64: torch.float64,
+    NcclDataType.BFLOAT16: torch.bfloat16, NcclDataType.FLOAT8E4M3: torch.float8_e4m3fn,
+    NcclDataType.FLOAT8E5M2: torch.float8_e5m2,
+}  # fmt: skip
+
+
+def tensor_at(address: int, count: int, datatype: int) -> torch.Tensor:
+    dtype = TYPES[NcclDataType(datatype)]
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def queue(comm: Communicator, name: str, args: tuple[Any, ...], stream: int) -> None:
+    if not comm.is_valid:
+        raise NCCLError(f"{name}: the communicator is no more")
+    shown = tuple(
+        (tuple(a.shape), str(a.dtype)) if isinstance(a, torch.Tensor) else getattr(a, "name", a) for a in args
+    )
+    JOURNAL.append((name, *shown, STREAMS[stream]))
+    HELD.append((comm, name, args))
+    if DEPTH == 0:
+        held = list(HELD)
+        HELD.clear()
+        play(held)
+
+
+def op_of(number: int) -> Any:
+    return CUSTOM_OPS[number] if number in CUSTOM_OPS else NcclRedOp(number)
+
+
+def send(sendbuff: int, count: int, datatype: int, peer: int, comm: Any, stream: int) -> None:
+    queue(comm, "send", (tensor_at(sendbuff, count, datatype), peer), stream)
+
+
+def recv(recvbuff: int, count: int, datatype: int, peer: int, comm: Any, stream: int) -> None:
+    queue(comm, "recv", (tensor_at(recvbuff, count, datatype), peer), stream)
+
+
+def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Any, stream: int) -> None:
+    tensors = tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, count, datatype)
+    queue(comm, "allreduce", (*tensors, op_of(op)), stream)
+
+
+def broadcast(sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: Any, stream: int) -> None:
+    tensors = tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, count, datatype)
+    queue(comm, "broadcast", (*tensors, root), stream)
+
+
+def reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, root: int, comm: Any, stream: int) -> None:
+    tensors = tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, count, datatype)
+    queue(comm, "reduce", (*tensors, op_of(op), root), stream)
+
+
+def all_gather(sendbuff: int, recvbuff: int, sendcount: int, datatype: int, comm: Any, stream: int) -> None:
+    tensors = tensor_at(sendbuff, sendcount, datatype), tensor_at(recvbuff, sendcount * comm.nranks, datatype)
+    queue(comm, "allgather", tensors, stream)
+
+
+def reduce_scatter(
+    sendbuff: int, recvbuff: int, recvcount: int, datatype: int, op: int, comm: Any, stream: int
+) -> None:
+    tensors = tensor_at(sendbuff, recvcount * comm.nranks, datatype), tensor_at(recvbuff, recvcount, datatype)
+    queue(comm, "reduce_scatter", (*tensors, op_of(op)), stream)
+
+
+def allto_all(sendbuff: int, recvbuff: int, count: int, datatype: int, comm: Any, stream: int) -> None:
+    if sendbuff == recvbuff:
+        raise NCCLError("ncclAlltoAll is not in place")
+    whole = count * comm.nranks
+    queue(comm, "alltoall", (tensor_at(sendbuff, whole, datatype), tensor_at(recvbuff, whole, datatype)), stream)
+
+
+def gather(sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: Any, stream: int) -> None:
+    whole = count * (comm.nranks if comm.rank == root else 1)
+    queue(comm, "gather", (tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, whole, datatype), root), stream)
+
+
+def scatter(sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: Any, stream: int) -> None:
+    whole = count * (comm.nranks if comm.rank == root else 1)
+    queue(comm, "scatter", (tensor_at(sendbuff, whole, datatype), tensor_at(recvbuff, count, datatype), root), stream)
+
+
+FUNCTIONS = (
+    send, recv, all_reduce, broadcast, reduce, all_gather, reduce_scatter, allto_all, gather, scatter
+)  # fmt: skip
+BINDINGS = SimpleNamespace(Comm=Comm, **{each.__name__: each for each in FUNCTIONS})
 
 CORE = SimpleNamespace(
     Communicator=Communicator,

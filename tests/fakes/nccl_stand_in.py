@@ -1,4 +1,4 @@
-"""Do the facade's tests pass when NCCL's calls carry them? A pytest plugin that puts the stand-in under the facade.
+"""Pytest plugin that puts the stand-in for NCCL under the facade, so that the facade's tests run through the backend.
 
     HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi PYTHONPATH=src:tests/fakes \
         mpirun -n 4 python -m pytest -p nccl_stand_in tests/mpi
@@ -61,7 +61,7 @@ class StandIn(NCCLBackend):
             MEETING.append(Path(world.bcast(tempfile.mkdtemp() if world.Get_rank() == 0 else None)))
             atexit.register(shutil.rmtree, MEETING[0], ignore_errors=True)
             fake.FIND = find
-        library = Library(fake.CORE, fake.FAILURES, cls.version)
+        library = Library(fake.CORE, fake.BINDINGS, fake.FAILURES, cls.version)
         backend = cls(bootstrap.rank, bootstrap.size, library, None, fake.FakeCuda())
         backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         return backend

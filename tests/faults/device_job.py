@@ -49,10 +49,11 @@ class Device(NCCLBackend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> Device:
-        library = Library(fake.CORE, fake.FAILURES, (2, 30, 0))
+        library = Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0))
         backend = cls(bootstrap.rank, bootstrap.size, library, None, Cuda())
         backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
-        backend._link = backend._made(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
+        communicators = backend.communicators
+        communicators.group = communicators.make(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
         return backend
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -70,7 +71,7 @@ def tell(event: str, **more: object) -> None:
 def wait_for_the_device(seconds: float) -> None:
     """Do what torch.cuda.synchronize() would: nothing of hpcdist."""
     limit = time.monotonic() + seconds
-    while backend._ended is None and backend.outstanding() is not None and time.monotonic() < limit:
+    while backend.communicators.ended is None and backend.outstanding() is not None and time.monotonic() < limit:
         time.sleep(0.01)
 
 

@@ -2,10 +2,12 @@
 
 mpirun -n 1 python -m pytest --with-mpi tests/gpu
 NCCL_MULTI_RANK_GPU_ENABLE=1 mpirun -n 4 python -m pytest --with-mpi tests/gpu     # several ranks on one GPU
+make test-gpu                                                                      # on emulated GPUs
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -58,3 +60,12 @@ def size(world):
 @pytest.fixture
 def device(world):
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def emulation(world):
+    """The emulated GPUs, for what only they can show."""
+    loaded = sys.modules.get("emulated_gpu.load")
+    if loaded is None:
+        pytest.skip("needs the emulated GPUs (make test-gpu)")
+    return loaded.EMULATION

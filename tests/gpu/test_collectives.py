@@ -1,4 +1,4 @@
-"""Does NCCL on the GPU give what MPI gives on the CPU? Every collective, dtype and op that NCCL has."""
+"""Every collective, dtype and op that NCCL has: the results on the GPU are those of MPI on the CPU."""
 
 from __future__ import annotations
 

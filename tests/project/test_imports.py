@@ -43,7 +43,7 @@ EXCEPTIONS = {
         "hpcdist.backends.mpi.process.runtime",
     ): "upward: mpi:// tells the store's address by MPI",
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
-    ("hpcdist.backends.nccl.connection", "hpcdist.launch.devices"): "which GPU belongs to this rank",
+    ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
     (
         "hpcdist.c10d.lifecycle",

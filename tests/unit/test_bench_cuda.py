@@ -19,7 +19,7 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(capsys: Any) -> None:
 
 def test_a_figure_is_the_medians_and_the_host_time_over_torchs() -> None:
     taken = {"hpcdist": ([9.0, 12.0, 30.0], [20.0, 20.0, 50.0]), "torch": ([8.0, 10.0, 11.0], [16.0, 18.0, 16.0])}
-    made = bench_cuda.figure("all_reduce", 4000, False, taken)
+    made = bench_cuda.figure("all_reduce", 4000, "sync", taken)
     assert made["host_over"] == 2.0
     assert made["whole_us"] == {"hpcdist": 20.0, "torch": 16.0}
     assert made["gigabytes_per_s"]["hpcdist"] == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""Which calls does NCCL get, in which order and on which stream? Seen by a recording stand-in."""
+"""The calls that NCCL gets, their order and their streams, seen by a recording stand-in."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ SUM = ReduceOp.RedOpType.SUM
 F32 = "torch.float32"
 
 
+def library(version: tuple[int, ...]) -> Library:
+    return Library(fake.CORE, fake.BINDINGS, fake.FAILURES, version)
+
+
 def made(rank: int = 1, size: int = 4, version: tuple[int, ...] = NEW) -> NCCLBackend:
     """Return a connected backend; ids come from a store where every rank has left its own."""
     fake.FIND = None
@@ -33,7 +37,7 @@ def made(rank: int = 1, size: int = 4, version: tuple[int, ...] = NEW) -> NCCLBa
         store.set(key, bytes(128).hex())
     for low, high in itertools.combinations(range(size), 2):
         store.set(f"pair/{low}-{high}", bytes(128).hex())
-    backend = NCCLBackend(rank, size, Library(fake.CORE, fake.FAILURES, version), store, fake.FakeCuda())
+    backend = NCCLBackend(rank, size, library(version), store, fake.FakeCuda())
     fake.take_journal()
     return backend
 
@@ -82,7 +86,14 @@ ORDERS: dict[str, tuple[Any, ...]] = {
             ("group", "end"),
         ],
     ),
-    "all_to_all_single": (12, 12, None, None, [("alltoall", t(12), t(12), "current")]),
+    "all_to_all_single": (
+        12, 12, None, None,
+        [
+            ("group", "start"),
+            *(each for peer in range(4) for each in (("send", t(3), peer, "current"), ("recv", t(3), peer, "current"))),
+            ("group", "end"),
+        ],
+    ),
     "all_to_all": (
         6, 4, None, ([1, 2, 3, 0], [0, 2, 1, 1]),
         [
@@ -170,9 +181,9 @@ def test_an_older_nccl_gets_sends_and_receives(name: str, rank: int) -> None:
 
 
 def test_which_release_has_which_call() -> None:
-    assert calls.calls_of(OLD)[ROWS["gather"]] is calls.gather
-    assert calls.calls_of(NEW)[ROWS["gather"]] is not calls.gather
-    assert set(calls.calls_of(NEW)) == {row for row in ROWS.values() if row.buffers}
+    assert calls.calls_of(library(OLD))[ROWS["gather"]] is calls.gather
+    assert calls.calls_of(library(NEW))[ROWS["gather"]] is not calls.gather
+    assert set(calls.calls_of(library(NEW))) == {row for row in ROWS.values() if row.buffers}
 
 
 def test_calls_on_no_elements_do_not_reach_nccl() -> None:
@@ -196,7 +207,7 @@ def test_what_nccl_lacks_moves_as_bytes_and_complex_reduces_as_pairs() -> None:
         ("broadcast", t(6, dtype=byte), t(6, dtype=byte), 0, "current"),
         ("broadcast", t(16, dtype=byte), t(16, dtype=byte), 0, "current"),
         *[("broadcast", t(8, dtype=byte), t(8, dtype=byte), rank, "current") for rank in (1, 2, 3)],
-        ("allreduce", t(2, 2), t(2, 2), "SUM", "current"),
+        ("allreduce", t(4), t(4), "SUM", "current"),
     ]
 
 
@@ -214,18 +225,18 @@ def test_a_complex_factor_scales_complex_tensors_alone() -> None:
     backend = connected()
     turn = torch.distributed._make_nccl_premul_sum(torch.tensor(1j))
     numbers = torch.full((2,), 3 + 0j, dtype=torch.complex64)
-    values, op = backend._reducible(None, numbers, turn)
+    values, op, factor = backend._reductions.prepare(numbers, turn)
     assert torch.equal(torch.view_as_complex(values), numbers * 1j)
-    assert op == fake.CORE.NcclRedOp.SUM
+    assert (op, factor) == (fake.CORE.NcclRedOp.SUM, None)
     with pytest.raises(TypeError, match="expected a real one"):
-        backend._reducible(None, ones(2), turn)
+        backend._reductions.prepare(ones(2), turn)
 
 
 def test_an_exchange_in_place_goes_from_a_copy() -> None:
     backend = connected()
     tensor = ones(8)
     backend.run(ROWS["all_to_all_single"], tensor, tensor, None, None, None)  # the fake refuses one buffer
-    assert fake.take_journal()[0][0] == "alltoall"
+    assert [each[0] for each in fake.take_journal()][:2] == ["group", "send"]
 
 
 def test_a_group_call_launches_everything_at_its_end() -> None:
@@ -287,7 +298,7 @@ def test_messages_outside_a_group_call_have_a_communicator_of_two() -> None:
 
 def test_messages_of_a_group_connected_at_once_go_over_its_own() -> None:
     backend = connected(rank=1)
-    backend._is_eager = True
+    backend.communicators.is_eager = True
     backend.send(ones(2), 3, 0)
     assert fake.take_journal()[0] == ("send", t(2), 3, "current")
 
@@ -322,12 +333,12 @@ def test_wait_with_a_limit_waits_on_the_host_and_says_when_it_is_over() -> None:
     backend = connected()
     tensor = ones(2)
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [tensor], None)
-    work._end.is_complete = False
+    work.end.is_complete = False
     assert not work.is_completed()
     with pytest.raises(DistBackendError, match="50ms"):
         work.wait(timedelta(milliseconds=50))
     assert backend.outstanding() is work
-    work._end.is_complete = True
+    work.end.is_complete = True
     assert work.wait(timedelta(milliseconds=50))
     assert backend.outstanding() is None
     assert work.is_success()
@@ -340,7 +351,7 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
     tensor = ones(2)
     watched = weakref.ref(tensor)
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
-    end = work._end
+    end = work.end
     end.is_complete = False
     del work, tensor
     assert watched() is not None
@@ -349,13 +360,23 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
     assert watched() is None
 
 
+def test_a_work_that_was_seen_to_have_ended_holds_nothing() -> None:
+    backend = connected()
+    tensor = ones(2)
+    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
+    assert work.held
+    assert work.is_completed()
+    assert work.held == ()
+
+
 def test_inside_a_graphs_capture_no_event_is_asked_for() -> None:
     backend = connected()
     backend._cuda.is_capturing = True
     tensor = ones(2)
     backend.run(ROWS["all_reduce"], tensor, tensor, SUM, None, None)
+    assert [call[0] for call in fake.take_journal()] == ["allreduce"]  # and no event behind it, which could be queried
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
-    assert not backend._link.streams.under_way
+    assert not backend.communicators.group.streams.under_way
     work.wait()
     assert ("current", "records") in fake.take_journal()  # the fork, which capture follows
 
@@ -364,9 +385,9 @@ def test_the_future_of_a_work_is_there_at_once() -> None:
     backend = connected()
     tensor = ones(2)
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [tensor], None)
-    work._end.is_complete = False
+    work.end.is_complete = False
     assert work.get_future().wait()[0] is tensor
-    work._end.is_complete = True
+    work.end.is_complete = True
     assert work.is_completed()  # and does not fulfil it a second time
 
 
@@ -374,7 +395,7 @@ def test_a_subgroup_of_a_connected_group_is_a_split_and_of_another_connects_itse
     limit = timedelta(seconds=1)
     backend = connected(rank=1)
     child = backend.split([[0, 2], [3, 1]], ["a", "b"], limit)
-    assert (child.rank, child.size, child._is_eager) == (1, 2, True)
+    assert (child.rank, child.size, child.communicators.is_eager) == (1, 2, True)
     assert backend.split([[0, 2]], ["c"], limit) is None
     assert fake.take_journal() == [
         ("host", "waits for", "device"),
@@ -383,7 +404,7 @@ def test_a_subgroup_of_a_connected_group_is_a_split_and_of_another_connects_itse
         ("split", None, 0),
     ]
     lazy = made(rank=1).split([[3, 1]], ["b"], limit)
-    assert lazy._link is None
+    assert lazy.communicators.group is None
     assert fake.take_journal() == []
 
 
@@ -405,10 +426,10 @@ def test_communicators_are_freed_in_one_order_on_all_ranks() -> None:
     for peer in (3, 0, 1):
         backend.send(ones(1), peer, 0)
     backend._connect(torch.device("cpu"))
-    assert sorted(backend._pairs) == [0, 1, 3]
-    order = backend._links()
+    assert sorted(backend.communicators.pairs) == [0, 1, 3]
+    order = backend.communicators.links()
     assert [link.comm.nranks for link in order] == [2, 2, 2, 4]
-    assert order[:3] == [backend._pairs[0], backend._pairs[1], backend._pairs[3]]
+    assert order[:3] == [backend.communicators.pairs[0], backend.communicators.pairs[1], backend.communicators.pairs[3]]
     fake.take_journal()
     backend.close()
     backend.close()
@@ -423,11 +444,11 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     backend = connected()
     tensor = ones(2)
     work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
-    work._end.is_complete = False
+    work.end.is_complete = False
     assert backend.check_async() is None
-    backend._link.comm.error = 7  # still in progress
+    backend.communicators.group.comm.error = 7  # still in progress
     assert backend.check_async() is None
-    backend._link.comm.error = 6
+    backend.communicators.group.comm.error = 6
     failure = backend.check_async()
     assert "error 6" in str(failure)
     assert backend.pending() == [work]
@@ -444,6 +465,6 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
 
 def test_nccls_own_errors_become_c10ds() -> None:
     backend = connected()
-    backend._link.comm.is_valid = False
+    backend.communicators.group.comm.is_valid = False
     with pytest.raises(DistBackendError, match=r"all_reduce on rank 1 of 4 failed in NCCL 2\.30\.0"):
         backend.run(ROWS["all_reduce"], ones(2), ones(2), SUM, None, None)

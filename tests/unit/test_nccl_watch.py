@@ -1,4 +1,4 @@
-"""What can the watchdog see of calls that a device is at, and what does it leave alone?"""
+"""The watchdog's view of calls that a device is at."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ SUM = ReduceOp.RedOpType.SUM
 
 def connected(driver: Any = None) -> NCCLBackend:
     fake.FIND = None
-    backend = NCCLBackend(0, 2, Library(fake.CORE, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda())
-    backend._link = backend._made(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
+    backend = NCCLBackend(
+        0, 2, Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda()
+    )
+    backend.communicators.group = backend.communicators.make(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
     return backend
 
 
@@ -41,7 +43,7 @@ def call(backend: NCCLBackend, is_async: bool = False) -> Work | None:
 
 def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it() -> None:
     backend = connected()
-    streams = backend._link.streams
+    streams = backend.communicators.group.streams
     assert backend.outstanding() is None
     call(backend)
     hung = streams._last
@@ -59,15 +61,15 @@ def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it() -> None:
 def test_an_asynchronous_call_is_seen_until_the_device_is_through() -> None:
     backend = connected()
     first = call(backend, True)
-    first._end.is_complete = False
+    first.end.is_complete = False
     second = call(backend, True)
-    second._end.is_complete = False
+    second.end.is_complete = False
     assert backend.outstanding() is first
-    first._end.is_complete = True
+    first.end.is_complete = True
     assert backend.outstanding() is second
-    second._end.is_complete = True
+    second.end.is_complete = True
     assert backend.outstanding() is None
-    assert not backend._link.streams.under_way
+    assert not backend.communicators.group.streams.under_way
 
 
 def test_a_device_that_failed_ends_its_calls_with_the_reason() -> None:
@@ -77,10 +79,119 @@ def test_a_device_that_failed_ends_its_calls_with_the_reason() -> None:
     def fail() -> bool:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    work._end.query = fail
+    work.end.query = fail
     assert backend.outstanding() is None
     with pytest.raises(DistBackendError, match="device-side assert"):
         work.wait()
+
+
+def test_a_device_that_failed_ends_every_call_with_an_error() -> None:
+    backend = connected()
+    works = [call(backend, True) for _ in range(5)]
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for work in works:
+        work.end.query = fail
+    assert backend.pending() == []
+    for work in works:
+        with pytest.raises(DistBackendError, match="illegal memory access"):
+            work.wait()
+    assert not backend.communicators.group.streams._free_events
+
+
+@pytest.mark.parametrize("ended", range(8))
+def test_the_calls_that_have_ended_are_let_go_of_and_their_events_used_again(ended: int) -> None:
+    backend = connected()
+    streams = backend.communicators.group.streams
+    works = [call(backend, True) for _ in range(7)]
+    for work in works[ended:]:
+        work.end.is_complete = False
+    ends = [work.end for work in works]
+    assert backend.pending() == works[ended:]
+    assert list(streams.under_way) == works[ended:]
+    assert list(streams._free_events) == ends[:ended]
+    assert [work.is_completed() for work in works] == [True] * ended + [False] * (7 - ended)
+    assert [bool(work.held) for work in works] == [False] * ended + [True] * (7 - ended)
+
+
+def test_calls_that_are_launched_together_give_their_event_back_once() -> None:
+    backend = connected()
+    with backend.grouped():
+        works = [call(backend, True) for _ in range(3)]
+    assert len({id(work.end) for work in works}) == 1
+    assert backend.pending() == []
+    assert list(backend.communicators.group.streams._free_events) == [works[0].end]
+
+
+def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_failed() -> None:
+    backend = connected()
+    streams = backend.communicators.group.streams
+    record_end = streams.record_end
+
+    def end_meanwhile() -> Any:
+        backend.interrupt("rank 1 never came")
+        event = record_end()
+        event.is_complete = False
+        return event
+
+    streams.record_end = end_meanwhile
+    work = call(backend, True)
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        work.wait()
+
+
+def test_a_communicator_that_is_made_while_its_group_is_ended_is_aborted() -> None:
+    backend = connected()
+    backend.interrupt("rank 1 never came")
+    fake.take_journal()
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        backend.communicators.adopt(fake.Communicator.init(2, 0, fake.get_unique_id()), torch.device("cpu"))
+    assert [entry[0] for entry in fake.take_journal()] == ["init", "abort"]
+
+
+def test_an_end_that_has_begun_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = connected()
+    comm = backend.communicators.group.comm
+    comm.error = 6
+    seen = []
+
+    def destroy() -> None:  # as the watchdog's thread does while ncclCommDestroy waits for the other ranks
+        seen.append((backend.check_async(), backend.interrupt("it takes too long")))
+
+    backend.communicators.check_async, check = lambda: None, backend.communicators.check_async
+    comm.finalize = lambda: setattr(backend.communicators, "check_async", check)
+    comm.destroy = destroy
+    fake.take_journal()
+    backend.close()
+    assert seen == [(None, False)]
+    assert ("abort", 2) not in fake.take_journal()
+
+
+def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing() -> None:
+    backend = connected()
+    comm = backend.communicators.group.comm
+    asked = []
+
+    def fail() -> None:
+        raise fake.NCCLError("unhandled system error")
+
+    comm.destroy, comm.get_last_error = fail, lambda: asked.append(1) or "detail"
+    with pytest.raises(DistBackendError, match="destroy on rank 0 of 2 failed in NCCL"):
+        backend.close()
+    assert asked == []
+    with pytest.raises(DistBackendError, match="its group is destroyed"):
+        call(backend)
+
+
+def test_the_device_is_waited_for_before_the_end_and_who_was_ended_meanwhile_is_not_touched() -> None:
+    backend = connected()
+    backend._cuda.synchronize = lambda device: backend.interrupt("rank 1 never came")
+    fake.take_journal()
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        backend.close()
+    assert [entry[0] for entry in fake.take_journal()] == ["abort"]
 
 
 def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +204,7 @@ def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyP
 
 class Mode(Enum):
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 class Driver:
@@ -115,9 +226,9 @@ def test_events_are_asked_for_so_that_another_threads_capture_goes_on(ask: str) 
     backend = connected(driver)
     work = call(backend, True)
     asked = []
-    work._end.query = lambda: asked.append(driver.mode) or False
+    work.end.query = lambda: asked.append(driver.mode) or False
     getattr(backend, ask)()
-    assert set(asked) == {Mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL}
+    assert set(asked) == {Mode.CU_STREAM_CAPTURE_MODE_RELAXED}
     assert driver.mode is Mode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
@@ -128,7 +239,7 @@ def test_what_a_device_is_at_is_under_way_with_its_own_record() -> None:
     try:
         issue(ALL_REDUCE, group, tensor := torch.ones(4), tensor, SUM)
         assert list(calls_under_way.under_way()) == []
-        backend._link.streams._last.is_complete = False
+        backend.communicators.group.streams._last.is_complete = False
         (each,) = calls_under_way.under_way()
         assert (each.call.name, each.call.number, list(each.call.shape)) == ("all_reduce", 1, [4])
         assert each.in_background
@@ -136,7 +247,7 @@ def test_what_a_device_is_at_is_under_way_with_its_own_record() -> None:
         group.journal.collective("barrier")  # on the group's other backend: not what the device is at
         (again,) = calls_under_way.under_way()
         assert again.record is each.record
-        each.work._end.is_complete = True
+        each.work.end.is_complete = True
         assert each.has_ended()
         assert list(calls_under_way.under_way()) == []
     finally:

@@ -225,6 +225,8 @@ class StagedBackend(Backend):
         before.record(self._cuda.current_stream(given.device))
 
         def call() -> None:
+            # the worker's own device: without it the end of the block would go back to GPU 0 and start a context there
+            self._cuda.set_device(given.device)
             with self._cuda.stream(self._side):
                 self._side.wait_event(before)
                 self.run(row, send, recv, op, root, counts)

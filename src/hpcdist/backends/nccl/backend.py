@@ -1,48 +1,124 @@
-"""How does NCCL carry a process group? CUDA tensors, by nccl4py.
+"""NCCL backend: carries a process group's CUDA tensors, by nccl4py.
 
-What a call means for CUDA streams is in ``streams``, which of NCCL's calls make a row of the table in ``calls``, and
-where the communicators come from in ``connection``.
+What a call means for CUDA streams, and what memory it keeps, is in ``streams``; which of NCCL's functions make a row of
+the table in ``calls``; and where the communicators come from in ``communicators``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from hpcdist.backends.nccl import datatypes
-from hpcdist.backends.nccl.calls import Call, calls_of, scaled
-from hpcdist.backends.nccl.connection import Connections, Link
-from hpcdist.backends.nccl.library import FLOAT8_SINCE, Library
+from hpcdist.backends.nccl import bootstrap as finding
+from hpcdist.backends.nccl import datatypes, variables
+from hpcdist.backends.nccl.calls import Call, calls_of, message, scaled
+from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
+from hpcdist.backends.nccl.library import Library, check_gpu, load
+from hpcdist.backends.nccl.reductions import Reductions
 from hpcdist.backends.nccl.streams import Batch, StreamWork
-from hpcdist.core import reduction
+from hpcdist.core import reduction, registry
+from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.objects import TensorObjects
 from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Counts, Row
 from hpcdist.core.work import Work
 
+Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes
 
-class NCCLBackend(Connections):
-    """An NCCL communicator that belongs to one process group; takes what ``Connections`` takes."""
 
+class NCCLBackend(Backend):
+    """The NCCL communicators of one process group, and the calls on them.
+
+    Args:
+        rank, size: this rank of the group, and how many there are.
+        library: nccl4py.
+        store: the group's own part of a store, if there is no CPU backend to bootstrap over.
+        cuda: ``torch.cuda``, whose streams and events are used.
+    """
+
+    name: ClassVar[str] = "nccl"
     has_groups: ClassVar[bool] = True
 
     def __init__(self, rank: int, size: int, library: Library, store: Any = None, cuda: Any = torch.cuda) -> None:
-        super().__init__(rank, size, library, store, cuda)
+        self.rank = rank
+        self.size = size
+        self.unfinished = deque()
+        self.communicators = Communicators(rank, size, library, cuda)
+        self.objects = TensorObjects(self)
+        self._library = library
+        self._cuda = cuda
+        self._owned_peer: Backend | None = None
+        self._finder = finding.Finder(rank, store)
         self._batch: Batch | None = None
-        self._calls: dict[Row, Call] = calls_of(library.version)
-        self._factors: dict[tuple[torch.dtype, float], Any] = {}
+        self._calls: dict[Row, Call] = calls_of(library)
+        self._reductions = Reductions(library, cuda)
+        self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
         self._token: torch.Tensor | None = None  # what a barrier reduces
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> NCCLBackend:
+        """Make the group's NCCL; its communicator at once if the device is named.
+
+        Raises:
+            DistBackendError: no nccl4py, no libnccl, no GPU, or two ranks on one.
+        """
+        library = load()
+        check_gpu()
+        variables.warn()
+        backend = cls(bootstrap.rank, bootstrap.size, library, finding.channel_store(bootstrap))
+        backend.peer = bootstrap.peer
+        if backend.peer is None and bootstrap.comm is not None:
+            # a group of NCCL alone under MPI: a communicator of MPI to find each other over
+            backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
+        if bootstrap.device_id is not None and bootstrap.device_id.type == "cuda":
+            backend._connect(bootstrap.device_id)
+            backend.communicators.is_eager = True
+        else:
+            finding.choose_device(bootstrap.comm)
+        return backend
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The GPU that the group is on; before it is connected, the current one."""
+        for link in self.communicators.links():
+            return link.streams.device
+        return torch.device("cuda", self._cuda.current_device())
+
+    def _connect(self, device: torch.device) -> Link:
+        """Make the group's communicator on a device; every rank of the group is here."""
+        self.communicators.check_live()
+        return self.communicators.connect(device, self._finder.channel(self.peer), self.peer)
+
+    def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
+        """Return the communicator for messages with one rank, and that rank in it.
+
+        In a group connected at once it is the group's. Otherwise it is one of the two ranks only, as in c10d, because
+        the others of the group take no part in a message.
+        """
+        if peer == self.rank:
+            raise DistBackendError(
+                "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
+            )
+        communicators = self.communicators
+        communicators.check_live()
+        if communicators.is_eager:
+            return communicators.group or self._connect(device), peer
+        link = communicators.pairs.get(peer) or communicators.connect_pair(
+            device, self._finder.channel(self.peer), peer
+        )
+        return link, int(peer > self.rank)
 
     # -- collectives -----------------------------------------------------------------------------------
 
     def check_reduction(self, row: Row, dtype: torch.dtype, op: Any) -> None:
-        """Raise where NCCL cannot reduce, naming the way over MPI."""
-        datatypes.check(row, dtype, op, dtype not in datatypes.FLOAT8 or self._reduces_float8())
-
-    def _reduces_float8(self) -> bool:
-        return self._library.version >= FLOAT8_SINCE and self._cuda.get_device_capability() >= (9, 0)
+        """Raise if NCCL cannot reduce, naming the way over MPI."""
+        self._reductions.check(row, dtype, op, self.device)
 
     def run(
         self,
@@ -60,16 +136,11 @@ class NCCLBackend(Connections):
         if row.buffers == 0:
             self.start(row, None, None, None, None, None, [], None).wait()
             return
-        tensor = send if send is not None else recv
-        assert tensor is not None
-        link = self._link or self._connect(tensor.device)
-        call = self._prepared(link, row, send, recv, op, root, counts)
-        if call is not None:
+        link = self._link_for(send, recv)
+        queue = self._queued(link, row, send, recv, op, root, counts)
+        if queue is not nothing:
             current = link.streams.current()
-            try:
-                call(current.cuda_stream)
-            except self._library.failures as error:
-                raise self._failure(row.name, error) from error
+            self.communicators.launch(row.name, queue, current.cuda_stream)
             link.streams.mark(current)
 
     def start(
@@ -86,87 +157,89 @@ class NCCLBackend(Connections):
         """Queue one collective on the side stream, behind what the current stream holds."""
         is_barrier = row.buffers == 0
         if is_barrier:
-            link = self._link or self._connect(self.device)
+            link = self.communicators.group or self._connect(self.device)
             if self._token is None:
                 self._token = torch.zeros(1, device=link.streams.device)
             row, send, recv, op = ALL_REDUCE, self._token, self._token, reduction.SUM
-        tensor = send if send is not None else recv
-        assert tensor is not None
-        link = self._link or self._connect(tensor.device)
-        call = self._prepared(link, row, send, recv, op, root, counts) or nothing
-        buffers = [each for each in (send, recv) if each is not None]
-        return self._launch(link, call, finish, result, buffers, row.name, is_barrier=is_barrier)
+        link = self._link_for(send, recv)
+        queue = self._queued(link, row, send, recv, op, root, counts)
+        return self._launch(link, queue, finish, result, row.name, None, is_barrier)
+
+    def _link_for(self, send: torch.Tensor | None, recv: torch.Tensor | None) -> Link:
+        link = self.communicators.group
+        if link is None:
+            tensor = send if send is not None else recv
+            assert tensor is not None
+            link = self._connect(tensor.device)
+        return link
 
     def _launch(
         self,
         link: Link,
-        call: Callable[[int], None],
+        queue: Queue,
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
-        buffers: list[torch.Tensor],
         name: str,
-        source: int | None = None,
+        source: int | None,
         is_barrier: bool = False,
     ) -> Work:
+        """Queue a call on the side stream, and what copies its result back behind it.
+
+        ``queue`` and ``finish`` hold all memory that the device will touch; the Work holds both (see ``streams``).
+        """
         streams = link.streams
+        held = (queue, finish)
         if self._batch is not None:
-            work = StreamWork(streams, streams.current(), result, buffers, source, is_barrier)
-            return self._batch.add(streams, call, finish, work)
-        work = StreamWork(streams, streams.fork(), result, buffers, source, is_barrier)
-        try:
-            call(streams.side.cuda_stream)
-        except self._library.failures as error:
-            raise self._failure(name, error) from error
+            work = StreamWork(streams, streams.current(), result, held, source, is_barrier)
+            return self._batch.add(queue, finish, work)
+        work = StreamWork(streams, streams.fork(), result, held, source, is_barrier)
+        self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
             with streams.on_side():
                 finish()
-        work.launched(streams.record_end())
-        return streams.keep(work)
+        work.end = streams.record_end()
+        streams.keep(work)
+        if self.communicators.ended is not None:  # meanwhile, after those under way were told
+            work.fail(self.communicators.ended)
+        return work
 
-    def _prepared(
+    def _queued(
         self, link: Link, row: Row, send: Any, recv: Any, op: Any, root: int | None, counts: Counts | None
-    ) -> Callable[[int], None] | None:
-        """Return the call with buffers and op as NCCL takes them, to be made on a stream; None for no elements."""
-        self._check_live()
+    ) -> Queue:
+        """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""
+        self.communicators.check_live()
         given = send if send is not None else recv
+        dtype = given.dtype
+        is_known = dtype in self._types
+        number: int | None = None
+        factor: float | None = None
         if row.reduces:
-            send, op = self._reducible(link, send, op)
+            send, number, factor = self._reductions.prepare(send, op)
             recv = None if recv is None else datatypes.as_reduced(recv)
-        elif given.dtype not in datatypes.DATATYPES:
-            same = send is recv
+        elif not is_known:
+            is_in_place = send is recv
             send = None if send is None else datatypes.as_moved(send)
-            recv = send if same else None if recv is None else datatypes.as_moved(recv)
+            recv = send if is_in_place else None if recv is None else datatypes.as_moved(recv)
         if row in EXCHANGES and send.data_ptr() == recv.data_ptr():
             send = send.clone()  # NCCL exchanges between two buffers only
-        if counts is None and given.numel() == 0:
-            return None
-        if counts is not None and row.reduces:
-            counts = scaled(counts, 2 if given.is_complex() else 1)
-        elif counts is not None and given.dtype not in datatypes.DATATYPES:
+        if counts is None:
+            if given.numel() == 0:
+                return nothing
+        elif row.reduces:
+            counts = scaled(counts, 2 if dtype.is_complex else 1)
+        elif not is_known:
             counts = scaled(counts, given.itemsize)
-        made, library, comm = self._calls[row], self._library, link.comm
-        return lambda stream: made(library, comm, send, recv, op, root, counts, stream)
+        datatype = self._types[dtype if is_known else (send if send is not None else recv).dtype]
+        if factor is not None:
+            return partial(self._premultiplied, link, factor, self._calls[row], send, recv, datatype, root, counts)
+        return partial(self._calls[row], self._library, link.where, send, recv, datatype, number, root, counts)
 
-    def _reducible(self, link: Link, send: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-        """Return the values to reduce, and NCCL's op."""
-        names = datatypes.ops_of(send.dtype)
-        if op != reduction.PREMUL_SUM:
-            return datatypes.as_reduced(send), self._library.core.NcclRedOp[names[op]]
-        factor = reduction.premultiplier(op)
-        if isinstance(factor, torch.Tensor):
-            if factor.is_complex() and not send.is_complex():
-                raise TypeError(f"PREMUL_SUM of {send.dtype} by a factor of {factor.dtype}; expected a real one")
-            return datatypes.as_reduced(send * factor.to(send.dtype)), self._library.core.NcclRedOp.SUM
-        values = datatypes.as_reduced(send)
-        key = (values.dtype, float(factor))
-        made = self._factors.get(key)
-        if made is None:  # kept: NCCL has room for many, and a training loop uses one or two
-            made = link.comm.create_pre_mul_sum(
-                datatypes.bits(float(factor), values.dtype),
-                self._library.core.NcclDataType[datatypes.DATATYPES[values.dtype]],
-            )
-            self._factors[key] = made
-        return values, made
+    def _premultiplied(
+        self, link: Link, factor: float, made: Call, send: Any, recv: Any, datatype: int, *rest: Any
+    ) -> None:
+        """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
+        op = self._reductions.scaling(link.comm, factor, send.dtype)
+        made(self._library, link.where, send, recv, datatype, op, *rest)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
@@ -180,8 +253,7 @@ class NCCLBackend(Connections):
         finally:
             self._batch = None
         if batch.calls:
-            with self._failing("group of calls"):
-                batch.launch(self._library.core.group)
+            batch.launch(self.communicators.launch, self._library.core.group)
 
     # -- point to point --------------------------------------------------------------------------------
 
@@ -197,11 +269,9 @@ class NCCLBackend(Connections):
 
     def _message(self, name: str, tensor: torch.Tensor, peer: int) -> None:
         link, to = self._pair(peer, tensor.device)
-        data = datatypes.as_moved(tensor)
-        if data.numel():
+        if tensor.numel():
             current = link.streams.current()
-            with self._failing(name):
-                getattr(link.comm, name)(data, to, stream=current.cuda_stream)
+            self.communicators.launch(name, self._queued_message(link, name, tensor, to), current.cuda_stream)
             link.streams.mark(current)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
@@ -223,32 +293,106 @@ class NCCLBackend(Connections):
         result: list[torch.Tensor],
     ) -> Work:
         if self._batch is not None:
-            link, to = self._link or self._connect(tensor.device), peer
+            link, to = self.communicators.group or self._connect(tensor.device), peer
         else:
             link, to = self._pair(peer, tensor.device)
-        self._check_live()
+        queue = self._queued_message(link, name, tensor, to) if tensor.numel() else nothing
+        return self._launch(link, queue, finish, result, name, source)
+
+    def _queued_message(self, link: Link, name: str, tensor: torch.Tensor, peer: int) -> Queue:
         data = datatypes.as_moved(tensor)
-        method = getattr(link.comm, name)
+        return partial(message, getattr(self._library.bindings, name), link.where, data, self._types[data.dtype], peer)
 
-        def call(stream: int) -> None:
-            if data.numel():
-                method(data, to, stream=stream)
+    # -- groups ----------------------------------------------------------------------------------------
 
-        return self._launch(link, call, finish, result, [tensor], name, source)
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> NCCLBackend | None:
+        """Make all subgroups by one ncclCommSplit; if this group is not connected yet, they connect themselves."""
+        index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
+        link = self.communicators.group
+        if link is not None:
+            comm = self.communicators.split(index, 0 if index is None else list(subgroups[index]).index(self.rank))
+        owned = self._owned_peer.split(subgroups, names, timeout) if self._owned_peer is not None else None
+        if index is None:
+            return None
+        child = self._child(subgroups[index], names[index], owned)
+        return child if link is None else child._take_over(comm, link)
+
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> NCCLBackend:
+        """Make a subgroup that connects itself: ncclCommSplit would want all ranks of this one."""
+        owned = self._owned_peer.create_group(ranks, name, timeout) if self._owned_peer is not None else None
+        return self._child(ranks, name, owned)
+
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool = False) -> NCCLBackend:
+        """Make a communicator without some ranks by ncclCommShrink; only the others call.
+
+        Args:
+            excluded: the ranks to leave out; the others keep their order.
+            name: the new group's name, the same on all of them.
+            aborts: those ranks failed: end what is under way with them first (NCCL_SHRINK_ABORT).
+
+        Raises:
+            ValueError: this rank is to be left out.
+            DistBackendError: NCCL is older than 2.27, or fails.
+        """
+        check_shrink(excluded, self.rank, self._library.version)
+        gone = sorted(set(excluded))
+        child = self._child([rank for rank in range(self.size) if rank not in gone], name, None)
+        link = self.communicators.group
+        return child if link is None else child._take_over(self.communicators.shrink(gone, aborts), link)
+
+    def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
+        child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, None, self._cuda)
+        child.peer = child._owned_peer = owned
+        child._finder = self._finder.child(self.peer, ranks, name)
+        return child
+
+    def _take_over(self, comm: Any, parent: Link) -> NCCLBackend:
+        """Use a communicator that was made from the parent's."""
+        self.communicators.group = self.communicators.adopt(comm, parent.streams.device)
+        self.communicators.is_eager = True
+        return self
+
+    # -- supervision and the end -----------------------------------------------------------------------
+
+    def check_async(self) -> DistBackendError | None:
+        """Return the error that a call under way ran into on the device, once; the watchdog asks."""
+        return self.communicators.check_async()
+
+    def outstanding(self) -> Work | None:
+        """Return the first call that the device has not ended."""
+        return self.communicators.outstanding()
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that the device has not ended."""
+        return [*super().pending(), *self.communicators.pending()]
+
+    def interrupt(self, reason: str) -> bool:
+        """End the communicators and what is under way on them, without the other ranks; any thread may call."""
+        return self.communicators.interrupt(reason)
 
     def close(self) -> None:
-        """Free the communicators; every rank calls it."""
+        """Free the communicators, once the device has ended what was queued; every rank calls it.
+
+        Raises:
+            DistBackendError: as ``Communicators.close``; everything is freed all the same.
+        """
         super().close()
-        self._token = None
-        self._factors.clear()
+        try:
+            self.communicators.close()
+        finally:
+            self._token = None
+            self._reductions.clear()
+            if self._owned_peer is not None:
+                self._owned_peer.close()
+                self._owned_peer = None
 
 
 def nothing(stream: int) -> None:
-    """Stand for a call on no elements, which NCCL need not hear of."""
+    """Stand for a call on no elements, of which NCCL is not told."""
 
 
 def named(src: int | None) -> int:
-    """Return the sender; DistBackendError where it is anyone."""
+    """Return the sender; DistBackendError if it is anyone."""
     if src is None:
         raise DistBackendError(
             "NCCL cannot receive from anyone: name the sender (src=), or receive a CPU tensor, which MPI carries"

@@ -1,8 +1,8 @@
-"""How do the ranks of a group find each other's NCCL?
+"""Bootstrap of NCCL: a unique id, made on one rank, reaches all ranks of a group.
 
-By a unique id: made on one rank, told to all. It goes over the group's MPI communicator where there is MPI, and over
-the store, one key, where there is none. NCCL's own start-up is a star around the rank that made the id, so above
-128 ranks several of them make one each (``ncclCommInitRankScalable``).
+It goes over the group's MPI communicator if there is MPI, and over the store, one key, if there is none. NCCL's own
+start-up is a star around the rank that made the id, so above 128 ranks several of them make one each
+(``ncclCommInitRankScalable``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl.library import SCALABLE_SINCE, Library
 from hpcdist.core.errors import DistBackendError
@@ -20,7 +21,7 @@ from hpcdist.launch import devices, environment
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from hpcdist.core.backend import Backend
+    from hpcdist.core.backend import Backend, Bootstrap
 
 RANKS_PER_ROOT = 128
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
@@ -114,6 +115,48 @@ class StoreChannel:
         return bytes.fromhex(text(self.store.get(key)))
 
 
+class Finder:
+    """What the ranks of one group find each other over.
+
+    Args:
+        rank: this rank of the group.
+        store: the group's own part of a store, if there is no CPU backend.
+        relay: the parent's CPU backend, for a subgroup that has neither.
+    """
+
+    def __init__(self, rank: int, store: Any = None, relay: RelayChannel | None = None) -> None:
+        self._rank = rank
+        self._store = store
+        self._relay = relay
+
+    def channel(self, peer: Backend | None) -> Channel:
+        """Return the way to the other ranks; ``peer`` is the group's CPU backend.
+
+        Raises:
+            DistBackendError: there is none.
+        """
+        if self._store is not None:
+            return StoreChannel(self._store, self._rank)
+        if peer is not None:
+            return PeerChannel(peer)
+        if self._relay is not None:
+            return self._relay
+        raise DistBackendError(
+            "backend 'nccl' has nothing to find the other ranks over: make the group with a CPU backend "
+            "('cpu:mpi,cuda:nccl') or a store"
+        )
+
+    def child(self, peer: Backend | None, ranks: Sequence[int], name: str) -> Finder:
+        """Return the same for a subgroup of some ranks, which has no CPU backend yet; ``peer`` is this group's."""
+        store = None if self._store is None else PrefixStore(f"group-{name}", self._store)
+        relay = None
+        if peer is not None:
+            relay = RelayChannel(peer, list(ranks))
+        elif self._relay is not None:
+            relay = RelayChannel(self._relay.peer, [self._relay.ranks[rank] for rank in ranks])
+        return Finder(list(ranks).index(self._rank), store, relay)
+
+
 def text(value: bytes | str) -> str:
     """Return a store's value as text."""
     return value if isinstance(value, str) else value.decode()
@@ -168,3 +211,27 @@ def check_shared(used: Sequence[tuple[str, str, str]], given: Mapping[str, str] 
                 "pass device_id=, or let Slurm bind them (--gpus-per-task=1); to share GPUs on purpose set "
                 f"{devices.SHARE}=1"
             )
+
+
+def channel_store(bootstrap: Bootstrap) -> Any:
+    """Return a part of the store for NCCL only; None if there is MPI or no store."""
+    over_mpi = bootstrap.comm is not None or getattr(bootstrap.peer, "comm", None) is not None
+    if over_mpi or bootstrap.store is None:
+        return None
+    return PrefixStore("nccl", bootstrap.store)
+
+
+def choose_device(comm: Any) -> None:
+    """Make this rank's GPU the current one if there is a choice; all ranks of ``comm`` call.
+
+    With one GPU in sight nothing is done, so that CUDA starts only when a tensor asks for it. If the caller has chosen
+    already (CUDA is running), or if ranks outnumber GPUs, the current device stays; two ranks on one are found when
+    they connect.
+    """
+    chosen = torch.cuda.is_initialized()
+    try:
+        device = devices.mine(comm)
+    except DistBackendError:
+        return
+    if not chosen and torch.cuda.device_count() > 1:
+        torch.cuda.set_device(device)

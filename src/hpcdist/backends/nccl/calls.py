@@ -1,121 +1,162 @@
-"""Which of NCCL's calls make one row of the table?
+"""NCCL's calls for each row of the table: one call, or several in a group where NCCL has no call of that shape.
 
-One call each, with the names and the argument order of the row; several in one group where NCCL has no call of that
-shape: shares of different sizes, all_to_all, and gather and scatter in releases that lack them.
+The functions are those of ``nccl.bindings.nccl``, which are NCCL's own: they take addresses, element counts, and
+datatypes and ops as numbers. Several of them make shares of different sizes, and gather, scatter and all_to_all in
+releases that lack these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hpcdist.backends.nccl.library import SINCE
-from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Counts, Row
+from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Counts, Row, Shape
 
 if TYPE_CHECKING:
     from hpcdist.backends.nccl.library import Library
 
-# (library, communicator, send, recv, op, root, counts, stream); the buffers as NCCL takes them
-Call = Callable[[Any, Any, Any, Any, Any, Any, Any, int], None]
+
+class Where(NamedTuple):
+    """The communicator that a call is made on: NCCL's handle, this rank in it, and how many there are."""
+
+    handle: Any
+    rank: int
+    size: int
 
 
-def direct(row: Row) -> Call:
-    """Return the call of a row that NCCL has as such."""
-    name = row.nccl
-    assert name is not None
+# (library, where, send, recv, datatype, op, root, counts, stream): contiguous tensors of the elements that NCCL sees
+Call = Callable[[Any, Where, Any, Any, int, Any, Any, Any, int], None]
 
-    def call(_: Library, comm: Any, send: Any, recv: Any, op: Any, root: Any, __: Any, stream: int) -> None:
+# what the bindings call what nccl.core calls otherwise
+ENTRY_POINTS = {"allreduce": "all_reduce", "allgather": "all_gather"}
+
+
+def direct(row: Row, function: Callable[..., None]) -> Call:
+    """Return the call of a row for which NCCL has a function."""
+    of_receive, is_exchange = row.shape is Shape.SCATTER, row.shape is Shape.EXCHANGE
+
+    def call(
+        _: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: Any, __: Any, stream: int
+    ) -> None:
         if recv is None:
             recv = send  # not written: this rank is not the root
         elif send is None:
             send = recv  # not read
+        count = recv.numel() if of_receive else send.numel()
+        if is_exchange:
+            count //= where.size
         if row.reduces:
             if row.rooted:
-                getattr(comm, name)(send, recv, op, root, stream=stream)
+                function(send.data_ptr(), recv.data_ptr(), count, datatype, op, root, where.handle, stream)
             else:
-                getattr(comm, name)(send, recv, op, stream=stream)
+                function(send.data_ptr(), recv.data_ptr(), count, datatype, op, where.handle, stream)
         elif row.rooted:
-            getattr(comm, name)(send, recv, root, stream=stream)
+            function(send.data_ptr(), recv.data_ptr(), count, datatype, root, where.handle, stream)
         else:
-            getattr(comm, name)(send, recv, stream=stream)
+            function(send.data_ptr(), recv.data_ptr(), count, datatype, where.handle, stream)
 
     return call
 
 
-def parts(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Return each rank's share of a contiguous tensor."""
-    flat = tensor.reshape(-1)
-    starts = accumulate(counts[:-1], initial=0)
-    return [flat[start : start + count] for start, count in zip(starts, counts, strict=True)]
+def shares(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the address and the element count of each rank's share of a contiguous tensor."""
+    start, width = tensor.data_ptr(), tensor.element_size()
+    places = accumulate(counts[:-1], initial=0)
+    return [(start + place * width, count) for place, count in zip(places, counts, strict=True)]
 
 
-def equal(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Return each rank's share of a tensor where all are alike."""
-    return list(tensor.reshape(size, -1))
+def equal_shares(tensor: torch.Tensor, size: int) -> list[tuple[int, int]]:
+    """Return the same where all shares are of one size."""
+    return shares(tensor, [tensor.numel() // size] * size)
 
 
 def all_gather(
-    library: Library, comm: Any, send: Any, recv: Any, op: Any, root: Any, counts: Counts, stream: int
+    library: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: Any, counts: Counts, stream: int
 ) -> None:
     """Gather shares of any size: every rank broadcasts its own."""
     with library.core.group():
-        for rank, part in enumerate(parts(recv, counts[1])):
-            if part.numel():
-                comm.broadcast(send if rank == comm.rank else part, part, rank, stream=stream)
+        for rank, (place, count) in enumerate(shares(recv, counts[1])):
+            if count:
+                source = send.data_ptr() if rank == where.rank else place
+                library.bindings.broadcast(source, place, count, datatype, rank, where.handle, stream)
 
 
 def reduce_scatter(
-    library: Library, comm: Any, send: Any, recv: Any, op: Any, root: Any, counts: Counts, stream: int
+    library: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: Any, counts: Counts, stream: int
 ) -> None:
     """Combine and scatter shares of any size: one reduce to every rank."""
     with library.core.group():
-        for rank, part in enumerate(parts(send, counts[0])):
-            if part.numel():
-                comm.reduce(part, recv if rank == comm.rank else part, op, rank, stream=stream)
+        for rank, (place, count) in enumerate(shares(send, counts[0])):
+            if count:
+                target = recv.data_ptr() if rank == where.rank else place
+                library.bindings.reduce(place, target, count, datatype, op, rank, where.handle, stream)
 
 
 def exchange(
     library: Library,
-    comm: Any,
-    sends: Sequence[torch.Tensor | None],
-    receives: Sequence[torch.Tensor | None],
+    where: Where,
+    sends: Sequence[tuple[int, int]],
+    receives: Sequence[tuple[int, int]],
+    datatype: int,
     stream: int,
 ) -> None:
-    """Send to and receive from every rank, in one group; None and empty stand for nothing."""
+    """Send to and receive from every rank, in one group; a count of zero stands for nothing."""
     with library.core.group():
-        for peer, (sent, received) in enumerate(zip(sends, receives, strict=True)):
-            if sent is not None and sent.numel():
-                comm.send(sent, peer, stream=stream)
-            if received is not None and received.numel():
-                comm.recv(received, peer, stream=stream)
+        for peer, ((source, sent), (target, received)) in enumerate(zip(sends, receives, strict=True)):
+            if sent:
+                library.bindings.send(source, sent, datatype, peer, where.handle, stream)
+            if received:
+                library.bindings.recv(target, received, datatype, peer, where.handle, stream)
 
 
 def all_to_all(
-    library: Library, comm: Any, send: Any, recv: Any, op: Any, root: Any, counts: Counts | None, stream: int
+    library: Library,
+    where: Where,
+    send: Any,
+    recv: Any,
+    datatype: int,
+    op: Any,
+    root: Any,
+    counts: Counts | None,
+    stream: int,
 ) -> None:
     """Exchange shares."""
-    size = comm.nranks
     if counts is None:
-        exchange(library, comm, equal(send, size), equal(recv, size), stream)
+        sends, receives = equal_shares(send, where.size), equal_shares(recv, where.size)
     else:
-        exchange(library, comm, parts(send, counts[0]), parts(recv, counts[1]), stream)
+        sends, receives = shares(send, counts[0]), shares(recv, counts[1])
+    exchange(library, where, sends, receives, datatype, stream)
 
 
-def gather(library: Library, comm: Any, send: Any, recv: Any, op: Any, root: int, counts: Any, stream: int) -> None:
+def gather(
+    library: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, counts: Any, stream: int
+) -> None:
     """Send to the root, which receives from everyone."""
-    size = comm.nranks
-    sends = [send if peer == root else None for peer in range(size)]
-    exchange(library, comm, sends, [None] * size if recv is None else equal(recv, size), stream)
+    nothing = [(0, 0)] * where.size
+    sends = list(nothing)
+    sends[root] = (send.data_ptr(), send.numel())
+    exchange(library, where, sends, nothing if recv is None else equal_shares(recv, where.size), datatype, stream)
 
 
-def scatter(library: Library, comm: Any, send: Any, recv: Any, op: Any, root: int, counts: Any, stream: int) -> None:
+def scatter(
+    library: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, counts: Any, stream: int
+) -> None:
     """Receive from the root, which sends to everyone."""
-    size = comm.nranks
-    receives = [recv if peer == root else None for peer in range(size)]
-    exchange(library, comm, [None] * size if send is None else equal(send, size), receives, stream)
+    nothing = [(0, 0)] * where.size
+    receives = list(nothing)
+    receives[root] = (recv.data_ptr(), recv.numel())
+    exchange(library, where, nothing if send is None else equal_shares(send, where.size), receives, datatype, stream)
+
+
+def message(
+    function: Callable[..., None], where: Where, tensor: torch.Tensor, datatype: int, peer: int, stream: int
+) -> None:
+    """Send or receive a tensor."""
+    function(tensor.data_ptr(), tensor.numel(), datatype, peer, where.handle, stream)
 
 
 # NCCL's own all-to-all would be another call than the exchange that a rank with splits makes
@@ -125,13 +166,16 @@ COUNTED: dict[Row, Call] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatt
 STAND_INS: dict[str, Call] = {"gather": gather, "scatter": scatter}
 
 
-def calls_of(version: Sequence[int]) -> dict[Row, Call]:
+def calls_of(library: Library) -> dict[Row, Call]:
     """Return how each row with buffers is called in a release of NCCL."""
     made: dict[Row, Call] = dict(COUNTED)
     for row in ROWS.values():
-        if row.nccl is not None:
-            is_there = tuple(version) >= SINCE.get(row.nccl, (2,))
-            made[row] = direct(row) if is_there else STAND_INS[row.nccl]
+        if row.nccl is None:
+            continue
+        if tuple(library.version) >= SINCE.get(row.nccl, (2,)):
+            made[row] = direct(row, getattr(library.bindings, ENTRY_POINTS.get(row.nccl, row.nccl)))
+        else:
+            made[row] = STAND_INS[row.nccl]
     return made
 
 

@@ -1,4 +1,4 @@
-"""What can NCCL combine, and as what does it see a torch dtype?
+"""Datatypes and ops of NCCL: as what it sees a torch dtype, and what it can reduce.
 
 The names are those of nccl4py's enums, and a test holds the tables against them. A dtype that NCCL lacks still
 moves, as bytes; it does not reduce, and the error says which way does.
@@ -72,11 +72,6 @@ def check(row: Row, dtype: torch.dtype, op: Any, reduces_float8: bool) -> None:
         f"Cannot use ReduceOp.{reduction.name_of(op)} with {dtype} on NCCL: {row.name} there lacks {lacks}. "
         f"MPI has it: {row.name} of tensor.cpu() on a group with a CPU backend ('cpu:mpi,cuda:nccl'), then copy back"
     )
-
-
-def is_plain_reduction(dtype: torch.dtype, op: Any) -> bool:
-    """Tell whether the tensor's own memory and one of NCCL's own ops do."""
-    return dtype in DATATYPES and op != PREMUL_SUM
 
 
 def as_reduced(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""Can NCCL be used in this process, and if not, what is missing?
+"""nccl4py and the libnccl behind it, imported when a group first asks for NCCL; errors name what is missing.
 
-nccl4py (``nccl.core``) is imported here alone, when a group first asks for NCCL, so that ``import hpcdist``
-works without it and without CUDA.
+No other module imports nccl4py, so that ``import hpcdist`` works without it and without CUDA.
 """
 
 from __future__ import annotations
@@ -18,29 +17,39 @@ from hpcdist.core.errors import DistBackendError
 
 EXTRAS = {"12": "hpcdist[nccl-cu12]", "13": "hpcdist[nccl-cu13]"}  # by the major version of CUDA
 
-# the methods of Communicator that NCCL itself got later than the others; below, sends and receives stand in
-SINCE = {"gather": (2, 28), "scatter": (2, 28), "alltoall": (2, 28)}
+# calls that NCCL got later than the others; in older releases sends and receives stand in for them
+SINCE = {"gather": (2, 28), "scatter": (2, 28)}
 SCALABLE_SINCE = (2, 23)  # several roots (ncclCommInitRankScalable)
 FLOAT8_SINCE = (2, 24)
 SHRINK_SINCE = (2, 27)
 
 
 class Library(NamedTuple):
-    """``nccl.core``, the errors that its calls raise, the release of the libnccl behind it, and CUDA's driver."""
+    """What a backend uses of nccl4py.
+
+    Attributes:
+        core: ``nccl.core``: communicators, groups, enums.
+        bindings: ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts. The calls are made by
+            them, because ``core`` spends 10 µs a call on finding out what a tensor is.
+        failures: the errors that both raise.
+        version: the release of libnccl.
+        driver: ``cuda.bindings.driver``, which comes with nccl4py.
+    """
 
     core: Any
+    bindings: Any
     failures: tuple[type[Exception], ...]
     version: tuple[int, ...]
-    driver: Any = None  # ``cuda.bindings.driver``, which comes with nccl4py
+    driver: Any = None
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Let this thread ask for events inside, also while another captures a CUDA graph, which it would break."""
+        """Let this thread query events inside although a graph is being captured, which a query would invalidate."""
         if self.driver is None:
             yield
             return
         swap = self.driver.cuThreadExchangeStreamCaptureMode
-        _, before = swap(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        _, before = swap(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             yield
         finally:
@@ -75,7 +84,7 @@ def load() -> Library:
             f"backend 'nccl': nccl4py is there, but it found no libnccl.so.2 to load. Try: {install_command()}"
         )
     driver = importlib.import_module("cuda.bindings.driver")
-    return Library(core, (core.NcclInvalid, bindings.NCCLError), found.version.release, driver)
+    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), found.version.release, driver)
 
 
 def check_gpu() -> None:

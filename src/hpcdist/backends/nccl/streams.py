@@ -1,9 +1,16 @@
-"""On which CUDA stream does a call run, and what does waiting for it mean? c10d's stream semantics.
+"""CUDA streams of a communicator, and the Works of the calls on them: c10d's stream semantics.
 
-A synchronous call is queued on the current stream, where it is in order with the kernels around it. An
-asynchronous one runs on a side stream of its communicator, after what the current stream holds at that moment;
-``wait()`` makes the stream that is then current wait, not the host. The host waits only where c10d's does: for a
-barrier, and where ``wait`` is given a limit.
+A synchronous call is queued on the current stream, where it is in order with the kernels around it. An asynchronous
+one runs on a side stream of its communicator, after what the current stream holds at that moment; ``wait()`` makes the
+stream that is then current wait, not the host. The host waits only where c10d's does: for a barrier, if ``wait`` is
+given a limit, and under ``TORCH_NCCL_BLOCKING_WAIT=1``.
+
+**What lives until when.** The device reads and writes memory long after the call that queued it has returned, and
+torch's allocator gives the memory of a dropped tensor to the next one that is made on its stream. On the current stream
+that is harmless, because whatever gets the memory is queued behind the call. For the side stream ``StreamWork.held``
+keeps everything that the call touches: the caller's tensors, the copies and products that stand in for them, and what
+is copied back at the end. It is let go when the stream that the call began on waits for the call, since all later uses
+of the memory are behind that wait; or when the host has seen that the call has ended. Nothing else holds or frees it.
 """
 
 from __future__ import annotations
@@ -11,44 +18,77 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcdist.backends.nccl.variables import blocks_in_wait
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import RING
 from hpcdist.core.work import NO_TIMEOUT, Work
 
+if TYPE_CHECKING:
+    from hpcdist.backends.nccl.library import Library
+
+# calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
+# and past a capture, of the 14 µs of a call (bench --device cuda, async)
+SWEEP_EVERY = 16
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at an event while a limit runs
 
 
 class Streams:
-    """The side stream of one communicator, and its place among the caller's streams."""
+    """The side stream of one communicator, and its place among the caller's streams.
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    Args:
+        device: the communicator's GPU.
+        library: what lets events be queried while a graph is captured.
+        cuda: ``torch.cuda``, whose streams and events are used.
+    """
+
+    def __init__(self, device: torch.device, library: Library, cuda: Any = torch.cuda) -> None:
         self.device = device
         self.cuda = cuda
+        self._library = library
         self.side = cuda.Stream(device)
+        self.side_handle: int = self.side.cuda_stream
+        self.interrupt: Callable[[str], bool] = cannot_interrupt  # ends the communicator, and every Work on it
+        self.blocks_in_wait = blocks_in_wait()
         self._before = cuda.Event()
-        self.interrupt: Callable[[str], bool] = cannot  # ends the communicator, and every Work on it
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
-        self._mark: EventWork | None = None  # the synchronous calls until some moment, while the device is at them
+        self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
         self.under_way: deque[StreamWork] = deque()
-        self._guard = threading.Lock()  # the watchdog looks at them too
+        self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
+        self._unswept = 0  # calls since those that have ended were last looked for
+        self._free_events: deque[Any] = deque()  # events whose calls have ended, to be recorded again
+        # torch.cuda.current_stream makes a new object each time, 2 µs; this one is a lookup
+        self._current = torch.accelerator.current_stream if cuda is torch.cuda else cuda.current_stream
+        self._index = device.index
+        self._known: dict[int, Any] = {}  # streams by id
 
     def current(self) -> Any:
         """Return the stream that is current on the communicator's device."""
-        return self.cuda.current_stream(self.device)
+        number = self._current(self._index).stream_id
+        stream = self._known.get(number)
+        if stream is None:
+            stream = self._known[number] = self.cuda.current_stream(self.device)
+        return stream
+
+    def is_capturing(self) -> bool:
+        """Tell whether the current stream of the communicator's device is being captured into a graph."""
+        if self.cuda.current_device() == self._index:
+            return self.cuda.is_current_stream_capturing()
+        with self.cuda.device(self.device):
+            return self.cuda.is_current_stream_capturing()
 
     def fork(self) -> Any:
         """Make the side stream wait for what the current stream holds now; return the current stream."""
         current = self.current()
         self._before.record(current)
-        self.side.wait_event(self._before)
+        self._before.wait(self.side)
         return current
 
     def on_side(self) -> AbstractContextManager[Any]:
@@ -57,25 +97,69 @@ class Streams:
 
     def record_end(self) -> Any:
         """Return an event behind everything on the side stream."""
-        event = self.cuda.Event()
+        try:
+            event = self._free_events.pop()
+        except IndexError:
+            event = self.cuda.Event()
         event.record(self.side)
         return event
 
-    def keep(self, work: StreamWork) -> StreamWork:
-        """Hold a Work, and with it its buffers, until the device is through, though the caller may drop it.
+    @contextmanager
+    def querying(self) -> Iterator[None]:
+        """Query events inside, from any thread.
 
-        Inside a graph's capture nothing runs yet and events cannot be asked; the caller's Work holds the buffers.
+        The thread is put on the communicator's device: a query on a thread that has chosen none would start a context
+        on GPU 0, some 500 MiB of it.
         """
-        if self.cuda.is_current_stream_capturing():
+        with self.cuda.device(self.device), self._library.beside_captures():
+            yield
+
+    def keep(self, work: StreamWork) -> StreamWork:
+        """Hold a Work, and with it its memory, until its call has ended, though the caller may drop it.
+
+        Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
+        """
+        if self.is_capturing():
+            work.is_captured = True
             return work
-        with self._guard:
-            self._sweep()
-            self.under_way.append(work)
+        self.under_way.append(work)
+        self._unswept += 1
+        if self._unswept >= SWEEP_EVERY:
+            with self._guard, self.querying():
+                self._sweep()
         return work
 
     def _sweep(self) -> None:
-        while self.under_way and self.under_way[0].is_completed():
-            self.under_way.popleft()
+        """Let go of the calls that have ended; the caller has the guard and may query.
+
+        They end in order, so few are asked: to query each and finish it would cost more than to make the call.
+        """
+        self._unswept = 0
+        under_way = self.under_way
+        if not under_way or not under_way[0].has_ended():
+            return
+        ended, rest = (len(under_way),) * 2 if under_way[-1].has_ended() else (1, len(under_way) - 1)
+        while ended < rest:
+            middle = (ended + rest) // 2
+            if under_way[middle].has_ended():
+                ended = middle + 1
+            else:
+                rest = middle
+        failed = under_way[ended - 1].exception() is not None  # the device has, and all that it held
+        for _ in range(ended):
+            work = under_way.popleft()
+            if failed:
+                work.has_ended()
+                continue
+            work.passed()
+            if work.owns_end:
+                self._free_events.append(work.end)
+
+    def pending(self) -> list[StreamWork]:
+        """Return the asynchronous calls that the device has not ended; any thread may ask."""
+        with self._guard, self.querying():
+            self._sweep()
+            return [work for work in self.under_way if not work.has_ended()]
 
     def fail_all(self, error: BaseException) -> None:
         """End every Work that is under way with an error: the communicator was aborted."""
@@ -85,78 +169,105 @@ class Streams:
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
-        if not self.cuda.is_current_stream_capturing():
+        if not self.is_capturing():
             self._last.record(current)
             self._last_call = RING.last()
 
     def oldest(self) -> Work | None:
-        """Return the first call that the device is not through with; any thread may ask.
+        """Return the first call that the device has not ended; any thread may ask.
 
         Synchronous calls have no Work. One stands for all of them until now, and the event behind it is not recorded
         again: a program that goes on to queue calls behind one that hangs must not hide it.
         """
-        if self._mark is None or self._mark.is_completed():
-            mark = EventWork([], self._last)
-            mark._call = self._last_call
-            self._mark = None if mark.is_completed() else mark
-            if self._mark is not None:
-                self._last = self.cuda.Event()
-        with self._guard:
+        with self._guard, self.querying():
+            if self._mark is None or self._mark.has_ended():
+                mark = EventWork(self, [], self._last)
+                mark._call = self._last_call
+                self._mark = None if mark.has_ended() else mark
+                if self._mark is not None:
+                    self._last = self.cuda.Event()
             self._sweep()
             return self.under_way[0] if self.under_way else self._mark
 
 
 class EventWork(Work):
-    """What a stream held at some moment; done when the device has come to the event behind it."""
+    """What a stream held at some moment; done when the device has come to the event behind it.
 
-    def __init__(self, result: list[torch.Tensor], end: Any) -> None:
+    Attributes:
+        end: the event; None until the call is queued, which inside a group call is at the group's end.
+    """
+
+    def __init__(self, streams: Streams, result: list[torch.Tensor], end: Any) -> None:
         super().__init__(result)
-        self._end = end
+        self.end = end
+        self._streams = streams
+
+    def has_ended(self) -> bool:
+        """Tell whether the call has ended; the caller has made sure that this thread may query events."""
+        if not self._done and self.end is not None:
+            try:
+                if self.end.query():
+                    self._finish()
+            except RuntimeError as error:  # the device has failed, and all that it held with it
+                self._finish(DistBackendError(f"the device failed before this call had ended: {error}"))
+        return self._done
 
     def _poll(self) -> None:
-        try:
-            ended = self._end is not None and self._end.query()
-        except RuntimeError as error:  # the device has failed, and all that it held with it
-            self._finish(DistBackendError(f"the device failed before this call had ended: {error}"))
-            return
-        if ended:
-            self._finish()
+        with self._streams.querying():
+            self.has_ended()
 
 
 class StreamWork(EventWork):
     """A call on a side stream.
 
-    It is *launched* once it is queued on the device, which inside a group call is at the group's end.
+    Attributes:
+        held: what the call touches, kept as long as the module's text says.
+        is_captured: whether it is part of a CUDA graph, which runs later and any number of times: it never ends.
+        owns_end: whether ``end`` is this call's own, and not one of several that were launched together.
     """
+
+    is_captured = False
+    owns_end = True
 
     def __init__(
         self,
         streams: Streams,
         begun_on: Any,
         result: list[torch.Tensor],
-        buffers: list[torch.Tensor],
-        source: int | None = None,
-        is_barrier: bool = False,
+        held: tuple[Any, ...],
+        source: int | None,
+        is_barrier: bool,
     ) -> None:
-        super().__init__(result, None)
-        self._streams = streams
-        self._buffers = buffers  # not to be freed while the side stream uses them
+        super().__init__(streams, result, None)
+        self.held = held
         self._source = source
         self._is_barrier = is_barrier
         self._begun_on = begun_on
 
-    def launched(self, end: Any) -> None:
-        """Take the event that ends the call."""
-        self._end = end
+    def passed(self) -> None:
+        """End without an error, because a later call on the stream has ended."""
+        self._done = True
+        self.held = ()
+        if self._event is not None:
+            self._finish()
+
+    def _ends(self, event: Any) -> None:
+        super()._ends(event)
+        if self._done and self._event is not None:  # ``passed`` came between, on the watchdog's thread
+            self._finish()
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
         if not self._done:
             self._finish(error)
 
+    def has_ended(self) -> bool:
+        """Tell whether the call has ended; one that is captured has not."""
+        return not self.is_captured and super().has_ended()
+
     def _finish(self, error: BaseException | None = None) -> None:
-        self._buffers = []
         super()._finish(error)
+        self.held = ()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too.
@@ -164,46 +275,38 @@ class StreamWork(EventWork):
         Raises:
             DistBackendError: the time is over, or the communicator was aborted.
         """
+        if not self._done:
+            if self.end is None:
+                raise DistBackendError(
+                    "wait() inside a group call: the operation begins when the coalescing manager or "
+                    "batch_isend_irecv ends, so wait after it"
+                )
+            current = self._streams.current()
+            self.end.wait(current)
+            if current is self._begun_on:
+                self.held = ()  # another stream's wait does not keep the first one from getting the memory
+            if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
+                self._block_within(timeout.total_seconds())
+            elif self._is_barrier or self._streams.blocks_in_wait:
+                current.synchronize()
         if self._error is not None:
             raise self._error
-        if self._end is None:
-            raise DistBackendError(
-                "wait() inside a group call: the operation begins when the coalescing manager or "
-                "batch_isend_irecv ends, so wait after it"
-            )
-        current = self._streams.current()
-        current.wait_event(self._end)
-        if current != self._begun_on:  # this stream's later use is not in the allocator's books
-            for tensor in self._buffers:
-                tensor.record_stream(self._streams.side)
-        self._buffers = []
-        seconds = timeout.total_seconds()
-        if seconds > 0:
-            if not self._block(seconds):
-                raise DistBackendError(
-                    f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
-                )
-        elif self._is_barrier:
-            current.synchronize()
-            if self._error is not None:  # the watchdog has ended it
-                raise self._error
         return True
 
     def synchronize(self) -> None:
         """Make the current stream wait."""
         self.wait()
 
-    def _block(self, seconds: float | None) -> bool:
-        deadline = None if seconds is None else time.monotonic() + seconds
+    def _block_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         nap = SHORTEST_NAP
         while not self.is_completed():
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
+            if time.monotonic() >= deadline:
+                raise DistBackendError(
+                    f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
+                )
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP)
-        if self._error is not None:
-            raise self._error
-        return True
 
     def _interrupt(self, reason: str) -> bool:
         """End the communicator, and with it this call."""
@@ -224,7 +327,7 @@ class StreamWork(EventWork):
     def get_future(self) -> torch.futures.Future:
         """Return a future that is fulfilled at once, and whose waiters' streams wait: torch's CUDA future."""
         if self._future is None:
-            if self._end is None:
+            if self.end is None:
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
             devices: list[int | str | torch.device] = (
                 [self._streams.device] if self._streams.device.type == "cuda" else []
@@ -239,7 +342,7 @@ class StreamWork(EventWork):
         return self._future
 
 
-def cannot(reason: str) -> bool:
+def cannot_interrupt(reason: str) -> bool:
     """Stand for a communicator that nobody has said how to end."""
     return False
 
@@ -248,32 +351,31 @@ class Batch:
     """The calls held back inside a group call, to be launched as one."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Streams, Callable[[int], None], Callable[[], None] | None, StreamWork]] = []
+        self.calls: list[tuple[Callable[[int], None], Callable[[], None] | None, StreamWork]] = []
 
-    def add(
-        self,
-        streams: Streams,
-        call: Callable[[int], None],
-        finish: Callable[[], None] | None,
-        work: StreamWork,
-    ) -> StreamWork:
-        """Hold a call back; ``call`` takes the handle of the stream to run on."""
-        self.calls.append((streams, call, finish, work))
+    def add(self, call: Callable[[int], None], finish: Callable[[], None] | None, work: StreamWork) -> StreamWork:
+        """Hold a call back; ``call`` takes the handle of the stream to run on, ``finish`` follows it there."""
+        self.calls.append((call, finish, work))
         return work
 
-    def launch(self, group: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Queue all calls on the device in one group."""
-        every = dict.fromkeys(streams for streams, *_ in self.calls)
-        for streams in every:
+    def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Queue all calls on the device in one group; ``launch`` is that of the group's communicators."""
+        last = {work._streams: work for _, _, work in self.calls}
+        for streams in last:
             streams.fork()
-        with group():
-            for streams, call, _, _ in self.calls:
-                call(streams.side.cuda_stream)
-        for streams, _, finish, _ in self.calls:
+
+        def queue(_: int) -> None:
+            with group():
+                for call, _finish, each in self.calls:
+                    call(each._streams.side_handle)
+
+        launch("group of calls", queue, 0)
+        for _, finish, work in self.calls:
             if finish is not None:
-                with streams.on_side():
+                with work._streams.on_side():
                     finish()
-        ends = {streams: streams.record_end() for streams in every}
-        for streams, _, _, work in self.calls:
-            work.launched(ends[streams])
-            streams.keep(work)
+        ends = {streams: streams.record_end() for streams in last}
+        for _, _, work in self.calls:
+            work.owns_end = last[work._streams] is work
+            work.end = ends[work._streams]
+            work._streams.keep(work)

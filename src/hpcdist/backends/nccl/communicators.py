@@ -1,0 +1,292 @@
+"""NCCL communicators of one process group: how they are made, used by several threads, and ended.
+
+A group has one communicator, made by its first call on a CUDA tensor, or at once if ``device_id`` names the GPU; and
+one for each rank that this one exchanges messages with outside a group call. How the ranks find each other is in
+``bootstrap``.
+
+**Nothing touches a communicator once its end has begun**, because ``ncclCommDestroy`` and ``ncclCommAbort`` free it.
+The thread that makes calls uses it, and so does the watchdog's, which asks for errors and ends what hangs: each does so
+while it holds ``Communicators.use``, after it has looked at ``ended``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hpcdist.backends.nccl import bootstrap as finding
+from hpcdist.backends.nccl.calls import Where
+from hpcdist.backends.nccl.library import SHRINK_SINCE, Library
+from hpcdist.backends.nccl.streams import Streams, StreamWork
+from hpcdist.core.backend import Backend
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.work import Work
+from hpcdist.launch import devices
+
+IN_PROGRESS = 7  # ncclInProgress
+# NCCL itself may block a call (it connects ranks at the first one), and ncclCommAbort is documented to free it: a
+# thread that has been in a call for longer than this is not waited for
+STUCK_SECONDS = 1.0
+
+
+class Link:
+    """A communicator and its streams."""
+
+    def __init__(self, comm: Any, where: Where, streams: Streams) -> None:
+        self.comm = comm
+        self.where = where  # as NCCL's own functions take it
+        self.streams = streams
+
+
+class Communicators:
+    """The communicators of one process group.
+
+    Args:
+        rank, size: this rank of the group, and how many there are.
+        library: nccl4py.
+        cuda: ``torch.cuda``.
+
+    Attributes:
+        group: the communicator of all ranks, once there is one.
+        pairs: those of this rank and one other, by that rank.
+        is_eager: whether messages outside a group call go over the group's, too.
+        ended: why no call can follow, or None.
+        use: held by whoever touches a communicator.
+    """
+
+    def __init__(self, rank: int, size: int, library: Library, cuda: Any) -> None:
+        self.rank = rank
+        self.size = size
+        self.group: Link | None = None
+        self.pairs: dict[int, Link] = {}
+        self.is_eager = False
+        self.ended: DistBackendError | None = None
+        self.use = threading.Lock()
+        self._is_ending = False
+        self._library = library
+        self._cuda = cuda
+
+    # -- how they come ---------------------------------------------------------------------------------
+
+    def connect(self, device: torch.device, channel: finding.Channel, peer: Backend | None) -> Link:
+        """Make the group's communicator on a device; every rank of the group calls.
+
+        Args:
+            device: this rank's GPU.
+            channel: what the ranks find each other over.
+            peer: the group's CPU backend, over which two ranks on one GPU are found.
+
+        Raises:
+            DistBackendError: two ranks use one GPU, or NCCL fails.
+        """
+        if peer is not None and self.size > 1:
+            finding.check_devices(peer, device)
+        ids = finding.unique_ids(self._library, channel, self.rank, self.size)
+        self.group = self.make(device, self.size, self.rank, ids)
+        return self.group
+
+    def connect_pair(self, device: torch.device, channel: finding.Channel, peer: int) -> Link:
+        """Make the communicator of this rank and another one; both call."""
+        unique_id = finding.pair_id(self._library, channel, self.rank, peer)
+        link = self.pairs[peer] = self.make(device, 2, int(self.rank > peer), unique_id)
+        return link
+
+    def make(self, device: torch.device, size: int, rank: int, ids: Any) -> Link:
+        """Make a communicator; blocks until all its ranks have come."""
+        with self.failing("connect"), self._cuda.device(device):
+            comm = self._library.core.Communicator.init(size, rank, ids)
+        return self.adopt(comm, device)
+
+    def adopt(self, comm: Any, device: torch.device) -> Link:
+        """Return a communicator with streams, whose Works can be taken out of their wait."""
+        with self.use:
+            if self.ended is not None:  # the group was interrupted while the ranks met
+                comm.abort()
+                raise self.ended
+        streams = Streams(device, self._library, self._cuda)
+        streams.interrupt = self.interrupt
+        return Link(comm, Where(self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
+
+    def split(self, color: int | None, key: int) -> Any:
+        """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
+        assert self.group is not None
+        self.check_live()
+        self._cuda.synchronize(self.group.streams.device)  # NCCL wants none of the parent's calls outstanding
+        with self.failing("split"):
+            return self.group.comm.split(color, key)
+
+    def shrink(self, excluded: Sequence[int], aborts: bool) -> Any:
+        """Return the nccl4py communicator without some ranks; the others call.
+
+        Raises:
+            DistBackendError: NCCL is older than 2.27, or fails.
+        """
+        assert self.group is not None
+        self.check_live()
+        flags = self._library.core.CommShrinkFlag
+        if not aborts:
+            self._cuda.synchronize(self.group.streams.device)
+        with self.failing("shrink"):
+            return self.group.comm.shrink(list(excluded), flag=flags.ABORT if aborts else flags.DEFAULT)
+
+    # -- how they are used -----------------------------------------------------------------------------
+
+    def check_live(self) -> None:
+        """Raise if no call can follow."""
+        if self.ended is not None:
+            raise self.ended
+
+    def launch(self, name: str, call: Callable[[int], None], stream: int) -> None:
+        """Queue a call on a stream, unless the communicators have ended.
+
+        Raises:
+            DistBackendError: they have, or NCCL refuses the call.
+        """
+        with self.use:
+            if self.ended is not None:
+                raise self.ended
+            try:
+                call(stream)
+            except self._library.failures as error:
+                raise self.failure(name, error) from error
+
+    @contextmanager
+    def failing(self, name: str) -> Iterator[None]:
+        """Turn the errors of NCCL inside into c10d's."""
+        try:
+            yield
+        except self._library.failures as error:
+            if self.ended is not None:  # it failed because it was interrupted
+                raise self.ended from error
+            raise self.failure(name, error) from error
+
+    def failure(self, name: str, error: Exception) -> DistBackendError:
+        """Return c10d's error for one of NCCL's."""
+        detail = ""
+        if self.group is not None and not self._is_ending:
+            detail = self.group.comm.get_last_error()
+        elif name == "connect":
+            detail = f"if two ranks use one GPU, bind them apart or set {devices.SHARE}=1"
+        return DistBackendError(
+            f"{name} on rank {self.rank} of {self.size} failed in NCCL "
+            f"{'.'.join(map(str, self._library.version))}: {error}{' (' + detail + ')' if detail else ''}"
+        )
+
+    def links(self) -> list[Link]:
+        """Return all in an order that is the same on the two ranks of each: pairs by their ranks, then the group's."""
+        pairs = sorted(self.pairs, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))
+        links = [self.pairs[peer] for peer in pairs]
+        return [*links, self.group] if self.group is not None else links
+
+    def outstanding(self) -> Work | None:
+        """Return the first call that the device has not ended."""
+        return next((work for link in self.links() if (work := link.streams.oldest()) is not None), None)
+
+    def pending(self) -> list[StreamWork]:
+        """Return the asynchronous calls that the device has not ended."""
+        return [work for link in self.links() for work in link.streams.pending()]
+
+    def check_async(self) -> DistBackendError | None:
+        """Return the error that a call under way ran into on the device; the watchdog asks."""
+        if not self.use.acquire(blocking=False):
+            return None  # a thread is in a call; there will be another look
+        try:
+            if self.ended is not None or self._is_ending:
+                return None
+            for link in self.links():
+                result = int(link.comm.get_async_error())
+                if result not in (0, IN_PROGRESS):
+                    return DistBackendError(
+                        f"NCCL reports {self._library.core.get_error_string(result)} on rank {self.rank} of "
+                        f"{self.size}: {link.comm.get_last_error()}"
+                    )
+            return None
+        finally:
+            self.use.release()
+
+    # -- how they go -----------------------------------------------------------------------------------
+
+    def interrupt(self, reason: str) -> bool:
+        """End the communicators and what is under way on them, without the other ranks; any thread may call.
+
+        Later calls, and ``wait()`` of what was under way, raise DistBackendError.
+
+        Returns:
+            Whether they have ended; False if they are being destroyed, which cannot be interrupted.
+        """
+        has_lock = self.use.acquire(timeout=STUCK_SECONDS)
+        try:
+            if self._is_ending:
+                return False
+            if self.ended is not None:
+                return True
+            self.ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
+            for link in self.links():
+                link.comm.abort()
+                link.streams.fail_all(self.ended)
+            return True
+        finally:
+            if has_lock:
+                self.use.release()
+
+    def close(self) -> None:
+        """Free the communicators, once the device has ended what was queued; every rank calls it.
+
+        ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in one order. A communicator
+        with an error is aborted, which waits for nobody.
+
+        Raises:
+            DistBackendError: the device failed, NCCL did, or the watchdog ended them meanwhile.
+        """
+        if self.ended is not None:
+            self._forget()
+            return
+        failure = self.check_async()
+        if failure is not None:
+            self.interrupt(str(failure))
+            self._forget()
+            return
+        try:
+            self._await_device()
+            with self.use:
+                self.check_live()  # the watchdog may have ended them while the device was waited for
+                self._is_ending = True
+            with self.failing("destroy"):
+                for link in self.links():
+                    link.comm.finalize()
+                    link.comm.destroy()
+        finally:
+            self._forget()
+
+    def _await_device(self) -> None:
+        for device in dict.fromkeys(link.streams.device for link in self.links()):
+            try:
+                self._cuda.synchronize(device)
+            except RuntimeError as error:
+                self.interrupt(f"the device failed: {error}")
+                raise DistBackendError(f"the device failed before the group was destroyed: {error}") from error
+
+    def _forget(self) -> None:
+        if self.ended is None:
+            self.ended = DistBackendError("the NCCL communicator was freed: its group is destroyed")
+        self._is_ending = False
+        self.pairs, self.group = {}, None
+
+
+def check_shrink(excluded: Sequence[int], rank: int, version: Sequence[int]) -> None:
+    """Raise if this rank is to be left out, or this release of NCCL cannot shrink.
+
+    Raises:
+        ValueError, DistBackendError: as said.
+    """
+    if rank in excluded:
+        raise ValueError(f"rank {rank} is one of those to leave out ({sorted(excluded)}); only the others call")
+    if tuple(version) < SHRINK_SINCE:
+        raise DistBackendError(
+            f"shrink needs NCCL {'.'.join(map(str, SHRINK_SINCE))} or later (ncclCommShrink); this one is "
+            f"{'.'.join(map(str, version))}"
+        )

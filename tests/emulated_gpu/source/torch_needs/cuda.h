@@ -1,0 +1,2 @@
+// torch asks for this name; it needs nothing of it here.
+#pragma once

@@ -1,0 +1,3 @@
+// torch asks for this name; the types are in the other file.
+#pragma once
+#include "cuda_runtime_api.h"

@@ -1,0 +1,117 @@
+"""Rules broken on purpose: the emulated GPUs notice each, so that silence in the other tests means something."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import hpcdist as dist
+from hpcdist.backends.nccl.library import load
+
+SLEEP_CYCLES = 50_000_000
+
+
+@pytest.fixture
+def noted(emulation):
+    """Return what is noted, once the device has ended what was queued."""
+
+    def take():
+        torch.cuda.synchronize()
+        return emulation.take_violations()
+
+    return take
+
+
+@pytest.fixture
+def alone(world, device):
+    """A communicator of this rank only."""
+    core = load().core
+    return core.Communicator.init(1, 0, core.get_unique_id())
+
+
+def test_memory_that_is_given_back_while_another_stream_uses_it(noted, device):
+    side = torch.cuda.Stream()
+    tensor = torch.ones(1000, device=device)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        tensor * 2
+    del tensor
+    assert "was given back" in noted()
+
+
+@pytest.mark.parametrize("way", ["record_stream", "wait_stream", "host"])
+def test_memory_that_is_given_back_in_order(way, noted, device):
+    side = torch.cuda.Stream()
+    tensor = torch.ones(1000, device=device)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        tensor * 2
+    if way == "record_stream":
+        tensor.record_stream(side)
+    elif way == "wait_stream":
+        torch.cuda.current_stream().wait_stream(side)
+    else:
+        side.synchronize()
+    del tensor
+    assert noted() == ""
+
+
+def test_a_communicator_that_is_used_after_its_end(noted, alone, device):
+    tensor = torch.ones(3, device=device)
+    bindings = load().bindings
+    handle = bindings.Comm(alone.ptr)
+    alone.destroy()
+    with pytest.raises(bindings.NCCLError):
+        bindings.all_reduce(tensor.data_ptr(), tensor.data_ptr(), 3, 7, 0, handle, 0)
+    bindings.comm_get_async_error(handle)
+    assert noted().count("use after free") == 2
+
+
+def test_a_context_on_a_foreign_device(noted, device):
+    foreign = (device.index + 1) % torch.cuda.device_count()
+    thread = threading.Thread(target=torch.cuda.set_device, args=(foreign,))
+    thread.start()
+    thread.join()
+    assert f"made a context on device {foreign}" in noted()
+
+
+def test_calls_of_two_ranks_that_do_not_match(noted, rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(3 if rank == 0 else 5, device=device), group=group, async_op=True)
+    backend = group.backend("cuda")
+    limit = time.monotonic() + 2
+    while (failure := backend.check_async()) is None and time.monotonic() < limit:
+        time.sleep(0.02)
+    backend.interrupt(str(failure))  # the rank that does not notice hangs, as NCCL's would
+    with pytest.raises(dist.DistBackendError):
+        work.wait()
+    everyones = [None] * size
+    dist.all_gather_object(everyones, noted())
+    assert any("calls do not match" in each for each in everyones)
+    dist.destroy_process_group(group)
+
+
+def test_a_capture_that_a_stream_does_not_leave(noted, device):
+    side, tensor = torch.cuda.Stream(), torch.ones(4, device=device)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+
+    def capture():
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                tensor.mul_(2)
+
+    with pytest.raises(RuntimeError, match="Unjoined"):
+        capture()
+    assert "was not joined back" in noted()
