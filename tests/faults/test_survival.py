@@ -140,7 +140,7 @@ def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job_for_ever(launche
     with Job(launcher, 3, ["stop", "all_reduce"], FAULT_SHRINK="1", FAULT_LEAVE="0", FAULT_START="5") as job:
         assert len(job.wait("shrunk", 2, 120)) == 2, job.stderr()
         assert job.finish(30) != 0
-        assert "is stopped, so that the job cannot end" in job.stderr()
+        assert "is stopped: the job cannot end" in job.stderr()
 
 
 def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:
