@@ -1,5 +1,6 @@
 """Is a filled job template what was asked for, and still a job script that a shell can trust?"""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def test_every_template_can_be_filled_in():
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_site_edits_stands_together_at_the_top(name):
     text = (FOLDER / f"{name}.sbatch").read_text()
-    assert text.startswith("#!/usr/bin/env bash\n# A")
+    assert re.match(r"#!/usr/bin/env bash\n# [A-Z][^\n?]*\.\n", text)  # what it is, in a sentence
     assert "\nset -euo pipefail\n" in text
     block = site(text)
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
