@@ -160,13 +160,6 @@ def test_moves_at_every_edge(node, comm, numel, root, dtype):
     gathered = torch.empty(numel * size, dtype=dtype)
     node.all_gather_single(values(rank, numel, dtype), gathered)
     assert_same(gathered, torch.cat([values(r, numel, dtype) for r in range(size)]))
-    send = values(rank, numel * size, dtype)
-    recv = torch.empty_like(send)
-    node.all_to_all_single(send, recv)
-    mine = slice(rank * numel, (rank + 1) * numel)
-    assert_same(recv, torch.cat([values(r, numel * size, dtype)[mine] for r in range(size)]))
-    node.all_to_all_single(send, send)
-    assert_same(send, recv)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -234,7 +227,7 @@ def test_random_interleavings(node, comm):
     chance, size, rank = random.Random(SEED), comm.size, comm.rank
     for _ in range(300):
         numel = chance.choice([1, 5, 1000, 30_000, 70_000, 300_000])
-        what, root = chance.randrange(5), chance.randrange(size)
+        what, root = chance.randrange(4), chance.randrange(size)
         dtype = chance.choice([torch.float32, torch.bfloat16])  # their parts lie in the window in different ways
         if chance.random() < 0.1 and rank == chance.randrange(5):
             time.sleep(0.002)
@@ -251,15 +244,10 @@ def test_random_interleavings(node, comm):
             tensor = torch.empty(numel * size, dtype=dtype)
             node.all_gather_single(values(rank, numel, dtype), tensor)
             assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, dtype))
-        elif what == 3:
+        else:
             tensor = torch.empty(numel, dtype=dtype)
             node.reduce_scatter_single(values(rank, numel * size, dtype), tensor, ReduceOp.SUM)
             assert_same(tensor, expected("SUM", size, numel * size, dtype)[mine])
-        else:
-            tensor = torch.empty(numel * size, dtype=dtype)
-            node.all_to_all_single(values(rank, numel * size, dtype), tensor)
-            want = values(root, numel * size, dtype)[mine]
-            assert_same(tensor[root * numel : (root + 1) * numel], want)
 
 
 def test_more_threads_than_cores_are_warned_of(comm):

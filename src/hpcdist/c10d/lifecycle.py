@@ -108,6 +108,9 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
     Raises:
         DistBackendError: they do not; on every rank.
     """
+    group.bound_device_id = device
+    WORLD.default = group
+    WORLD.add(group)
     set_debug_level_from_env()
     if group.cpu is not None and group.size() > 1:
         is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
@@ -115,10 +118,8 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
             check_same(group.cpu, {**group.cpu.settings(), "TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed})
         except errors.DistBackendError:
             group.close()
+            WORLD.clear()
             raise
-    group.bound_device_id = device
-    WORLD.default = group
-    WORLD.add(group)
     watch(group)
 
 

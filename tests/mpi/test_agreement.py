@@ -1,0 +1,56 @@
+"""Settings that decide about calls: a difference between ranks ends the start on every rank, with its cause."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcdist as dist
+from hpcdist.core.agreement import check_same
+
+from .conftest import BACKEND
+
+pytest.importorskip("mpi4py")
+from hpcdist.backends.mpi.node.thresholds import VARIABLE
+
+OTHER = "TORCH_DISTRIBUTED_DEBUG"
+
+
+def test_the_same_settings_pass(world, rank):
+    check_same(world.cpu, {"A": "1", "B": ""})
+    check_same(world.cpu, {})
+
+
+def test_a_difference_is_named_on_every_rank(world, rank, size):
+    if size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    for odd_one in range(size):
+        with pytest.raises(dist.DistBackendError) as raised:
+            check_same(world.cpu, {"A": "same", "B": "64K" if rank == odd_one else "off"})
+        text = str(raised.value)
+        others = ", ".join(str(each) for each in range(size) if each != odd_one)
+        assert f"'64K' on ranks {odd_one}" in text
+        assert f"'off' on ranks {others}" in text
+        assert "B is" in text
+        assert "A is" not in text
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # nothing is lost
+    assert tensor.tolist() == [size] * 2
+
+
+@pytest.mark.parametrize(("name", "values"), [(VARIABLE, ("64K", "off")), (OTHER, ("DETAIL", "OFF"))])
+def test_init_process_group_refuses_ranks_that_differ(name, values, rank, size, monkeypatch):
+    if size == 1 or (name == VARIABLE and dist.get_backend() != "mpi"):
+        pytest.skip("needs several ranks, of MPI")
+    dist.destroy_process_group()
+    try:
+        monkeypatch.setenv(name, values[rank % 2])
+        with pytest.raises(dist.DistBackendError, match=name):
+            dist.init_process_group(BACKEND)
+        assert not dist.is_initialized()
+    finally:
+        monkeypatch.undo()
+        dist.init_process_group(BACKEND)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size] * 2
