@@ -10,9 +10,8 @@ Layout; imports point down only:
     hpcdist.c10d     the facade: torch.distributed's names and signatures
     hpcdist.core     the engine: the table of collectives, the path of a call, groups, buffers, Work
     hpcdist.backends mpi, gloo, loopback: they import core and their own library
-    hpcdist.launch   which rank am I, and how do I find the others
-    hpcdist.torch_bridge shows our groups to torch.distributed; knows what that keeps private
-    hpcdist.torch_compiler lets torch.compile run our calls as they are; knows what that keeps private, and no one else
+    hpcdist.launch   this process's rank, and how it finds the others
+    hpcdist.torch_bridge shows our groups to torch.distributed and torch.compile; knows what they keep private
     stores           key-value stores for launches without MPI; a package of its own
     hpcdist.autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
 
@@ -40,8 +39,8 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
-import hpcdist.c10d.adoption
-from hpcdist import dist2, torch_compiler
+import hpcdist.c10d.torch_init
+from hpcdist import dist2
 from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
 from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
 from hpcdist.c10d.collectives import (
@@ -55,6 +54,15 @@ from hpcdist.c10d.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
+from hpcdist.c10d.compat.deprecated import _all_gather_base, _reduce_scatter_base
+from hpcdist.c10d.compat.multigpu import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    dist_backend,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
+)
 from hpcdist.c10d.debug import (
     DebugLevel,
     breakpoint,
@@ -64,19 +72,10 @@ from hpcdist.c10d.debug import (
     set_debug_level_from_env,
     stop_requested,
 )
-from hpcdist.c10d.deprecated import _all_gather_base, _reduce_scatter_base
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
-from hpcdist.c10d.multigpu import (
-    all_gather_multigpu,
-    all_reduce_multigpu,
-    broadcast_multigpu,
-    dist_backend,
-    reduce_multigpu,
-    reduce_scatter_multigpu,
-)
 from hpcdist.c10d.names import (
     Backend,
     BackendConfig,
@@ -144,6 +143,7 @@ from hpcdist.c10d.torch_names import (
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
+from hpcdist.torch_bridge import compiler as _compiler
 from stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __version__ = "0.1.0"
@@ -263,4 +263,4 @@ __all__ = [
     "supports_complex",
 ]
 
-torch_compiler.run_as_they_are(globals()[name] for name in __all__)
+_compiler.run_as_they_are(globals()[name] for name in __all__)

@@ -34,10 +34,10 @@ def autoload() -> None:
 
 
 def create(options: Any, pg_options: Any) -> Any:
-    """Create the group that torch asks for (see ``hpcdist.c10d.adoption.create``)."""
-    from hpcdist.c10d import adoption
+    """Create the group that torch asks for (see ``hpcdist.c10d.torch_init.create``)."""
+    from hpcdist.c10d import torch_init
 
-    return adoption.create(options, pg_options)
+    return torch_init.create(options, pg_options)
 
 
 def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:

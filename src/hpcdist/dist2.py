@@ -1,6 +1,6 @@
-"""Where are the object-oriented groups? In ``hpcdist.c10d.dist2``; this is their public name."""
+"""Where are the object-oriented groups? In ``hpcdist.c10d.compat.dist2``; this is their public name."""
 
-from hpcdist.c10d.dist2 import (
+from hpcdist.c10d.compat.dist2 import (
     ProcessGroup,
     ProcessGroupFactory,
     ReduceOp,

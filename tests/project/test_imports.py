@@ -25,9 +25,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     ENVIRONMENT: set(),
     ADDRESSES: set(),
     "hpcdist.core": {"stores.keep_alive"},  # a Work and a group live as long as C++ holds them
-    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.foreign"},
-    "hpcdist.backends.foreign": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
-    "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.foreign", ADDRESSES},
+    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d"},
+    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
+    "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
     "stores": {"stores.keep_alive"},
     "stores.keep_alive": set(),
     "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for
@@ -37,7 +37,7 @@ MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main
 # (importer, imported) -> why it is allowed although the table above forbids it; an entry that is no longer needed
 # fails the test
 EXCEPTIONS = {
-    ("hpcdist.core.registry", "hpcdist.backends.foreign"): "upward: the registry asks torch for backends of others",
+    ("hpcdist.core.registry", "hpcdist.backends.torch_c10d"): "upward: the registry asks torch for backends of others",
     (
         "hpcdist.launch.rendezvous",
         "hpcdist.backends.mpi.process.runtime",
@@ -49,12 +49,12 @@ EXCEPTIONS = {
         "hpcdist.c10d.lifecycle",
         "hpcdist.backends.mpi.process.runtime",
     ): "checks the user's communicator",
-    ("hpcdist.c10d.adoption", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's init_process_group",
-    ("hpcdist.c10d.dist2", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's dist2",
+    ("hpcdist.c10d.torch_init", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's init_process_group",
+    ("hpcdist.c10d.compat.dist2", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's dist2",
 }
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own
-FAMILIES = {"gloo": "foreign"}
+FAMILIES = {"gloo": "torch_c10d"}
 STORE_SERVER = "stores.tcp.server.main"  # the first module that the server's process imports
 Graph = dict[str, set[str]]
 

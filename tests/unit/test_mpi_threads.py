@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdist.backends.mpi.process import threads
+from hpcdist.backends.mpi.process import intel_mpi
 
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
-    monkeypatch.setenv(threads.VARIABLE, "")  # so that it is put back
-    monkeypatch.delenv(threads.VARIABLE)
-    threads.warn_once.cache_clear()
+    monkeypatch.setenv(intel_mpi.VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(intel_mpi.VARIABLE)
+    intel_mpi.warn_once.cache_clear()
 
 
 def library(vendor):
@@ -31,18 +31,18 @@ def library(vendor):
 )
 def test_what_is_set_before_the_start(vendor, given, expected, monkeypatch):
     if given is not None:
-        monkeypatch.setenv(threads.VARIABLE, given)
-    threads.prepare(library(vendor))
-    assert os.environ.get(threads.VARIABLE) == expected
+        monkeypatch.setenv(intel_mpi.VARIABLE, given)
+    intel_mpi.prepare(library(vendor))
+    assert os.environ.get(intel_mpi.VARIABLE) == expected
 
 
 @pytest.mark.parametrize(
     ("vendor", "given", "count"), [("Intel MPI", "shm", 1), ("Intel MPI", "pt2pt", 0), ("MPICH", "shm", 0)]
 )
 def test_a_start_that_is_not_ours_is_warned_of_once(vendor, given, count, monkeypatch):
-    monkeypatch.setenv(threads.VARIABLE, given)
+    monkeypatch.setenv(intel_mpi.VARIABLE, given)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        threads.warn_once(vendor)
-        threads.warn_once(vendor)
+        intel_mpi.warn_once(vendor)
+        intel_mpi.warn_once(vendor)
     assert len(caught) == count

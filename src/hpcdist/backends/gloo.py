@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.distributed as c10d
 
 from hpcdist import torch_bridge
-from hpcdist.backends.foreign import ForeignBackend
+from hpcdist.backends.torch_c10d import C10dBackend
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import addresses
@@ -30,7 +30,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
     return torch_bridge.gloo_at(address, store, rank, size, timeout)
 
 
-class GlooBackend(ForeignBackend):
+class GlooBackend(C10dBackend):
     """A group of torch's gloo."""
 
     name: ClassVar[str] = "gloo"

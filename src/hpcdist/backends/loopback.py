@@ -14,8 +14,8 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.mailbox import Mailbox
 from hpcdist.core.objects import TensorObjects
+from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import DoneWork, Work
 
@@ -28,7 +28,7 @@ class LoopbackBackend(Backend):
     size = 1
 
     def __init__(self) -> None:
-        self._mailbox = Mailbox(0)
+        self._mailbox = SelfMessages(0)
         self.objects = TensorObjects(self)
 
     @classmethod

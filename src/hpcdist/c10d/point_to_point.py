@@ -14,7 +14,7 @@ import torch.distributed
 from hpcdist.core import profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.transfer import begin_receive, begin_send, incoming, outgoing, title
+from hpcdist.core.point_to_point import begin_receive, begin_send, incoming, outgoing, title
 from hpcdist.core.work import Work
 
 

@@ -20,7 +20,7 @@ from hpcdist.core import issue, lists, several, table
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.transfer import begin_receive, begin_send
+from hpcdist.core.point_to_point import begin_receive, begin_send
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:

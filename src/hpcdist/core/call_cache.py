@@ -2,8 +2,8 @@
 
 Loops call a collective on tensors of one shape over and over. That the tensors are plain, that their sizes fit, what
 they are recorded as, by what plan the backend runs them: all of it follows from how the tensors look, and torch can
-compare two by one call in place of seven for each. ``hpcdist.torch_compiler`` knows that call and installs it here;
-without it every call makes all checks.
+compare two by one call in place of seven for each. ``hpcdist.torch_bridge.compiler`` knows that call and installs it
+here; without it every call makes all checks.
 
 To prepare for a repetition takes 4 µs, and to compare a call with the one before 0.2, which calls that hardly repeat
 would never earn back. So a group looks at one call in 31, and prepares for what it sees twice: 31 shares no factor with

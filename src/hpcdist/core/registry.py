@@ -63,7 +63,7 @@ def check(name: str) -> None:
 def connect(name: str, bootstrap: Bootstrap) -> Backend:
     """Make a communicator of a named backend for a whole group; every rank of it calls this."""
     if name in PLUGINS:
-        from hpcdist.backends.foreign import registered
+        from hpcdist.backends.torch_c10d import registered
 
         return registered(name, *PLUGINS[name]).connect(bootstrap)
     return load(name).connect(bootstrap)

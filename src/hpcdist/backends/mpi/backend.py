@@ -19,7 +19,7 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
-from hpcdist.backends.mpi.process import runtime, threads, ulfm
+from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import Queue, Work
@@ -106,7 +106,7 @@ class MPIBackend(Backend):
 
     def worker(self) -> Queue:
         """Begin the thread that carries out asynchronous calls, beside others of this rank."""
-        threads.warn_once(MPI.get_vendor()[0])
+        intel_mpi.warn_once(MPI.get_vendor()[0])
         return super().worker()
 
     def _is_background(self) -> bool:

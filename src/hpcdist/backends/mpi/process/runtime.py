@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import default_pg_timeout
 
-from hpcdist.backends.mpi.process import threads
+from hpcdist.backends.mpi.process import intel_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch.environment import Launch, detect
@@ -100,7 +100,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     if not MPI.Is_initialized():
         # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
         os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
-        threads.prepare(MPI)
+        intel_mpi.prepare(MPI)
         leave_out_han()
         with limited(timeout):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -1,7 +1,7 @@
 """Bridge to ``torch.distributed``: shows it our groups, and takes its calls to make some.
 
 torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here, and what
-else torch keeps private is used here or, of its compiler, in ``torch_compiler``, and nowhere else
+else torch keeps private is used here or, of its compiler, in ``torch_bridge.compiler``, and nowhere else
 (``tests/project/test_private_torch.py``). What is touched, and the versions where that was checked:
 
 ====================================================  ==================================================  ==============

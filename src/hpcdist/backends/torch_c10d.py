@@ -23,8 +23,8 @@ from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import overlap
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.mailbox import Mailbox
 from hpcdist.core.objects import TensorObjects
+from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Counts, Row
 from hpcdist.core.work import DoneWork, Work
 
@@ -32,7 +32,7 @@ NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.i
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
 
 
-class ForeignWork(Work):
+class C10dWork(Work):
     """The Work of a c10d backend, shown as ours."""
 
     def __init__(
@@ -71,7 +71,7 @@ class ForeignWork(Work):
         return torch_bridge.sender(self._inner)
 
 
-class ForeignBackend(Backend):
+class C10dBackend(Backend):
     """A group of one of torch's own c10d backends."""
 
     name: ClassVar[str] = "foreign"
@@ -84,12 +84,12 @@ class ForeignBackend(Backend):
         self.rank = bootstrap.rank
         self.size = bootstrap.size
         self._store = bootstrap.store
-        self._mailbox = Mailbox(self.rank)
+        self._mailbox = SelfMessages(self.rank)
         self.unfinished = deque()
         self.objects = TensorObjects(self)
 
     @classmethod
-    def connect(cls, bootstrap: Bootstrap) -> ForeignBackend:
+    def connect(cls, bootstrap: Bootstrap) -> C10dBackend:
         """Find the other ranks through the bootstrap's store."""
         return cls(bootstrap)
 
@@ -189,7 +189,7 @@ class ForeignBackend(Backend):
         if dst == self.rank:
             self._mailbox.send(tensor, tag)
             return DoneWork([])
-        return self.hold(ForeignWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None))
+        return self.hold(C10dWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None))
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""
@@ -197,20 +197,18 @@ class ForeignBackend(Backend):
             return self._mailbox.receive(tensor, tag, finish)
         data = [as_bytes(tensor)]
         inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)
-        return self.hold(ForeignWork(inner, tensor, [tensor], finish))
+        return self.hold(C10dWork(inner, tensor, [tensor], finish))
 
     # -- groups --------------------------------------------------------------------------------------
 
-    def split(
-        self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
-    ) -> ForeignBackend | None:
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> C10dBackend | None:
         """Make this rank's subgroup over a part of the store of its own."""
         for ranks, name in zip(subgroups, names, strict=True):
             if self.rank in ranks:
                 return self.create_group(ranks, name, timeout)
         return None
 
-    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> ForeignBackend:
+    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> C10dBackend:
         """Make a subgroup over a part of the store of its own."""
         assert self._store is not None
         store = PrefixStore(f"group-{name}", self._store)
@@ -227,7 +225,7 @@ class ForeignBackend(Backend):
                 inner.shutdown()
 
 
-def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> type[ForeignBackend]:
+def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> type[C10dBackend]:
     """Return the backend class of a creator given to ``Backend.register_backend`` (c10d's contract for both kinds)."""
 
     def make(given: Bootstrap) -> Any:
@@ -235,7 +233,7 @@ def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> typ
             return creator(given.store, given.rank, given.size, given.timeout)
         return creator(torch_bridge.backend_options(given), given.options)
 
-    return type(f"{name}Backend", (ForeignBackend,), {"name": name, "creator": staticmethod(make)})
+    return type(f"{name}Backend", (C10dBackend,), {"name": name, "creator": staticmethod(make)})
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,21 +244,21 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # -- how each moving row is called: (backend, bytes sent, bytes received, root, bytes per rank) ------------
 
 
-def _barrier(self: ForeignBackend, *_: Any) -> None:
+def _barrier(self: C10dBackend, *_: Any) -> None:
     self.inner.barrier(c10d.BarrierOptions()).wait()
 
 
-def _broadcast(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+def _broadcast(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     options = c10d.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
     self.inner.broadcast([send], options).wait()
 
 
-def _all_gather_single(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+def _all_gather_single(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     self.inner.allgather([list(recv.chunk(self.size)) if recv.numel() else [recv] * self.size], [send]).wait()
 
 
-def _all_gather(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+def _all_gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     longest = max(shares[1])
     padded = torch.zeros(longest, dtype=torch.uint8, device=recv.device)
     padded[: send.numel()] = send
@@ -271,21 +269,21 @@ def _all_gather(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: A
         recv[start : start + length] = gathered[rank * longest : rank * longest + length]
 
 
-def _gather(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+def _gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     options = c10d.GatherOptions()
     options.rootRank = root
     outputs = [list(recv.view(self.size, -1))] if recv is not None else []
     self.inner.gather(outputs, [send], options).wait()
 
 
-def _scatter(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+def _scatter(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     options = c10d.ScatterOptions()
     options.rootRank = root
     inputs = [list(send.view(self.size, -1))] if send is not None else []
     self.inner.scatter([recv], inputs, options).wait()
 
 
-def _all_to_all(self: ForeignBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
+def _all_to_all(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     # with counts where another rank gives none, too: gloo runs another exchange without them
     sent, received = shares or ([send.numel() // self.size] * self.size, [recv.numel() // self.size] * self.size)
     self.inner.alltoall_base(recv, send, received, sent, c10d.AllToAllOptions()).wait()

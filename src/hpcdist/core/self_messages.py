@@ -40,7 +40,7 @@ class Receive(Work):
         return self._rank
 
 
-class Mailbox:
+class SelfMessages:
     """The messages of one rank to itself, by tag and in order."""
 
     def __init__(self, rank: int) -> None:
