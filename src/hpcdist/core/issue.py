@@ -28,6 +28,7 @@ from hpcdist.core.buffers import (
 from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
+from hpcdist.core.reduction import AVG, PREMUL_SUM, SUM, premultiplier
 from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE, Counts, Row
 from hpcdist.core.work import DoneWork, Work
@@ -88,7 +89,7 @@ def issue(
             and send.is_contiguous()
             and not send.requires_grad
             and not send.is_neg()
-            and ((dtype := send.dtype) not in COMPLEX_TYPES or not send.is_conj())
+            and ((dtype := send.dtype) not in COMPLEX_TYPES or not (row.reduces or send.is_conj()))
             and (recv is send or (is_plain(recv) and recv.dtype is dtype and recv.is_cpu))
             and send.is_cpu
             and (
@@ -204,6 +205,10 @@ def issue_any(
                 if then is not None:
                     then()
 
+    if row.reduces and either.dtype.is_complex and is_done_by_parts(op):
+        sendbuf = None if sendbuf is None else torch.view_as_real(sendbuf)
+        recvbuf = sendbuf if in_place else None if recvbuf is None else torch.view_as_real(recvbuf)
+        counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
     if result is None:
         result = [output] if output is not None else []
     return dispatch(pg, backend, row, sendbuf, recvbuf, op, root, async_op, counts, result, finish)
@@ -250,6 +255,18 @@ def dispatch(
     if finish is not None:
         finish()
     return DoneWork(result) if async_op else None
+
+
+def is_done_by_parts(op: Any) -> bool:
+    """Tell whether an op combines the real and the imaginary parts of complex numbers by themselves.
+
+    It is then done on real numbers, as ``torch.distributed`` has it done: to a library that cuts a buffer by its number
+    of elements, so many complex numbers and twice as many real ones are two different calls.
+    """
+    if op == PREMUL_SUM:
+        factor = premultiplier(op)
+        return not (factor.is_complex() if isinstance(factor, torch.Tensor) else isinstance(factor, complex))
+    return bool(op in (SUM, AVG))
 
 
 def canonical(op: Any) -> Any:
