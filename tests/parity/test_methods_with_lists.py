@@ -1,0 +1,120 @@
+"""c10d's methods of a group, given lists of several tensors, or lists that do not fit: ours beside gloo's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as td
+
+import hpcdist as dist
+
+
+@pytest.fixture(params=["ours", "gloo"])
+def group(request):
+    return dist.group.WORLD if request.param == "ours" else td.group.WORLD
+
+
+@pytest.fixture
+def size():
+    return td.get_world_size()
+
+
+@pytest.fixture
+def rank():
+    return td.get_rank()
+
+
+def one(value=1.0, length=3):
+    return torch.full((length,), float(value))
+
+
+def options(kind, **values):
+    made = getattr(td, kind)()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_allreduce_sums_over_the_list_too(group, rank, size):
+    tensors = [one(rank + 1), one(10 * (rank + 1))]
+    group.allreduce(tensors, options("AllreduceOptions")).wait()
+    assert [each.tolist() for each in tensors] == [[11 * size * (size + 1) / 2] * 3] * 2
+    tensors = [one(rank), one(size + rank)]
+    group.allreduce(tensors, options("AllreduceOptions", reduceOp=td.ReduceOp.MAX)).wait()
+    assert [each.tolist() for each in tensors] == [[2 * size - 1] * 3] * 2
+
+
+def test_broadcast_takes_the_tensor_that_is_named(group, rank, size):
+    for root in range(size):
+        tensors = [one(10 * rank), one(10 * rank + 1)]
+        group.broadcast(tensors, options("BroadcastOptions", rootRank=root, rootTensor=1)).wait()
+        assert [each.tolist() for each in tensors] == [[10 * root + 1] * 3] * 2
+
+
+def test_allgather_has_an_entry_for_each_tensor_of_each_rank(group, rank, size):
+    outputs = [[one(-1) for _ in range(2 * size)] for _ in range(2)]
+    group.allgather(outputs, [one(rank), one(100 + rank)]).wait()
+    expected = [value for each in range(size) for value in (each, 100 + each)]
+    assert [[each[0].item() for each in listed] for listed in outputs] == [expected] * 2
+
+
+REFUSED = {
+    "allreduce, nothing": (lambda pg, n: pg.allreduce([]), "requires (a )?non-empty"),
+    "allreduce, dtypes": (lambda pg, n: pg.allreduce([one(), one().double()]), "invalid tensor type"),
+    "allreduce, sizes": (lambda pg, n: pg.allreduce([one(), one(length=4)]), "invalid tensor size"),
+    "broadcast, root": (
+        lambda pg, n: pg.broadcast([one()], options("BroadcastOptions", rootRank=n)),
+        "invalid root rank",
+    ),
+    "broadcast, negative root": (
+        lambda pg, n: pg.broadcast([one()], options("BroadcastOptions", rootRank=-1)),
+        "invalid root rank",
+    ),
+    "broadcast, root tensor": (
+        lambda pg, n: pg.broadcast([one()], options("BroadcastOptions", rootTensor=1)),
+        "invalid root tensor",
+    ),
+    "broadcast, dtypes": (lambda pg, n: pg.broadcast([one(), one().long()]), "invalid tensor type"),
+    "reduce, root": (lambda pg, n: pg.reduce([one()], options("ReduceOptions", rootRank=n)), "invalid root rank"),
+    "reduce, root tensor": (
+        lambda pg, n: pg.reduce([one()], options("ReduceOptions", rootTensor=1)),
+        "invalid root tensor",
+    ),
+    "reduce, two": (lambda pg, n: pg.reduce([one(), one()], options("ReduceOptions")), "requires a single-element"),
+    "allgather, nothing": (lambda pg, n: pg.allgather([], []), "requires (a )?non-empty"),
+    "allgather, outputs": (
+        lambda pg, n: pg.allgather([[one()] * n] * 2, [one()]),
+        "requires input/output tensor lists to have the same length",
+    ),
+    "allgather, one too few": (
+        lambda pg, n: pg.allgather([[one()] * (n - 1)], [one()]),
+        "invalid output tensor list at index 0",
+    ),
+    "scatter, root": (
+        lambda pg, n: pg.scatter([one()], [[one()] * n], options("ScatterOptions", rootRank=n)),
+        "invalid root rank",
+    ),
+    "gather, root": (
+        lambda pg, n: pg.gather([[one()] * n], [one()], options("GatherOptions", rootRank=-1)),
+        "invalid root rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_the_call_in_the_same_words(case, group, size):
+    call, phrase = REFUSED[case]
+    with pytest.raises((ValueError, RuntimeError), match=phrase):
+        call(group, size)
+    tensor = one()
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [size] * 3
+
+
+def test_lists_off_the_root_are_refused(group, rank, size):
+    root = size - 1
+    if rank != root:
+        with pytest.raises((ValueError, RuntimeError), match="requires empty input on non-root"):
+            group.scatter([one()], [[one()] * size], options("ScatterOptions", rootRank=root))
+        with pytest.raises((ValueError, RuntimeError), match="requires empty output on non-root"):
+            group.gather([[one()] * size], [one()], options("GatherOptions", rootRank=root))
