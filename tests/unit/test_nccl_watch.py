@@ -175,6 +175,22 @@ def test_a_communicator_is_aborted_once() -> None:
         call(backend)
 
 
+def test_a_call_does_not_reach_a_communicator_that_ended_just_before() -> None:
+    backend = connected()
+    streams = backend.communicators.group.streams
+    fork = streams.fork
+
+    def end_first() -> Any:
+        backend.interrupt("rank 1 never came")
+        return fork()
+
+    streams.fork = end_first
+    fake.take_journal()
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        call(backend, True)
+    assert "allreduce" not in [entry[0] for entry in fake.take_journal()]
+
+
 def test_what_runs_behind_a_call_is_held_like_the_call() -> None:
     backend = connected()
     tensor, staged = torch.ones(2), torch.ones(2)
