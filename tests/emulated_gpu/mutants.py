@@ -73,6 +73,7 @@ MUTANTS = [
     (COMMUNICATORS, "lambda peer: (min(peer, self.rank), max(peer, self.rank))", "lambda peer: 0"),
     (COMMUNICATORS, 'with self.failing("destroy"):', "if True:"),
     (COMMUNICATORS, "                link.streams.fail_all(self.ended)\n", ""),
+    (COMMUNICATORS, "                link.streams.failure = self.ended", "                pass"),
     (COMMUNICATORS, "                comm.abort()\n                raise self.ended\n", "                pass\n"),
     (COMMUNICATORS, "            if self.ended is not None:\n                return True\n", ""),
     (COMMUNICATORS, "if self.group is not None and not self._is_ending:", "if self.group is not None:"),

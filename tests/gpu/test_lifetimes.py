@@ -265,6 +265,7 @@ def test_a_call_of_a_group_that_was_interrupted_does_not_reach_nccl(rank, size, 
     dist.barrier()
     backend = group.backend("cuda")
     assert backend.interrupt("a test says so")
+    assert backend.interrupt("a second time, when there is nothing left to abort")
     assert backend.check_async() is None
     for call in (
         lambda: dist.all_reduce(torch.ones(1, device=device), group=group),

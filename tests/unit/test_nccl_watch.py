@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,6 +142,64 @@ def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_fail
     work = call(backend, True)
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         work.wait()
+
+
+def test_a_call_whose_kernel_ended_by_the_abort_has_failed() -> None:
+    backend = connected()
+    polled, waited = call(backend, True), call(backend, True)
+    polled.end.is_complete = waited.end.is_complete = False
+    seen = []
+
+    def abort() -> None:  # the kernels end, and the main thread goes on before the watchdog's does
+        polled.end.is_complete = waited.end.is_complete = True
+        seen.append((polled.is_success(), polled.exception()))
+        with pytest.raises(DistBackendError, match="rank 1 never came"):
+            waited.wait()
+
+    backend.communicators.group.comm.abort = abort
+    backend.interrupt("rank 1 never came")
+    assert seen == [(False, backend.communicators.ended)]
+
+
+def test_a_communicator_is_aborted_once() -> None:
+    backend = connected()
+    fake.take_journal()
+    assert backend.interrupt("rank 1 never came")
+    assert backend.interrupt("and nor did rank 2")
+    assert fake.take_journal() == [("abort", 2)]
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        call(backend)
+
+
+def test_a_call_does_not_reach_a_communicator_that_ended_just_before() -> None:
+    backend = connected()
+    streams = backend.communicators.group.streams
+    fork = streams.fork
+
+    def end_first() -> Any:
+        backend.interrupt("rank 1 never came")
+        return fork()
+
+    streams.fork = end_first
+    fake.take_journal()
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        call(backend, True)
+    assert "allreduce" not in [entry[0] for entry in fake.take_journal()]
+
+
+def test_what_runs_behind_a_call_is_held_like_the_call() -> None:
+    backend = connected()
+    tensor, staged = torch.ones(2), torch.ones(2)
+    watched = weakref.ref(staged)
+    work = backend.start(
+        ALL_REDUCE, tensor, tensor, SUM, None, None, [], partial(torch.Tensor.copy_, torch.ones(2), staged)
+    )
+    work.end.is_complete = False
+    del staged
+    assert watched() is not None
+    work.end.is_complete = True
+    assert backend.outstanding() is None
+    assert watched() is None
 
 
 def test_a_communicator_that_is_made_while_its_group_is_ended_is_aborted() -> None:

@@ -226,6 +226,8 @@ class Communicators:
                 return True
             self.ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
             for link in self.links():
+                link.streams.failure = self.ended  # before a kernel ends by the abort and seems to have succeeded
+            for link in self.links():
                 link.comm.abort()
                 link.streams.fail_all(self.ended)
             return True

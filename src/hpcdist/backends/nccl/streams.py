@@ -54,6 +54,9 @@ class Streams:
         self._library = library
         self.side = cuda.Stream(device)
         self.side_handle: int = self.side.cuda_stream
+        self.failure: DistBackendError | None = (
+            None  # why the communicator was aborted: its calls have ended, but failed
+        )
         self.interrupt: Callable[[str], bool] = cannot_interrupt  # ends the communicator, and every Work on it
         self.blocks_in_wait = blocks_in_wait()
         self._before = cuda.Event()
@@ -145,7 +148,7 @@ class Streams:
                 ended = middle + 1
             else:
                 rest = middle
-        failed = under_way[ended - 1].exception() is not None  # the device has, and all that it held
+        failed = under_way[ended - 1].exception() is not None  # the device has, or the communicator was aborted
         for _ in range(ended):
             work = under_way.popleft()
             if failed:
@@ -207,7 +210,7 @@ class EventWork(Work):
         if not self._done and self.end is not None:
             try:
                 if self.end.query():
-                    self._finish()
+                    self._finish(self._streams.failure)
             except RuntimeError as error:  # the device has failed, and all that it held with it
                 self._finish(DistBackendError(f"the device failed before this call had ended: {error}"))
         return self._done
@@ -289,6 +292,8 @@ class StreamWork(EventWork):
                 self._block_within(timeout.total_seconds())
             elif self._is_barrier or self._streams.blocks_in_wait:
                 current.synchronize()
+            if not self._done and self._streams.failure is not None:  # it is being aborted, which ends its kernel first
+                raise self._streams.failure
         if self._error is not None:
             raise self._error
         return True
