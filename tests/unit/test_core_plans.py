@@ -1,0 +1,111 @@
+"""Plans, buckets and messages to oneself: rules without processes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.backends.loopback import LoopbackBackend
+from hpcdist.core import lists
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.self_messages import SelfMessages
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
+
+
+@pytest.fixture
+def group():
+    return ProcessGroup((0,), 0, {"cpu": LoopbackBackend()}, "loopback", "0", "", timedelta(seconds=10))
+
+
+def test_buckets_follow_from_sizes_and_dtypes_only(group):
+    def of(*lengths, layout=lambda tensor: tensor):
+        return lists.buckets(group, [layout(torch.zeros(length)) for length in lengths])
+
+    alone, whole = lists.ALONE_BYTES // 4, lists.BUCKET_BYTES // 4
+    assert of(1, 2, 3) == [[0, 1, 2]]
+    assert of(alone, 1) == [[0, 1]]  # together they fit into one bucket
+    assert of(whole, 1) == [[0], [1]]
+    assert of(1, whole, 2, alone) == [[1], [3], [0, 2]]
+    assert of(*[alone - 1] * 5) == [[0, 1, 2, 3], [4]]
+    assert of() == []
+    for lengths in ((1, 2, 3), (whole, 1), (alone - 1, alone, 1, whole)):
+        expected = of(*lengths)
+        assert of(*lengths, layout=lambda tensor: torch.stack([tensor, tensor], 1)[:, 0]) == expected
+        assert of(*lengths, layout=lambda tensor: tensor.requires_grad_()) == expected
+    mixed = [torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2), torch.eye(2).to_sparse()]
+    assert lists.buckets(group, mixed) == [[3], [0, 2], [1]]
+
+
+def test_plans_are_made_once_and_know_the_window():
+    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+    from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+    from hpcdist.backends.mpi.plans import Plans
+
+    plans = Plans(4, Thresholds("64K"))
+    made = plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM)
+    assert made is plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM)
+    assert made.shared_from == 65536
+    assert made.reduction is not None
+    assert made.reduction.is_direct
+    assert not plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).reduction.is_direct
+    assert plans.of(BROADCAST, torch.float32, None).reduction is None
+    factor = torch.distributed._make_nccl_premul_sum(2.0)  # lives as long as its caller keeps it
+    assert plans.of(ALL_REDUCE, torch.float32, factor) is not plans.of(ALL_REDUCE, torch.float32, factor)
+    assert plans.of(ALL_REDUCE, torch.float32, factor).shared_from == NEVER
+    with pytest.raises(RuntimeError, match="BAND"):
+        plans.of(ALL_REDUCE, torch.float32, ReduceOp.BAND)
+    plans.limit_window(2)  # two nodes: only all_reduce goes on through the window
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
+    assert plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from == NEVER
+    for nodes in (0, 4):  # no memory can be shared; every rank has a node of its own
+        plans = Plans(4, Thresholds("64K"))
+        plans.limit_window(nodes)
+        assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
+
+
+def test_messages_to_oneself_keep_their_order_by_tag():
+    messages = SelfMessages(3)
+    first, second, other = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    early = messages.receive(first, 7, None)
+    messages.send(torch.ones(2), 7)
+    assert early.wait()
+    sent = torch.full((2,), 2.0)
+    messages.send(sent, 7)
+    messages.send(torch.full((2,), 3.0), 8)
+    sent.zero_()  # what was sent is a copy
+    arrived = []
+    late = messages.receive(second, 7, lambda: arrived.append(second.tolist()))
+    assert messages.holds(8)
+    messages.receive(other, 8, None).wait()
+    assert late.wait()
+    assert [first.tolist(), second.tolist(), other.tolist()] == [[1, 1], [2, 2], [3, 3]]
+    assert arrived == [[2, 2]]
+    assert late.source_rank() == 3
+    assert not messages.holds(7)
+
+
+def test_messages_to_oneself_that_never_come_or_do_not_fit():
+    messages = SelfMessages(0)
+    with pytest.raises(DistBackendError, match="waits for a message from itself"):
+        messages.receive(torch.zeros(1), 0, None).wait()
+    messages = SelfMessages(0)
+    messages.send(torch.zeros(3), 0)
+    with pytest.raises(DistBackendError, match="does not fit"):
+        messages.receive(torch.zeros(2), 0, None).wait()
+
+
+def test_a_groups_calls_are_counted_and_those_that_are_refused_are_not(group):
+    group.allreduce([torch.ones(2)]).wait()
+    assert group.journal.sequence == 1
+    with pytest.raises((ValueError, RuntimeError)):
+        group.allreduce([])
+    with pytest.raises(RuntimeError, match="BAND"):
+        group.allreduce([torch.ones(2)], op=ReduceOp.BAND)
+    assert group.journal.sequence == 1
+    group.close()
+    with pytest.raises(ValueError, match="initialized"):  # no live group at all in this process
+        group.allreduce([torch.ones(2)])
