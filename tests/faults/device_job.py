@@ -13,7 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
