@@ -1,6 +1,6 @@
 """A hang, and who asks whom about it: mpirun -n 4 python asking_job.py KIND CALL. The ranks in VICTIMS never come.
 
-COUNT names a file that gets a byte a datagram.
+COUNT names a file that gets a byte a datagram, ASKING_DISK the seconds that a trace takes to be written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from job import imitate_nodes
 
 import hpcdist as dist
-from hpcdist.watch import report, side_channel
+from hpcdist.watch import flight_recorder, report, side_channel
 
 SECONDS = float(os.environ.get("ASKING_TIMEOUT", "2"))
 VICTIMS = [int(each) for each in os.environ.get("ASKING_VICTIMS", "1").split(",")]
@@ -49,6 +49,17 @@ def stop_once_it_has_asked() -> None:
         return []
 
     setattr(report, "compose", compose)  # noqa: B010  # mypy takes no function's place by assignment
+
+
+def slow_the_disk_down(seconds: float) -> None:
+    """Let each trace take some seconds, as on a disk that others keep busy."""
+    trace = flight_recorder.Recorder.trace
+
+    def slow_trace(self: flight_recorder.Recorder) -> dict[str, Any]:
+        time.sleep(seconds)
+        return trace(self)
+
+    setattr(flight_recorder.Recorder, "trace", slow_trace)  # noqa: B010  # nor a method's
 
 
 def stay_away(kind: str) -> None:
@@ -89,6 +100,7 @@ def main(kind: str, call: str) -> None:
 if __name__ == "__main__":
     imitate_nodes()
     setattr(side_channel.socket, "socket", Counting)  # noqa: B010  # nor a class's
+    slow_the_disk_down(float(os.environ.get("ASKING_DISK", "0")))
     dist.init_process_group(timeout=timedelta(seconds=60))  # on a busy machine a rank may be late for the first call
     rank = dist.get_rank()
     main(*sys.argv[1:])

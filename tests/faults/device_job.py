@@ -13,7 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -52,12 +52,10 @@ class Device(NCCLBackend):
         library = Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0))
         backend = cls(bootstrap.rank, bootstrap.size, library, None, Cuda())
         backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
+        backend.objects = backend.peer.objects  # the device carries nothing
         communicators = backend.communicators
         communicators.group = communicators.make(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
         return backend
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._owned_peer.objects.all_gather(value)  # the device carries nothing
 
 
 registry.ENTRIES["device"] = registry.Entry("__main__", "Device", ("cpu",), "")

@@ -61,6 +61,18 @@ def test_one_rank_asks_for_all_that_block_inside_mpi(launcher: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("launcher", FIRST)
+def test_a_slow_disk_makes_no_rank_look_silent(launcher: str, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    with Job(launcher, RANKS, ["sleep", "async"], JOBS, COUNT=str(count), ASKING_DISK="0.6") as job:
+        job.wait("fault", 1, START_SECONDS)
+        raised = job.wait("raised", RANKS - 1, 20)
+        assert all("ranks 0, 2 to 5 are in it" in each["text"] for each in raised), job.stderr()
+        assert count.stat().st_size <= EACH * RANKS
+        written = {path.name for path in job.folder.iterdir()}
+        assert {f"trace_{rank}" for rank in range(RANKS)} <= written
+
+
+@pytest.mark.parametrize("launcher", FIRST)
 def test_the_end_for_all_leaves_a_call_alone_that_ends_by_itself(launcher: str) -> None:
     with Job(launcher, 3, ["monitored", "sync"], JOBS) as job:
         job.wait("fault", 1, START_SECONDS)

@@ -77,6 +77,7 @@ class Watchdog:
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._reasons: dict[int, str] = {}  # by id of a call's record: why its wait is ended
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
+        self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -96,6 +97,7 @@ class Watchdog:
                     self._heed(number)
             if self.channel.socket in ready:
                 self.channel.answer(self.reply)
+                self.dump_if_due()
             if time.monotonic() >= next_look:
                 self.look()
                 next_look = time.monotonic() + (SHORTEST_TICK if self.states.any_due() else self.tick())
@@ -157,11 +159,12 @@ class Watchdog:
         if question.get("is_there"):
             return {"rank": question.get("to"), "left": self.has_left}
         if question.get("abort"):
+            self.dump_if_due()  # while there is time
             self.job_end.note(f"rank {question.get('from')} aborts the job ({question['abort']})")
         group = WORLD.groups.get(question.get("group", ""))
         if question.get("dump"):
             self.inquiries.note_sweep(question["group"])
-            self.dump()
+            self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
         if question.get("about"):
             self.inquiries.note(Subject(*question["about"]), question["from"], group.size() if group else 0)
         if question.get("verdict"):
@@ -205,8 +208,14 @@ class Watchdog:
         self.rank = remaining.index(self.rank)
         logs.locate(self.rank, len(remaining))
 
+    def dump_if_due(self) -> None:
+        """Write the trace that other ranks have asked for, once for all their questions."""
+        if self._is_dump_due:
+            self.dump()
+
     def dump(self) -> str:
         """Write this rank's trace; a failure to write must not hide what it is written for."""
+        self._is_dump_due = False
         try:
             return self.recorder.dump(self.rank)
         except OSError as error:

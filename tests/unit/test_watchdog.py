@@ -1,0 +1,40 @@
+"""What a watchdog does for others' questions, without its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcdist.watch.watchdog import Watchdog
+
+RANK = 3
+WHERE_ARE_YOU = {"from": 0, "to": RANK, "group": "0", "dump": True}
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    """The watchdog of one rank, which writes its trace to ``tmp_path``."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
+    made = Watchdog("job", RANK)
+    yield made
+    made.channel.close()
+
+
+def test_a_rank_answers_first_and_writes_one_trace_for_all_questions(watchdog: Watchdog, tmp_path: Path) -> None:
+    trace = tmp_path / f"trace_{RANK}"
+    assert watchdog.reply(WHERE_ARE_YOU)["rank"] == watchdog.reply(WHERE_ARE_YOU)["rank"] == RANK
+    assert not trace.exists()
+    watchdog.dump_if_due()
+    assert trace.exists()
+    trace.unlink()
+    watchdog.dump_if_due()
+    assert not trace.exists()
+
+
+def test_a_trace_that_is_due_is_written_before_the_job_is_aborted(watchdog: Watchdog, tmp_path: Path) -> None:
+    watchdog.reply(WHERE_ARE_YOU)
+    watchdog.reply({"from": 0, "to": RANK, "group": "", "abort": "a call has not ended"})
+    assert (tmp_path / f"trace_{RANK}").exists()
+    assert watchdog.job_end.is_known
