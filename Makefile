@@ -58,7 +58,7 @@ test-cluster: $(READY)
 GPU        = .venv-gpu
 GPU_ROOM   = 8000000
 GPU_RANKS ?= 1 2 4
-GPU_PYTEST = $(PYTEST) -p emulated_gpu.plugin --with-mpi
+GPU_PYTEST = $(PYTEST) -p tests.emulated_gpu.plugin --with-mpi
 # a part of the facade's own tests, on CUDA tensors
 GPU_MPI   ?= tests/mpi/test_groups.py tests/mpi/test_objects.py tests/mpi/test_default_device.py
 
@@ -73,15 +73,15 @@ GPU_CAN = if ! command -v g++ >/dev/null; then echo "SKIPPED: make test-gpu need
 	elif [ ! -e $(GPU)/.ready ] && [ $$(df -Pk . | awk 'NR == 2 {print $$4}') -lt $(GPU_ROOM) ]; then \
 	  echo "SKIPPED: make test-gpu needs 8 GB here for torch's CUDA build, and there is less"; false; fi
 
-gpu-tests: export PYTHONPATH = tests
+gpu-tests: export PYTHONPATH = .
 gpu-tests: $(GPU)/.ready
-	$(GPU)/bin/python -m emulated_gpu.build
+	$(GPU)/bin/python -m tests.emulated_gpu.build
 	set -e; for n in $(GPU_RANKS); do echo "== tests/gpu on $$n ranks of emulated GPUs"; \
 	  $(GPU)/bin/mpirun --oversubscribe -n $$n $(GPU)/bin/python $(GPU_PYTEST) tests/gpu $(ARGS); done
 	HPCDIST_TEST_BACKEND=cpu:mpi,cuda:nccl $(GPU)/bin/mpirun --oversubscribe -n 2 \
-	  $(GPU)/bin/python $(GPU_PYTEST) -p emulated_gpu.cuda_default $(GPU_MPI)
+	  $(GPU)/bin/python $(GPU_PYTEST) -p tests.emulated_gpu.cuda_default $(GPU_MPI)
 	$(GPU)/bin/python -m torch.distributed.run --nproc-per-node=2 --no-python \
-	  $(GPU)/bin/python -m emulated_gpu tests/gpu/torchrun_job.py
+	  $(GPU)/bin/python -m tests.emulated_gpu tests/gpu/torchrun_job.py
 
 $(GPU)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(GPU)

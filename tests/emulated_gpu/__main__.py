@@ -1,11 +1,11 @@
-"""Runner on emulated GPUs: ``python -m emulated_gpu PROGRAM.py …`` or ``python -m emulated_gpu -m MODULE …``."""
+"""Runner on emulated GPUs: ``python -m tests.emulated_gpu PROGRAM.py …``, or ``-m MODULE …`` for a module."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 
-import emulated_gpu.load  # noqa: F401  # before torch
+import tests.emulated_gpu.load  # noqa: F401  # before torch
 
 arguments = sys.argv[1:]
 if not arguments:

@@ -1,4 +1,4 @@
-"""Compiler of the emulated GPUs: ``python -m emulated_gpu.build`` makes the libraries with the system's g++.
+"""Compiler of the emulated GPUs: ``python -m tests.emulated_gpu.build`` makes the libraries with the system's g++.
 
 The entry points of CUDA's runtime and of NCCL that nobody wrote are made too, from the names in the real libraries;
 each fails and says its name.

@@ -1,4 +1,4 @@
-"""Pytest plugin that makes tensors which a test makes without a device CUDA tensors: ``-p emulated_gpu.cuda_default``.
+"""Pytest plugin (``-p tests.emulated_gpu.cuda_default``): tensors that a test makes without a device are CUDA tensors.
 
 It runs the facade's own tests, which know nothing of GPUs, on the NCCL backend. What NCCL lacks is skipped, with the
 error that a user would see as the reason.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emulated_gpu.load import EMULATION  # before torch
+from tests.emulated_gpu.load import EMULATION  # before torch
 
 import pytest  # isort: skip
 import torch  # isort: skip

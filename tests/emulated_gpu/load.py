@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from emulated_gpu.build import BUILT, CUDA, NCCL, OPERATORS, RUNTIME
+from tests.emulated_gpu.build import BUILT, CUDA, NCCL, OPERATORS, RUNTIME
 
 MOST_TEXT = 1 << 16  # characters of violations
 
@@ -26,7 +26,7 @@ class Emulation:
         if "torch" in sys.modules:
             raise RuntimeError("torch is imported already: the emulated GPUs must be loaded before it")
         if not (BUILT / OPERATORS).exists():
-            raise RuntimeError(f"no emulated GPUs in {BUILT}: build them first (python -m emulated_gpu.build)")
+            raise RuntimeError(f"no emulated GPUs in {BUILT}: build them first (python -m tests.emulated_gpu.build)")
         libraries = [ctypes.CDLL(str(BUILT / name), ctypes.RTLD_GLOBAL) for name in (CUDA, RUNTIME, NCCL)]
         self._driver = libraries[0]
         import torch

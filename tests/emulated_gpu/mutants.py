@@ -1,4 +1,4 @@
-"""Mutants of the NCCL backend: ``python -m emulated_gpu.mutants [NUMBER …]`` breaks one line at a time.
+"""Mutants of the NCCL backend: ``python -m tests.emulated_gpu.mutants [NUMBER …]`` breaks one line at a time.
 
 Each line below guards an order or a lifetime. A copy of the project in which it is broken must fail the unit tests, or
 the tests on emulated GPUs on one rank or on two; what survives is printed, and the exit status is 1.
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NCCL = "src/hpcdist/backends/nccl"
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no")
-EMULATED = (*PYTEST, "--timeout", "60", "-p", "emulated_gpu.plugin", "--with-mpi")
+EMULATED = (*PYTEST, "--timeout", "60", "-p", "tests.emulated_gpu.plugin", "--with-mpi")
 STREAMS, BACKEND, COMMUNICATORS = "streams.py", "backend.py", "communicators.py"
 
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -82,7 +82,7 @@ MUTANTS = [
 
 def run(folder: Path, ranks: int, *arguments: str) -> str | None:
     """Run tests in a copy of the project; return the first failure, or None."""
-    environment = {**os.environ, **MPI, "PYTHONPATH": f"{folder}/src:{folder}/tests"}
+    environment = {**os.environ, **MPI, "PYTHONPATH": f"{folder}/src:{folder}"}
     command = [sys.executable, *arguments]
     if ranks:
         command = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", str(ranks), *command]

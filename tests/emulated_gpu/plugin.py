@@ -1,4 +1,4 @@
-"""Pytest plugin of the emulated GPUs: ``python -m pytest -p emulated_gpu.plugin …``.
+"""Pytest plugin of the emulated GPUs: ``python -m pytest -p tests.emulated_gpu.plugin …``.
 
 What breaks a rule of CUDA or NCCL fails the test in which it happens, on every rank of an MPI job. A test that breaks
 one on purpose takes what was noted by the fixture ``violations``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from emulated_gpu.load import EMULATION  # before torch
+from tests.emulated_gpu.load import EMULATION  # before torch
 
 import pytest  # isort: skip
 import torch  # isort: skip

@@ -65,7 +65,7 @@ def device(world):
 @pytest.fixture
 def emulation(world):
     """The emulated GPUs, for what only they can show."""
-    loaded = sys.modules.get("emulated_gpu.load")
+    loaded = sys.modules.get("tests.emulated_gpu.load")
     if loaded is None:
         pytest.skip("needs the emulated GPUs (make test-gpu)")
     return loaded.EMULATION

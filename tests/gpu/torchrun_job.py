@@ -34,7 +34,7 @@ dist.all_reduce(on_cpu)
 assert on_cpu.tolist() == [size] * 2
 dist.barrier()
 dist.destroy_process_group()
-emulated = sys.modules.get("emulated_gpu.load")
+emulated = sys.modules.get("tests.emulated_gpu.load")
 broken = emulated.EMULATION.take_violations() if emulated else ""
 assert not broken, broken
 print(f"rank {rank} of {size}: CUDA tensors under torchrun, without MPI: right")
