@@ -40,7 +40,7 @@ def test_it_sees_the_step_and_both_nodes(mpi, cluster, request):
         "started by srun, 2 ranks",
         "MPI_COMM_WORLD has 2 ranks",
         place,
-        f"srun has {pmi}, which {mpi} speaks: srun --mpi={pmi}",
+        f"srun has {pmi}, which {mpi} needs: srun --mpi={pmi}",
         "2 ranks on 2 nodes, 1 each",
         "ranks and world size are what the launcher says",
     ):

@@ -57,7 +57,7 @@ TRAIN = """
     dist.destroy_process_group()
     assert not dist.is_initialized()
 """
-OURS = "hpcdist.core.group"
+OURS = "hpcdist.core.process_group"
 WITH_IMPORT = "\nimport hpcdist.torch_bridge\n" + textwrap.dedent(TRAIN)
 
 
