@@ -42,7 +42,7 @@ def test_it_sees_the_step_and_both_nodes(mpi, cluster, request):
         place,
         f"srun has {pmi}, which {mpi} needs: srun --mpi={pmi}",
         "2 ranks on 2 nodes, 1 each",
-        "ranks and world size are what the launcher says",
+        "ranks and world size agree with the launcher",
     ):
         assert text in texts
     assert any(text.startswith("all 2 directed pairs of 2 nodes meet") for text in texts)
