@@ -108,11 +108,13 @@ class KeptAlive:
         counts: memoryview = _COUNTS,
     ) -> None:
         """Keep the object if C++ still holds it."""
+        if is_finalizing():
+            return
         # nearly always it does not; asked the short way, because each asynchronous call drops a Work (0.2 µs, not 0.7).
         # No table of a class with several bases is taken for a count of one: its second word is a pointer
         if _READABLE and (half := halves[id(self) >> _TO_POINTERS]) and counts[half >> _TO_COUNTS] == 1:
             return
-        if not is_finalizing() and is_held_by_cpp(self):
+        if is_held_by_cpp(self):
             if not _kept and _READABLE:
                 gc.callbacks.append(_after_collection)
             _kept[id(self)] = self
