@@ -105,3 +105,11 @@ def test_dtypes_that_differ():
     buffers.same_dtype(torch.zeros(1), torch.zeros(1, dtype=torch.complex64))  # a complex type goes with its parts
     with pytest.raises(MismatchError, match=r"torch.float32 and torch.int64"):
         buffers.same_dtype(torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+
+
+def test_bytes_of_a_single_element_whatever_its_stride():
+    single = torch.full((1, 2), 1.0)[:, :1].expand(1, 1)[:, 0]
+    odd = torch.arange(6.0).view(3, 2)[1:2, 1]
+    for tensor in (single, odd, torch.tensor(3.0), torch.zeros(0), torch.ones(2, 3)):
+        assert tensor.is_contiguous()
+        assert bytes(buffers.as_bytes(tensor).tolist()) == tensor.numpy().tobytes()

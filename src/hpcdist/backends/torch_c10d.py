@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from hpcdist import torch_bridge
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.buffers import overlap
+from hpcdist.core.buffers import as_bytes, overlap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
@@ -234,11 +234,6 @@ def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> typ
         return creator(torch_bridge.backend_options(given), given.options)
 
     return type(f"{name}Backend", (C10dBackend,), {"name": name, "creator": staticmethod(make)})
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as a tensor of bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 # -- how each moving row is called: (backend, bytes sent, bytes received, root, bytes per rank) ------------

@@ -140,6 +140,12 @@ def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name:
     return [length * width for length in splits]
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as a tensor of bytes."""
+    # a single element counts as contiguous whatever its stride, which ``view`` minds
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the tensors' elements one after another."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

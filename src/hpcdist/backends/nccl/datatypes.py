@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hpcdist.core import reduction
+from hpcdist.core.buffers import as_bytes
 from hpcdist.core.reduction import AVG, BAND, BOR, MAX, MIN, PREMUL_SUM, PRODUCT, SUM
 from hpcdist.core.table import Row
 
@@ -81,7 +82,7 @@ def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as NCCL moves it: bytes where it lacks the dtype."""
-    return tensor if tensor.dtype in DATATYPES else tensor.reshape(-1).view(torch.uint8)
+    return tensor if tensor.dtype in DATATYPES else as_bytes(tensor)
 
 
 def bits(factor: float, dtype: torch.dtype) -> Any:

@@ -19,6 +19,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import Fold
+from hpcdist.core.buffers import as_bytes
 
 MPI_TYPES: dict[torch.dtype, MPI.Datatype] = {
     torch.float64: MPI.DOUBLE,
@@ -87,7 +88,7 @@ class AcrossNodes:
 
     def reduce(self, values: torch.Tensor) -> None:
         """Reduce a contiguous slice in place; every rank of the communicator calls with the same length."""
-        buffer = values.view(torch.uint8).numpy()
+        buffer = as_bytes(values).numpy()
         described = [buffer, values.numel(), self.type]
         if self._poll is None:
             self.comm.Allreduce(MPI.IN_PLACE, described, self.op)
