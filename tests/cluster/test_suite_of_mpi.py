@@ -16,14 +16,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
-SMOKE = ("test_groups.py", "test_objects.py")
-CASES = [
-    pytest.param(
-        name, slots, id=f"{name}-{slots}", marks=[pytest.mark.smoke] if name in SMOKE and slots[0] == 1 else []
-    )
-    for name in FILES
-    for slots in ((1, 2), (2, 2))
-]
+CASES = [pytest.param(name, slots, id=f"{name}-{slots}") for name in FILES for slots in ((1, 2), (2, 2))]
 
 
 @pytest.mark.parametrize(("name", "slots"), CASES)
