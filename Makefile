@@ -47,8 +47,6 @@ test-gloo: $(READY)
 test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
-	HPCDIST_TEST_BACKEND=cpu:nccl_stand_in,cuda:mpi \
-	  $(MPIRUN) -n 2 $(BIN)/python $(PYTEST) -p tests.fakes.nccl_stand_in --with-mpi tests/mpi --ignore-glob="*shared_memory*"
 
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
 test-cluster: $(READY)
