@@ -160,8 +160,6 @@ def test_exchanges_that_are_equal_on_one_rank_and_ragged_on_another(seed, rank, 
     outputs = [own.placed(torch.zeros(count)) for count in received]
     expected = [torch.full((count,), float(10 * peer + rank)) for peer, count in enumerate(received)]
     with torch.no_grad():
-        if not any(torch.is_tensor(each) and each.is_neg() for each in outputs):
-            pass
         outputs = [
             torch.zeros(count) if torch.is_tensor(each) and each.is_neg() else each
             for each, count in zip(outputs, received, strict=True)
@@ -243,7 +241,7 @@ def test_coalesced_calls(lengths, seed, rank, size, chooser):
 def test_premultiplied_sums_in_a_manager_are_told_apart_on_all_ranks_alike(rank, size):
     for turn in range(3):
         tensors = [torch.ones(5), torch.ones(7)]
-        one = dist.ReduceOp.PREMUL_SUM if False else torch_dist._make_nccl_premul_sum(2.0)
+        one = torch_dist._make_nccl_premul_sum(2.0)
         other = one if (rank + turn) % 2 else torch_dist._make_nccl_premul_sum(2.0)  # the same object, or its like
         with dist._coalescing_manager():
             dist.all_reduce(tensors[0], one)

@@ -41,7 +41,7 @@ class CachedCall:
     Attributes:
         op: how values are combined, for rows that reduce.
         root: a rank of the group, for rooted rows.
-        in_place: whether one tensor is input and output; so it is in messages.
+        in_place: whether one tensor is input and output.
         is_like: tells whether tensors look like those of this call: class, dtype, device, shape, strides, and nothing
             lazy about them. It takes one tensor where the call is in place, else two.
         shape: of the input, for the record.
@@ -59,7 +59,7 @@ class CachedCall:
 
 
 class CallCache(dict["Row | str", Any]):
-    """Of each collective and message on one group, a CachedCall, or what the group last saw of it."""
+    """Of each collective on one group, a CachedCall, or what the group last saw of it."""
 
     def look(
         self,
