@@ -10,6 +10,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.backends.nccl.library import SHRINK_SINCE, load
+from hpcdist.core.call import Call
 
 
 def test_messages_around_a_ring(rank, size, device):
@@ -83,7 +84,7 @@ def test_shrink(rank, size, device):
         tensor = torch.ones(2, device=device)
         from hpcdist.core.table import ALL_REDUCE
 
-        smaller.run(ALL_REDUCE, tensor, tensor, dist.ReduceOp.SUM, None, None)
+        smaller.run(Call(ALL_REDUCE, tensor, tensor, dist.ReduceOp.SUM))
         assert tensor.tolist() == [size - 1] * 2
         smaller.close()
     dist.barrier()

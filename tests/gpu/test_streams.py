@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.core.call import Call
 
 SLEEP_CYCLES = 400_000_000  # a few tenths of a second
 
@@ -69,7 +70,7 @@ def test_a_barrier_of_nccl_waits_on_the_host(world, rank, size, device):
     torch.cuda._sleep(SLEEP_CYCLES)
     before = torch.cuda.Event()
     before.record()
-    world.backend("cuda").run(BARRIER, None, None, None, None, None)
+    world.backend("cuda").run(Call(BARRIER))
     assert before.query()
 
 

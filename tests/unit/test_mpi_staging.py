@@ -15,6 +15,7 @@ pytest.importorskip("mpi4py.MPI", reason="no MPI library")
 
 from hpcdist.backends.mpi import cuda as staging
 from hpcdist.backends.mpi.backend import MPIBackend
+from hpcdist.core.call import Call
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
 
@@ -73,8 +74,8 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
     class Inner:
         rank, size, queue, unfinished, objects, has_threads = 0, 2, None, (), None, True
 
-        def run(self, row: Any, send: Any, recv: Any, *_: Any) -> None:
-            steps.append((row.name, send, recv))
+        def run(self, call: Call) -> None:
+            steps.append((call.row.name, call.send, call.recv))
 
     stream = SimpleNamespace(synchronize=lambda: steps.append("synchronised"))
     cuda = SimpleNamespace(current_stream=lambda device: stream)
@@ -85,20 +86,20 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
 
     staged = staging.StagedBackend(Inner(), is_shared, cuda)  # type: ignore[arg-type]
     tensor, gathered = torch.ones(2), torch.empty(4)
-    staged.run(BROADCAST, tensor, tensor, None, 0, None)
+    staged.run(Call(BROADCAST, tensor, tensor, root=0))
     assert steps[0] == "synchronised"
     assert steps[1][1] is tensor
     steps.clear()
-    staged.run(ALL_GATHER_SINGLE, tensor, gathered, None, None, None)
+    staged.run(Call(ALL_GATHER_SINGLE, tensor, gathered))
     assert steps[1][1] is tensor
     assert steps[1][2] is gathered
     for row, send, recv in ((ALL_REDUCE, tensor, tensor), (ALL_GATHER_SINGLE, gathered[:2], gathered)):
         steps.clear()
-        staged.run(row, send, recv, None, None, None)
+        staged.run(Call(row, send, recv))
         assert steps[0] == "synchronised"  # the copy to the host
         assert steps[1][1] is not send
         assert steps[2] == "synchronised"  # the copy back
     steps.clear()
     shared.append(tensor.nbytes)  # ranks with host memory go to the window: so does this one
-    staged.run(BROADCAST, tensor, tensor, None, 0, None)
+    staged.run(Call(BROADCAST, tensor, tensor, root=0))
     assert steps[1][1] is not tensor

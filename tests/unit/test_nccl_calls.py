@@ -15,6 +15,7 @@ from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
+from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ROWS
@@ -125,7 +126,7 @@ def test_every_row_with_buffers_has_its_order_here() -> None:
 def test_a_synchronous_call_is_made_on_the_current_stream(name: str) -> None:
     backend = connected()
     send, recv, op, root, counts, expected = buffers(name)
-    backend.run(ROWS[name], send, recv, op, root, counts)
+    backend.run(Call(ROWS[name], send, recv, op, root, counts))
     assert fake.take_journal() == [*expected, ("current", "records")]
 
 
@@ -138,7 +139,7 @@ def test_an_asynchronous_call_is_made_on_the_side_stream_between_two_events(name
     def finish() -> None:
         finished.append(backend._cuda.current_stream().name)
 
-    work = backend.start(ROWS[name], send, recv, op, root, counts, [], finish)
+    work = backend.start(Call(ROWS[name], send, recv, op, root, counts, finish, []))
     on_side = [tuple("side" if part == "current" else part for part in call) for call in expected]
     assert fake.take_journal() == [
         ("current", "records"),
@@ -161,7 +162,7 @@ def test_an_older_nccl_gets_sends_and_receives(name: str, rank: int) -> None:
         "scatter": (ones(12) if rank == root else None, ones(3)),
         "all_to_all_single": (ones(12), ones(12)),
     }[name]
-    backend.run(ROWS[name], send, recv, None, None if name == "all_to_all_single" else root, None)
+    backend.run(Call(ROWS[name], send, recv, None, None if name == "all_to_all_single" else root, None))
     everyone = range(4)
     expected = {
         ("gather", 1): [("send", t(3), 2, "current")],
@@ -190,18 +191,18 @@ def test_calls_on_no_elements_do_not_reach_nccl() -> None:
     backend = connected()
     for name in ("all_reduce", "reduce_scatter_single", "all_to_all_single", "broadcast"):
         empty = ones(0)
-        backend.run(ROWS[name], empty, empty, SUM if ROWS[name].reduces else None, 0, None)
+        backend.run(Call(ROWS[name], empty, empty, SUM if ROWS[name].reduces else None, 0, None))
     assert fake.take_journal() == []
 
 
 def test_what_nccl_lacks_moves_as_bytes_and_complex_reduces_as_pairs() -> None:
     backend = connected()
     short = ones(3, dtype=torch.int16)
-    backend.run(ROWS["broadcast"], short, short, None, 0, None)
-    backend.run(ROWS["all_gather"], ones(1, dtype=torch.complex64), ones(5, dtype=torch.complex64), None, None,
-                ([1], [2, 1, 1, 1]))  # fmt: skip
+    backend.run(Call(ROWS["broadcast"], short, short, None, 0, None))
+    backend.run(Call(ROWS["all_gather"], ones(1, dtype=torch.complex64), ones(5, dtype=torch.complex64), None, None,
+                ([1], [2, 1, 1, 1])))  # fmt: skip
     numbers = ones(2, dtype=torch.complex64)
-    backend.run(ROWS["all_reduce"], numbers, numbers, SUM, None, None)
+    backend.run(Call(ROWS["all_reduce"], numbers, numbers, SUM))
     byte = "torch.uint8"
     assert [call for call in fake.take_journal() if call[0] not in ("current", "group")] == [
         ("broadcast", t(6, dtype=byte), t(6, dtype=byte), 0, "current"),
@@ -216,7 +217,7 @@ def test_a_factor_is_made_once_with_its_bits_in_the_tensors_own_dtype() -> None:
     half = torch.distributed._make_nccl_premul_sum(0.375)
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float8_e5m2, torch.float64):
         tensor = ones(2, dtype=dtype)
-        backend.run(ROWS["all_reduce"], tensor, tensor, half, None, None)
+        backend.run(Call(ROWS["all_reduce"], tensor, tensor, half))
     factors = [call for call in fake.take_journal() if call[0] == "create_pre_mul_sum"]
     assert factors == [("create_pre_mul_sum", 0.375, name) for name in ("BFLOAT16", "FLOAT8E5M2", "FLOAT64")]
 
@@ -235,7 +236,7 @@ def test_a_complex_factor_scales_complex_tensors_alone() -> None:
 def test_an_exchange_in_place_goes_from_a_copy() -> None:
     backend = connected()
     tensor = ones(8)
-    backend.run(ROWS["all_to_all_single"], tensor, tensor, None, None, None)  # the fake refuses one buffer
+    backend.run(Call(ROWS["all_to_all_single"], tensor, tensor, None))  # the fake refuses one buffer
     assert [each[0] for each in fake.take_journal()][:2] == ["group", "send"]
 
 
@@ -244,7 +245,9 @@ def test_a_group_call_launches_everything_at_its_end() -> None:
     finished: list[str] = []
     with backend.grouped():
         tensor = ones(3)
-        first = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], lambda: finished.append("1"))
+        first = backend.start(
+            Call(ROWS["all_reduce"], tensor, tensor, SUM, None, None, lambda: finished.append("1"), [])
+        )
         with backend.grouped():  # a call on lists inside a coalescing manager
             backend.isend(ones(2), 3, 0)
             second = backend.irecv(ones(2), 0, 0, None)
@@ -278,7 +281,7 @@ def test_a_group_call_that_fails_before_its_end_launches_nothing() -> None:
     with pytest.raises(KeyError):
         fails()
     assert fake.take_journal() == []
-    backend.run(ROWS["broadcast"], ones(1), ones(1), None, 0, None)
+    backend.run(Call(ROWS["broadcast"], ones(1), ones(1), None, 0, None))
     assert fake.take_journal()[0][0] == "broadcast"
 
 
@@ -314,7 +317,7 @@ def test_messages_that_nccl_cannot_carry_are_errors() -> None:
 def test_a_barrier_waits_on_the_host() -> None:
     backend = connected()
     backend._token = ones(1)
-    backend.run(ROWS["barrier"], None, None, None, None, None)
+    backend.run(Call(ROWS["barrier"]))
     assert fake.take_journal()[-2:] == [("current", "waits for", "side"), ("host", "waits for", "current")]
 
 
@@ -332,7 +335,7 @@ def test_a_barrier_with_device_ids_is_the_gpus() -> None:
 def test_wait_with_a_limit_waits_on_the_host_and_says_when_it_is_over() -> None:
     backend = connected()
     tensor = ones(2)
-    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [tensor], None)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM, None, None, None, [tensor]))
     work.end.is_complete = False
     assert not work.is_completed()
     with pytest.raises(DistBackendError, match="50ms"):
@@ -350,7 +353,7 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
     backend = connected()
     tensor = ones(2)
     watched = weakref.ref(tensor)
-    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     end = work.end
     end.is_complete = False
     del work, tensor
@@ -363,7 +366,7 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
 def test_a_work_that_was_seen_to_have_ended_holds_nothing() -> None:
     backend = connected()
     tensor = ones(2)
-    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     assert work.held
     assert work.is_completed()
     assert work.held == ()
@@ -373,9 +376,9 @@ def test_inside_a_graphs_capture_no_event_is_asked_for() -> None:
     backend = connected()
     backend._cuda.is_capturing = True
     tensor = ones(2)
-    backend.run(ROWS["all_reduce"], tensor, tensor, SUM, None, None)
+    backend.run(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     assert [call[0] for call in fake.take_journal()] == ["allreduce"]  # and no event behind it, which could be queried
-    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     assert not backend.communicators.group.streams.under_way
     work.wait()
     assert ("current", "records") in fake.take_journal()  # the fork, which capture follows
@@ -384,7 +387,7 @@ def test_inside_a_graphs_capture_no_event_is_asked_for() -> None:
 def test_the_future_of_a_work_is_there_at_once() -> None:
     backend = connected()
     tensor = ones(2)
-    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [tensor], None)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM, None, None, None, [tensor]))
     work.end.is_complete = False
     assert work.get_future().wait()[0] is tensor
     work.end.is_complete = True
@@ -437,13 +440,13 @@ def test_communicators_are_freed_in_one_order_on_all_ranks() -> None:
         step for size in (2, 2, 2, 4) for step in (("finalize", size), ("destroy", size))
     ]
     with pytest.raises(DistBackendError, match="destroyed"):
-        backend.run(ROWS["broadcast"], ones(1), ones(1), None, 0, None)
+        backend.run(Call(ROWS["broadcast"], ones(1), ones(1), None, 0, None))
 
 
 def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     backend = connected()
     tensor = ones(2)
-    work = backend.start(ROWS["all_reduce"], tensor, tensor, SUM, None, None, [], None)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     work.end.is_complete = False
     assert backend.check_async() is None
     backend.communicators.group.comm.error = 7  # still in progress
@@ -457,7 +460,7 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     with pytest.raises(DistBackendError, match="rank 3 is gone"):
         work.wait()
     with pytest.raises(DistBackendError, match="rank 3 is gone"):
-        backend.run(ROWS["all_reduce"], tensor, tensor, SUM, None, None)
+        backend.run(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     fake.take_journal()
     backend.close()
     assert fake.take_journal() == []  # nothing left to free, nobody to wait for
@@ -467,4 +470,4 @@ def test_nccls_own_errors_become_c10ds() -> None:
     backend = connected()
     backend.communicators.group.comm.is_valid = False
     with pytest.raises(DistBackendError, match=r"all_reduce on rank 1 of 4 failed in NCCL 2\.30\.0"):
-        backend.run(ROWS["all_reduce"], ones(2), ones(2), SUM, None, None)
+        backend.run(Call(ROWS["all_reduce"], ones(2), ones(2), SUM))

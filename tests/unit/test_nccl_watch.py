@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
+from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.issue import issue
 from hpcdist.core.process_group import ProcessGroup
@@ -38,8 +39,8 @@ def connected(driver: Any = None) -> NCCLBackend:
 def call(backend: NCCLBackend, is_async: bool = False) -> Work | None:
     tensor = torch.ones(2)
     if is_async:
-        return backend.start(ALL_REDUCE, tensor, tensor, SUM, None, None, [], None)
-    backend.run(ALL_REDUCE, tensor, tensor, SUM, None, None)
+        return backend.start(Call(ALL_REDUCE, tensor, tensor, SUM))
+    backend.run(Call(ALL_REDUCE, tensor, tensor, SUM))
     return None
 
 
@@ -191,9 +192,9 @@ def test_what_runs_behind_a_call_is_held_like_the_call() -> None:
     backend = connected()
     tensor, staged = torch.ones(2), torch.ones(2)
     watched = weakref.ref(staged)
-    work = backend.start(
-        ALL_REDUCE, tensor, tensor, SUM, None, None, [], partial(torch.Tensor.copy_, torch.ones(2), staged)
-    )
+    finish = partial(torch.Tensor.copy_, torch.ones(2), staged)
+    work = backend.start(Call(ALL_REDUCE, tensor, tensor, SUM, finish=finish))
+    del finish
     work.end.is_complete = False
     del staged
     assert watched() is not None
@@ -259,7 +260,7 @@ def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyP
     backend._cuda.main.synchronize = lambda: backend.interrupt("rank 1 never came")
     monkeypatch.setattr(fake.Event, "query", lambda self: False)
     with pytest.raises(DistBackendError, match="rank 1 never came"):
-        backend.run(BARRIER, None, None, None, None, None)
+        backend.run(Call(BARRIER))
 
 
 class Mode(Enum):

@@ -1,4 +1,4 @@
-"""What is a group of one process? Every collective is a copy, and messages go to oneself.
+"""Loopback backend: a group of one process, in which every collective is a copy and messages go to oneself.
 
 It carries ``init_process_group()`` without a launcher, so that a script runs unchanged on a laptop.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.call import Call
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
-from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import DoneWork, Work
 
 
@@ -33,21 +33,14 @@ class LoopbackBackend(Backend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> LoopbackBackend:
-        """Make the group; ValueError where more than one rank is asked for."""
+        """Make the group; ValueError if more than one rank is asked for."""
         if bootstrap.size != 1:
             raise ValueError(f"backend 'loopback' is one process; world_size is {bootstrap.size}")
         return cls()
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Copy input to output."""
+        row, send, recv, op, *_ = call
         if row.reduces:
             assert send is not None
             reduction.check(row, send.dtype, op)
@@ -79,7 +72,7 @@ class LoopbackBackend(Backend):
     def split(
         self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta
     ) -> LoopbackBackend | None:
-        """Return a group of one where the process is in one of the subgroups."""
+        """Return a group of one if the process is in one of the subgroups."""
         return type(self)() if any(0 in ranks for ranks in subgroups) else None
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> LoopbackBackend:

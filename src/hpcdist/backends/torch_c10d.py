@@ -22,10 +22,11 @@ from hpcdist import torch_bridge
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import as_bytes, overlap
+from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
-from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Counts, Row
+from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row, Shape
 from hpcdist.core.work import DoneWork, Work
 
 NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
@@ -95,41 +96,24 @@ class C10dBackend(Backend):
 
     # -- collectives ---------------------------------------------------------------------------------
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Run one collective to its end."""
+        row, carry_out = call.row, self._move
         if row.reduces:
-            assert send is not None
-            self.check_reduction(row, send.dtype, op)
+            self.check_reduction(row, call.send.dtype, call.op)
+            carry_out = self._reduce
         try:
-            if row.reduces and send is not None:
-                self._reduce(row, send, recv, op, root, counts)
-            else:
-                self._move(row, send, recv, op, root, counts)
+            carry_out(call)
         except RuntimeError as error:
             raise DistBackendError(f"{row.name} on rank {self.rank} of {self.size} failed: {error}") from error
 
-    def _reduce(
-        self,
-        row: Row,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
-        values = self._all_reduced(send.reshape(-1), op)
+    def _reduce(self, call: Call) -> None:
+        values = self._all_reduced(call.send.reshape(-1), call.op)
+        recv = call.recv
         if recv is None:
             return
-        if row.name.startswith("reduce_scatter"):
-            shares = counts[0] if counts else [recv.numel()] * self.size
+        if call.row.shape is not Shape.SAME:
+            shares = call.counts[0] if call.counts else [recv.numel()] * self.size
             start = sum(shares[: self.rank])
             values = values[start : start + recv.numel()]
         recv.copy_(values.view(recv.shape))
@@ -151,19 +135,12 @@ class C10dBackend(Backend):
             self.inner.allreduce([values], options).wait()
         else:
             gathered = torch.empty((self.size, values.numel()), dtype=values.dtype, device=values.device)
-            self._move(ALL_GATHER_SINGLE, values, gathered, None, None, None)
+            self._move(Call(ALL_GATHER_SINGLE, values, gathered))
             values = reduction.fold(list(gathered), op)
         return reduction.average(values, self.size) if averages else values
 
-    def _move(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def _move(self, call: Call) -> None:
+        row, send, recv, _, root, counts, *_ = call
         itemsize = next((tensor.itemsize for tensor in (send, recv) if tensor is not None), 1)
         if send is not None and recv is not None and row.buffers == 2 and overlap(send, recv):
             send = send.clone()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch.distributed import ReduceOp
 from hpcdist.c10d.lists import all_gather
 from hpcdist.core import lists, world
 from hpcdist.core.buffers import as_tensors, same_dtype
+from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.issue import canonical
+from hpcdist.core.issue import canonical, issue_any
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
 
@@ -125,7 +125,7 @@ def _coalescing_manager(
     if pg.coalescing is not None:
         raise ValueError("ProcessGroup has non-empty op list at the start of coalescing: managers do not nest")
     manager = CoalescingManager()
-    held: list[Any] = []
+    held: list[Call] = []
     pg.coalescing = held
     try:
         yield manager
@@ -139,7 +139,7 @@ def _coalescing_manager(
         manager.wait()
 
 
-def together(pg: Group, held: list[partial[Work | None]], async_ops: bool) -> list[Work | None]:
+def together(pg: Group, held: list[Call], async_ops: bool) -> list[Work | None]:
     """Begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
     works: list[Work | None] = []
     alike: list[Any] = []
@@ -151,16 +151,20 @@ def together(pg: Group, held: list[partial[Work | None]], async_ops: bool) -> li
         alike.clear()
 
     for call in held:
-        row, _, send, recv, call_op, _, _, _, then, _ = call.args
         # a PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks
-        if row is ALL_REDUCE and send is recv and then is None and canonical(call_op).__class__ is ReduceOp.RedOpType:
-            if alike and canonical(call_op) is not canonical(op):
+        if (
+            call.row is ALL_REDUCE
+            and call.send is call.recv
+            and call.finish is None
+            and canonical(call.op).__class__ is ReduceOp.RedOpType
+        ):
+            if alike and canonical(call.op) is not canonical(op):
                 flush()
-            op = call_op
-            alike.append(send)
+            op = call.op
+            alike.append(call.send)
             continue
         flush()
-        works.append(call())
+        works.append(issue_any(call, pg, True))
     flush()
     return works
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import ReduceOp
 
 from hpcdist.core import lists, world
+from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import dispatch, issue, issue_any
 from hpcdist.core.table import (
@@ -222,15 +223,15 @@ def barrier(
             f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
         )
     if timeout is None and not device_ids:
-        return issue_any(BARRIER, group, None, None, None, None, async_op)
+        return issue_any(Call(BARRIER), group, async_op)
     pg = world.joined(group, "barrier")
     if pg is None:
         return None
     work: Work | None
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
-        work = dispatch(pg, pg.backend("cuda"), BARRIER, None, None, None, None, True, None, [], None)
+        work = dispatch(pg, pg.backend("cuda"), Call(BARRIER), True)
     else:
-        work = issue_any(BARRIER, pg, None, None, None, None, True)
+        work = issue_any(Call(BARRIER), pg, True)
     if work is None or async_op:
         return work
     work.wait(NO_TIMEOUT if timeout is None else timeout)

@@ -11,6 +11,7 @@ import hashlib
 import torch
 
 from hpcdist.core.backend import Backend
+from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE
@@ -34,7 +35,7 @@ def check_same(backend: Backend, settings: dict[str, str]) -> None:
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
     extremes = torch.tensor([number, -number], device="cpu")
-    backend.run(ALL_REDUCE, extremes, extremes, MAX, None, None)
+    backend.run(Call(ALL_REDUCE, extremes, extremes, MAX))
     if extremes.tolist() == [number, -number]:
         return  # the largest is the smallest; a rank for which that is so knows it of all
     everyone = backend.objects.all_gather(settings)

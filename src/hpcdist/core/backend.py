@@ -18,6 +18,7 @@ import torch
 
 from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
+from hpcdist.core.call import Call, Run
 from hpcdist.core.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from hpcdist.core.objects import Objects
-    from hpcdist.core.table import Counts, Row
+    from hpcdist.core.table import Row
     from hpcdist.core.work import Queue, Work
 
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
@@ -67,42 +68,20 @@ class Backend(Supervised):
         """Make the default group's communicator; every rank calls it."""
 
     @abstractmethod
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
-        """Run one collective to its end.
+    def run(self, call: Call) -> None:
+        """Run one collective to its end; its ``finish`` is the caller's to run."""
 
-        ``send`` is ``recv`` where the call is in place; the side a rooted call leaves out on this rank is
-        None; ``counts`` are elements per rank for the rows of shape COUNTED.
-        """
-
-    def start(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-        result: list[torch.Tensor],
-        finish: Callable[[], None] | None,
-    ) -> Work:
-        """Begin one collective; the Work runs ``finish`` when the buffers hold the result."""
+    def start(self, call: Call) -> Work:
+        """Begin one collective; the Work runs its ``finish`` when the buffers hold the result."""
         if self.queue is None:
             self.queue = self.worker()
 
-        def call() -> None:
-            self.run(row, send, recv, op, root, counts)
-            if finish is not None:
-                finish()
+        def carry_out() -> None:
+            self.run(call)
+            if call.finish is not None:
+                call.finish()
 
-        return self.queue.put(call, result)
+        return self.queue.put(carry_out, call.result or [])
 
     def worker(self) -> Queue:
         """Begin the thread that carries out this communicator's asynchronous calls."""
@@ -110,11 +89,10 @@ class Backend(Supervised):
 
         return Queue(self.name)
 
-    def prepare(
-        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None
-    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return what runs a collective again, on tensors that look like these (see ``core.call_cache``)."""
-        return lambda send, recv: self.run(row, send, recv, op, root, None)
+    def prepare(self, call: Call) -> Run:
+        """Return what runs a collective again, on two tensors that look like this call's (see ``core.call_cache``)."""
+        row, _, _, op, root, *_ = call
+        return lambda send, recv: self.run(Call(row, send, recv, op, root))
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the elements of small contiguous CPU tensors in one, and what copies its values back to them.

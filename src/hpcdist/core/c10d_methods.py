@@ -17,6 +17,7 @@ import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import issue, lists, several, table
+from hpcdist.core.call import Call
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
@@ -112,7 +113,7 @@ class C10dMethods(Group):
         if then is None:
             work = issue.issue(row, self, send, recv, op, root, is_async, counts)
         else:
-            work = issue.issue_any(row, self, send, recv, op, root, is_async, counts, then, result)
+            work = issue.issue_any(Call(row, send, recv, op, root, counts, then, result), self, is_async)
         return self._begin(work, result)
 
     def _note(self, work: Work) -> Work:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,7 @@ from hpcdist.core.journal import Journal
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
+    from hpcdist.core.call import Call
 
 
 class Group:
@@ -55,7 +56,7 @@ class Group:
         self.timeout = timeout
         self.journal = Journal(name)
         self.known = CallCache()
-        self.coalescing: list[Any] | None = None  # the calls held back by a coalescing manager
+        self.coalescing: list[Call] | None = None  # the calls held back by a coalescing manager
         self._name = name
         self._description = description
         self._device_id: torch.device | None = None

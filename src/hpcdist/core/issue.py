@@ -1,4 +1,4 @@
-"""How does one collective run? Group, checks, buffers and Work, once for all of them.
+"""Way of a collective from its public function to the backend: group, checks, buffers, Work, once for all of them.
 
 This is the path of every collective, and the only place where its arguments are checked. A synchronous
 call on plain CPU tensors takes the short way: no Work, no options object, no list.
@@ -6,7 +6,6 @@ call on plain CPU tensors takes the short way: no Work, no options object, no li
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from hpcdist.core.buffers import (
     put,
     same_dtype,
 )
+from hpcdist.core.call import Call
 from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
@@ -52,16 +52,15 @@ def issue(
     Args:
         row: which one.
         group: a Group, None for the default one, or NON_GROUP_MEMBER.
-        send: the tensor to read; the same object as ``recv`` for a call in place, None where this rank
-            does not send.
-        recv: the tensor to write; None where this rank does not receive.
+        send: the tensor to read; the same object as ``recv`` for a call in place, None if this rank does not send.
+        recv: the tensor to write; None if this rank does not receive.
         op: how values are combined, for rows that reduce.
         root: a rank of the group, for rooted rows.
         async_op: begin only, and return a Work.
         counts: elements to and from each rank, for rows of shape COUNTED.
 
     Returns:
-        The Work if ``async_op``, else None; None too where this rank is not in the group.
+        The Work if ``async_op``, else None; None too if this rank is not in the group.
 
     Raises:
         TypeError, ValueError, RuntimeError: as c10d's, before anything is sent.
@@ -105,17 +104,17 @@ def issue(
             if row.reduces and op.__class__ is not RedOpType:
                 op = canonical(op)
         else:
-            return issue_any(row, group, send, recv, op, root, async_op, counts)
+            return issue_any(Call(row, send, recv, op, root, counts), group, async_op)
         if backend.queue is not None:
             backend.queue.drain()
         journal.sequence = number = journal.sequence + 1
-        journal.current = call = (journal, number, row, shape, dtype, root)
-        journal.push(call)
+        journal.current = record = (journal, number, row, shape, dtype, root)
+        journal.push(record)
         try:
             if is_known:
                 known.run(send, recv)
             else:
-                backend.run(row, send, recv, op, root, counts)
+                backend.run(Call(row, send, recv, op, root, counts))
         except DistError:
             raise
         except Exception:  # refused before anything was sent; the long way refuses before it counts
@@ -124,9 +123,9 @@ def issue(
         finally:
             journal.current = None
         if not is_known and number % LOOKS == 0 and counts is None:
-            pg.known.look(row, send, recv, op, root, partial(backend.prepare, row, send, recv, op, root))
+            pg.known.look(row, send, recv, op, root, partial(backend.prepare, Call(row, send, recv, op, root)))
         return None
-    return issue_any(row, group, send, recv, op, root, async_op, counts)
+    return issue_any(Call(row, send, recv, op, root, counts), group, async_op)
 
 
 def is_shaped(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
@@ -136,33 +135,22 @@ def is_shaped(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, count
     return send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
 
 
-def issue_any(
-    row: Row,
-    group: Any,
-    send: Any,
-    recv: Any,
-    op: Any,
-    root: int | None,
-    async_op: bool,
-    counts: Counts | None = None,
-    then: Callable[[], None] | None = None,
-    result: list[torch.Tensor] | None = None,
-) -> Work | None:
+def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     """Run or begin a collective on anything that a caller may give: the long way of ``issue``.
 
-    ``then`` runs when the output is there, and ``result`` is what the Work shows in its place: for calls on
-    lists, whose collective works on one tensor of all.
+    A call on lists works on one tensor of all: its ``finish`` copies the output to them, and ``result`` is the list.
     """
+    row, send, recv, op, root, counts, then, result = call
     pg = joined(group, row.name)
     if pg is None:
         return None
     if pg.coalescing is not None:
-        pg.coalescing.append(partial(issue_any, row, pg, send, recv, op, root, True, counts, then, result))
+        pg.coalescing.append(call)
         return None
     if row.buffers == 0:
-        return dispatch(pg, pg.any_backend(), row, None, None, op, root, async_op, counts, [], None)
+        return dispatch(pg, pg.any_backend(), call, async_op)
     in_place = send is recv
-    # a rooted call leaves one side out, on some ranks; nothing else stands for a tensor
+    # only a rooted call leaves one side out, on some ranks
     output = None if recv is None and row.rooted else as_tensor(recv, "tensor", writable=True)
     given = output if in_place else None if send is None and row.rooted else as_tensor(send, "tensor")
     either = given if given is not None else as_tensor(output, "tensor")
@@ -211,50 +199,38 @@ def issue_any(
         counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
     if result is None:
         result = [output] if output is not None else []
-    return dispatch(pg, backend, row, sendbuf, recvbuf, op, root, async_op, counts, result, finish)
+    return dispatch(pg, backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result), async_op)
 
 
-def dispatch(
-    pg: Group,
-    backend: Backend,
-    row: Row,
-    send: torch.Tensor | None,
-    recv: torch.Tensor | None,
-    op: Any,
-    root: int | None,
-    async_op: bool,
-    counts: Counts | None,
-    result: list[torch.Tensor],
-    finish: Callable[[], None] | None,
-) -> Work | None:
-    """Hand a checked call to its backend; where that allows no other thread, an asynchronous one ends in here."""
+def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | None:
+    """Hand a checked call to its backend; if that allows no other thread, an asynchronous call ends before return."""
     journal = pg.journal
     if journal.before is not None:
-        journal.before(pg, backend, row, send, recv, op, root, counts)
-    call = journal.collective(row, send if send is not None else recv, root)
-    event = profiling.begin(backend.name, row.name, send, recv) if profiling.is_on() else None
+        journal.before(pg, backend, call)
+    record = journal.collective(call.row, call.tensor, call.root)
+    event = profiling.begin(backend.name, call.row.name, call.send, call.recv) if profiling.is_on() else None
     if async_op and backend.has_threads:
         # to begin may block where the library first has to find the other ranks; another thread may be in a wait
-        before, journal.current = journal.current, call
+        before, journal.current = journal.current, record
         try:
-            work: Work = backend.start(row, send, recv, op, root, counts, result, finish)
+            work: Work = backend.start(call)
         finally:
             journal.current = before
-        work._call = call
+        work._call = record
         if event is not None:
             work._ends(event)
         return work
     backend.settle()
-    journal.current = call
+    journal.current = record
     try:
-        backend.run(row, send, recv, op, root, counts)
+        backend.run(call)
     finally:
         journal.current = None
         if event is not None:
             event.__exit__(None, None, None)
-    if finish is not None:
-        finish()
-    return DoneWork(result) if async_op else None
+    if call.finish is not None:
+        call.finish()
+    return DoneWork(call.result or []) if async_op else None
 
 
 def is_done_by_parts(op: Any) -> bool:

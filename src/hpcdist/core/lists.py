@@ -27,6 +27,7 @@ from hpcdist.core.buffers import (
     same_dtype,
     scattering,
 )
+from hpcdist.core.call import Call
 from hpcdist.core.call_cache import Likeness, Recognition
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
@@ -69,33 +70,37 @@ def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work
     flat = joint(outputs, outputs[0])
     then = scattering(flat, outputs)
     if len(set(received)) == 1:
-        return issue_any(ALL_GATHER_SINGLE, pg, given, flat, None, None, async_op, None, then, outputs)
-    return issue_any(ALL_GATHER, pg, given, flat, None, None, async_op, ([given.numel()], received), then, outputs)
+        return issue_any(Call(ALL_GATHER_SINGLE, given, flat, finish=then, result=outputs), pg, async_op)
+    return issue_any(
+        Call(ALL_GATHER, given, flat, counts=([given.numel()], received), finish=then, result=outputs), pg, async_op
+    )
 
 
 def gather(pg: Group, tensor: Any, gather_list: Any, root: int, async_op: bool) -> Work | None:
     """Gather the tensors of all ranks into a list on the root; ``gather_list`` is not looked at elsewhere."""
     given = as_tensor(tensor, "tensor")
     if pg.rank() != root:
-        return issue_any(GATHER, pg, given, None, None, root, async_op)
+        return issue_any(Call(GATHER, given, root=root), pg, async_op)
     outputs = as_tensors(gather_list, "gather_list", writable=True)
     check_length("gather", "gather_list", outputs, len(pg.ranks))
     same_dtype(given, *outputs)
     check_sizes("gather", "gather_list", outputs, given)
     flat = joint(outputs, given)
-    return issue_any(GATHER, pg, given, flat, None, root, async_op, None, scattering(flat, outputs), outputs)
+    return issue_any(
+        Call(GATHER, given, flat, root=root, finish=scattering(flat, outputs), result=outputs), pg, async_op
+    )
 
 
 def scatter(pg: Group, tensor: Any, scatter_list: Any, root: int, async_op: bool) -> Work | None:
     """Hand each rank its tensor of the root's list; ``scatter_list`` is not looked at elsewhere."""
     output = as_tensor(tensor, "tensor", writable=True)
     if pg.rank() != root:
-        return issue_any(SCATTER, pg, None, output, None, root, async_op)
+        return issue_any(Call(SCATTER, None, output, root=root), pg, async_op)
     inputs = as_tensors(scatter_list, "scatter_list")
     check_length("scatter", "scatter_list", inputs, len(pg.ranks))
     same_dtype(output, *inputs)
     check_sizes("scatter", "scatter_list", inputs, output)
-    return issue_any(SCATTER, pg, in_one(pg, inputs, async_op), output, None, root, async_op)
+    return issue_any(Call(SCATTER, in_one(pg, inputs, async_op), output, root=root), pg, async_op)
 
 
 def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: bool) -> Work | None:
@@ -108,8 +113,8 @@ def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: b
     sent = [tensor.numel() for tensor in inputs]  # the same list on every rank
     given = in_one(pg, inputs, async_op)
     if len(set(sent)) == 1:
-        return issue_any(REDUCE_SCATTER_SINGLE, pg, given, target, op, None, async_op)
-    return issue_any(REDUCE_SCATTER, pg, given, target, op, None, async_op, (sent, [target.numel()]))
+        return issue_any(Call(REDUCE_SCATTER_SINGLE, given, target, op), pg, async_op)
+    return issue_any(Call(REDUCE_SCATTER, given, target, op, counts=(sent, [target.numel()])), pg, async_op)
 
 
 def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> Work | None:
@@ -122,7 +127,9 @@ def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> 
     counts = ([each.numel() for each in inputs], [each.numel() for each in outputs])
     flat = joint(outputs, outputs[0])
     then = scattering(flat, outputs)
-    return issue_any(ALL_TO_ALL, pg, in_one(pg, inputs, async_op), flat, None, None, async_op, counts, then, outputs)
+    return issue_any(
+        Call(ALL_TO_ALL, in_one(pg, inputs, async_op), flat, counts=counts, finish=then, result=outputs), pg, async_op
+    )
 
 
 def all_to_all_single(
@@ -235,9 +242,9 @@ def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: b
         together = [tensors[index] for index in bucket]
         is_begun = async_op or pg.backend(together[0].device).has_groups  # such a library launches all of them at once
         if len(together) == 1:
-            works.append(issue_any(ALL_REDUCE, pg, together[0], together[0], op, None, is_begun))
+            works.append(issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun))
             continue
         flat = in_one(pg, together, is_begun)
         then = scattering(flat, together)
-        works.append(issue_any(ALL_REDUCE, pg, flat, flat, op, None, is_begun, None, then, together))
+        works.append(issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun))
     return [work for work in works if work is not None]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
 if TYPE_CHECKING:
-    from hpcdist.core.table import Counts, Row
+    pass
 
 REASON_LENGTH = 200  # of an error's text that travels
 TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
@@ -116,15 +117,7 @@ class TensorCalls(Protocol):
     def device(self) -> torch.device:
         """Where the bytes of objects travel."""
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Run one collective to its end."""
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
@@ -156,7 +149,7 @@ class TensorObjects(Objects):
     def _lengths(self, length: int) -> list[int]:
         mine = torch.tensor([length], device=self.device)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self._calls.run(ALL_GATHER_SINGLE, mine, lengths, None, None, None)
+        self._calls.run(Call(ALL_GATHER_SINGLE, mine, lengths))
         return lengths.tolist()
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -164,7 +157,7 @@ class TensorObjects(Objects):
         data, failure = self._packed(value)
         lengths = self._lengths(data.numel())
         everything = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
-        self._calls.run(ALL_GATHER, data, everything, None, None, ([data.numel()], lengths))
+        self._calls.run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
         if failure is not None:
             raise failure
         return [unpickled(part) for part in everything.split(lengths)]
@@ -178,7 +171,7 @@ class TensorObjects(Objects):
         padded[: data.numel()] = data
         is_root = self.rank == root
         everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
-        self._calls.run(GATHER, padded, everything, None, root, None)
+        self._calls.run(Call(GATHER, padded, everything, root=root))
         if failure is not None:
             raise failure
         if everything is None:
@@ -191,10 +184,10 @@ class TensorObjects(Objects):
         is_root = self.rank == root
         data, failure = self._packed(value) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self.device)
-        self._calls.run(BROADCAST, length, length, None, root, None)
+        self._calls.run(Call(BROADCAST, length, length, root=root))
         if data is None:
             data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self._calls.run(BROADCAST, data, data, None, root, None)
+        self._calls.run(Call(BROADCAST, data, data, root=root))
         if failure is not None:
             raise failure
         return value if is_root else unpickled(data)
@@ -210,7 +203,7 @@ class TensorObjects(Objects):
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         if parts is not None:
             lengths = torch.tensor([part.numel() for part in parts], device=self.device)
-        self._calls.run(BROADCAST, lengths, lengths, None, root, None)
+        self._calls.run(Call(BROADCAST, lengths, lengths, root=root))
         longest = int(lengths.max())
         everything = None
         if parts is not None:
@@ -218,7 +211,7 @@ class TensorObjects(Objects):
             for row, part in zip(everything, parts, strict=True):
                 row[: part.numel()] = part
         mine = torch.empty(longest, dtype=torch.uint8, device=self.device)
-        self._calls.run(SCATTER, everything, mine, None, root, None)
+        self._calls.run(Call(SCATTER, everything, mine, root=root))
         if failure is not None:
             raise failure
         return unpickled(mine[: int(lengths[self.rank])])

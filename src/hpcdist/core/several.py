@@ -15,6 +15,7 @@ import torch
 
 from hpcdist.core import reduction
 from hpcdist.core.buffers import joined, put, same_dtype, scattering
+from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import canonical, issue_any
@@ -71,7 +72,7 @@ def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | N
         for tensor in tensors:
             put(total.view(tensor.shape), tensor.detach())
 
-    return issue_any(ALL_REDUCE, pg, total, total, how, None, async_op, None, copy, list(tensors))
+    return issue_any(Call(ALL_REDUCE, total, total, how, finish=copy, result=list(tensors)), pg, async_op)
 
 
 def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
@@ -84,7 +85,7 @@ def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, as
         if recv is not None:
             put(recv.view(tensors[root_tensor].shape), tensors[root_tensor].detach())
 
-    return issue_any(REDUCE, pg, total, recv, how, root, async_op, None, copy, list(tensors))
+    return issue_any(Call(REDUCE, total, recv, how, root, finish=copy, result=list(tensors)), pg, async_op)
 
 
 def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
@@ -95,7 +96,7 @@ def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op
         for tensor in tensors:
             put(flat.view(tensor.shape), tensor.detach())
 
-    return issue_any(BROADCAST, pg, flat, flat, None, root, async_op, None, copy, list(tensors))
+    return issue_any(Call(BROADCAST, flat, flat, root=root, finish=copy, result=list(tensors)), pg, async_op)
 
 
 def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:
@@ -110,7 +111,7 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
             each()
 
     result = [tensor for each in outputs for tensor in each]
-    return issue_any(ALL_GATHER_SINGLE, pg, flat, everything, None, None, async_op, None, copy, result)
+    return issue_any(Call(ALL_GATHER_SINGLE, flat, everything, finish=copy, result=result), pg, async_op)
 
 
 def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:
@@ -119,4 +120,4 @@ def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: A
     total = combined(pg, [joined([tensor.to(device) for tensor in each]) for each in inputs], how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
     then = scattering(mine, list(outputs))
-    return issue_any(REDUCE_SCATTER_SINGLE, pg, total, mine, how, None, async_op, None, then, list(outputs))
+    return issue_any(Call(REDUCE_SCATTER_SINGLE, total, mine, how, finish=then, result=list(outputs)), pg, async_op)

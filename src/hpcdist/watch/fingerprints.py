@@ -6,11 +6,12 @@ raises an error that names the ranks that differ and how.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpcdist.core.backend import Backend
+from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.table import ROWS, Counts, Row, Shape
+from hpcdist.core.table import ROWS, Shape
 from hpcdist.watch.report import label, listed
 
 
@@ -52,59 +53,44 @@ ASPECTS = {
 }
 
 
-def of_call(
-    pg: Group,
-    call: Row | str,
-    send: Any,
-    recv: Any,
-    op: Any,
-    root: int | None,
-    counts: Counts | None,
-) -> Fingerprint:
+def of_call(pg: Group, call: Call | str) -> Fingerprint:
     """Return the fingerprint of a call of this rank."""
     number = pg.journal.sequence + 1
     if isinstance(call, str):
         return Fingerprint(call, number, None, None, None, None, None, None, None)
-    tensor = send if send is not None else recv
+    row, tensor = call.row, call.tensor
     if tensor is None:
-        return Fingerprint(call.name, number, None, None, None, None, None, root, None)
-    sent = send.numel() if send is not None else recv.numel() * pg.size()
-    elements: int | None = sent
-    if call.shape is Shape.COUNTED:
+        return Fingerprint(row.name, number, None, None, None, None, None, call.root, None)
+    # only the root of a scatter sends: the other ranks receive one share of it
+    elements: int | None = tensor.numel() * (1 if call.send is not None else pg.size())
+    if row.shape is Shape.COUNTED:
         elements = None
-    elif call.name == "gather" or call.shape is Shape.GATHER:
-        elements = send.numel()
     return Fingerprint(
-        call.name,
+        row.name,
         number,
         tuple(tensor.shape),
         elements,
         str(tensor.dtype),
         tensor.device.type,
-        None if not call.reduces else getattr(op, "name", str(op)),
-        root,
-        None if counts is None else (tuple(counts[0]), tuple(counts[1])),
+        None if not row.reduces else getattr(call.op, "name", str(call.op)),
+        call.root,
+        None if call.counts is None else (tuple(call.counts[0]), tuple(call.counts[1])),
     )
 
 
-def check(
-    pg: Group,
-    backend: Backend,
-    call: Row | str,
-    send: Any = None,
-    recv: Any = None,
-    op: Any = None,
-    root: int | None = None,
-    counts: Counts | None = None,
-) -> None:
+def check(pg: Group, backend: Backend, call: Call | str) -> None:
     """Compare a call with the other ranks' before it runs; every rank of the group calls this.
+
+    ``call`` is a name for one that moves objects.
 
     Raises:
         RuntimeError: the calls do not fit (c10d's class for it).
     """
     backend.settle()
-    mine = of_call(pg, call, send, recv, op, root, counts)
-    pg.journal.current = (pg.journal, mine.number, call, mine.shape, getattr(send, "dtype", None), root)
+    mine = of_call(pg, call)
+    tensor = None if isinstance(call, str) else call.tensor
+    what, dtype = call if isinstance(call, str) else call.row, None if tensor is None else tensor.dtype
+    pg.journal.current = (pg.journal, mine.number, what, mine.shape, dtype, mine.root)
     try:
         prints = [Fingerprint(*each) for each in backend.objects.all_gather(tuple(mine))]
     finally:

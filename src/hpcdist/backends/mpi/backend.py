@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from mpi4py import MPI
@@ -21,7 +21,7 @@ from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.table import Counts, Row
+from hpcdist.core.call import Call, Run
 from hpcdist.core.work import Queue, Work
 
 
@@ -64,23 +64,13 @@ class MPIBackend(Backend):
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Run one collective, by MPI's blocking call or through node-shared memory."""
-        self.collectives.run(row, send, recv, op, root, counts)
+        self.collectives.run(call)
 
-    def prepare(
-        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None
-    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def prepare(self, call: Call) -> Run:
         """Return what runs a collective again: only MPI's call, if that is all there is to do."""
-        return self.collectives.prepare(row, send, recv, op, root)
+        return self.collectives.prepare(call)
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return small tensors as one, copied by MPI."""

@@ -24,11 +24,10 @@ from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import Reduction
 from hpcdist.core.buffers import overlap
+from hpcdist.core.call import Call, Run
 from hpcdist.core.table import ALL_REDUCE, BROADCAST, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
 
 IN_PLACE = MPI.IN_PLACE
-
-Run = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Collectives:
@@ -49,20 +48,13 @@ class Collectives:
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(comm, communicator.derived, communicator.poll, is_background)
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
-        """Run one collective to its end; the arguments are those of ``core.backend.Backend.run``.
+    def run(self, call: Call) -> None:
+        """Run one collective to its end.
 
         Raises:
             DistBackendError: MPI failed, or a rank has died.
         """
+        row, send, recv, op, root, counts, *_ = call
         try:
             if send is None:
                 if row.buffers:
@@ -232,13 +224,14 @@ class Collectives:
 
     # -- calls that come again -------------------------------------------------------------------------
 
-    def prepare(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> Run:
-        """Return what runs a collective on tensors that look like these.
+    def prepare(self, call: Call) -> Run:
+        """Return what runs a collective on tensors that look like this call's.
 
         What follows from their looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
         What is left is where the memory lies, and loops use the same memory again: to describe it to mpi4py takes
         0.15 µs a buffer, to see that it is the same 0.06.
         """
+        row, send, recv, op, root, *_ = call
         run: Run | None
         if self.is_shared(row, send.dtype, op, max(send.nbytes, recv.nbytes)):
             run = self._through_window(row, op, root) if recv is send else None
@@ -247,7 +240,7 @@ class Collectives:
         else:
             run = self._between_two(row, send.dtype, op)
         if run is None:
-            return lambda send, recv: self.run(row, send, recv, op, root, None)
+            return lambda send, recv: self.run(Call(row, send, recv, op, root))
         return self._checked(row, run) if self._communicator.is_checked else run
 
     def _checked(self, row: Row, run: Run) -> Run:
@@ -328,7 +321,7 @@ class Collectives:
                 buffers = describe(send, recv)
                 known = source, target, buffers
             if buffers is None:
-                self.run(row, send, recv, op, None, None)
+                self.run(Call(row, send, recv, op))
                 return
             try:
                 call(*buffers, *last)

@@ -21,7 +21,8 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.process.runtime import short_name
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.table import Counts, Row
+from hpcdist.core.call import Call
+from hpcdist.core.table import Row
 from hpcdist.core.work import Queue, Work
 
 WARNING = (
@@ -178,45 +179,28 @@ class StagedBackend(Backend):
         """Check as MPI's side does."""
         self.inner.check_reduction(row, dtype, op)
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Run one collective on device memory or on copies of it; the result is there when it returns."""
-        given = send if send is not None else recv
+        row, send, recv, op, *_ = call
+        given = call.tensor
         if given is None:
-            self.inner.run(row, send, recv, op, root, counts)
+            self.inner.run(call)
             return
         if self._goes_directly(row, send, recv, op):
             self._cuda.current_stream(given.device).synchronize()
-            self.inner.run(row, send, recv, op, root, counts)
+            self.inner.run(call)
             return
         sent = self._to_host(send) if send is not None else None
         received = sent if recv is send else self._on_host(recv) if recv is not None else None
-        self.inner.run(row, sent, received, op, root, counts)
+        self.inner.run(call._replace(send=sent, recv=received))
         if recv is not None and received is not None:
             self._to_device(received, recv)
 
-    def start(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-        result: list[torch.Tensor],
-        finish: Callable[[], None] | None,
-    ) -> Work:
+    def start(self, call: Call) -> Work:
         """Queue one collective on the communicator's worker; its Work waits on the host."""
-        given = send if send is not None else recv
+        given = call.tensor
         if given is None:
-            return self.inner.start(row, send, recv, op, root, counts, result, finish)
+            return self.inner.start(call)
         if self.inner.queue is None:
             self.inner.queue = self.inner.worker()
         if self._side is None:
@@ -224,17 +208,17 @@ class StagedBackend(Backend):
         before = self._cuda.Event()
         before.record(self._cuda.current_stream(given.device))
 
-        def call() -> None:
+        def carry_out() -> None:
             # the worker's own device: without it the end of the block would go back to GPU 0 and start a context there
             self._cuda.set_device(given.device)
             with self._cuda.stream(self._side):
                 self._side.wait_event(before)
-                self.run(row, send, recv, op, root, counts)
-                if finish is not None:
-                    finish()
+                self.run(call)
+                if call.finish is not None:
+                    call.finish()
                 self._side.synchronize()
 
-        return self.inner.queue.put(call, result)
+        return self.inner.queue.put(carry_out, call.result or [])
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""

@@ -17,16 +17,17 @@ import torch
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes, variables
-from hpcdist.backends.nccl.calls import Call, calls_of, message, scaled
+from hpcdist.backends.nccl.calls import Function, calls_of, message, scaled
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
 from hpcdist.backends.nccl.library import Library, check_gpu, load
 from hpcdist.backends.nccl.reductions import Reductions
 from hpcdist.backends.nccl.streams import Batch, StreamWork
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
-from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Counts, Row
+from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row
 from hpcdist.core.work import Work
 
 Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes
@@ -56,7 +57,7 @@ class NCCLBackend(Backend):
         self._owned_peer: Backend | None = None
         self._finder = finding.Finder(rank, store)
         self._batch: Batch | None = None
-        self._calls: dict[Row, Call] = calls_of(library)
+        self._calls: dict[Row, Function] = calls_of(library)
         self._reductions = Reductions(library, cuda)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
         self._token: torch.Tensor | None = None  # what a barrier reduces
@@ -120,57 +121,37 @@ class NCCLBackend(Backend):
         """Raise if NCCL cannot reduce, naming the way over MPI."""
         self._reductions.check(row, dtype, op, self.device)
 
-    def run(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Queue one collective on the current stream; a barrier waits on the host as well."""
         if self._batch is not None:
-            self.start(row, send, recv, op, root, counts, [], None)
+            self.start(call._replace(finish=None, result=None))
             return
-        if row.buffers == 0:
-            self.start(row, None, None, None, None, None, [], None).wait()
+        if call.row.buffers == 0:
+            self.start(Call(call.row)).wait()
             return
-        link = self._link_for(send, recv)
-        queue = self._queued(link, row, send, recv, op, root, counts)
+        link = self._link_for(call)
+        queue = self._queued(link, call)
         if queue is not nothing:
             current = link.streams.current()
-            self.communicators.launch(row.name, queue, current.cuda_stream)
+            self.communicators.launch(call.row.name, queue, current.cuda_stream)
             link.streams.mark(current)
 
-    def start(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        op: Any,
-        root: int | None,
-        counts: Counts | None,
-        result: list[torch.Tensor],
-        finish: Callable[[], None] | None,
-    ) -> Work:
+    def start(self, call: Call) -> Work:
         """Queue one collective on the side stream, behind what the current stream holds."""
-        is_barrier = row.buffers == 0
+        is_barrier = call.row.buffers == 0
         if is_barrier:
             link = self.communicators.group or self._connect(self.device)
             if self._token is None:
                 self._token = torch.zeros(1, device=link.streams.device)
-            row, send, recv, op = ALL_REDUCE, self._token, self._token, reduction.SUM
-        link = self._link_for(send, recv)
-        queue = self._queued(link, row, send, recv, op, root, counts)
-        return self._launch(link, queue, finish, result, row.name, None, is_barrier)
+            call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.result)
+        link = self._link_for(call)
+        queue = self._queued(link, call)
+        return self._launch(link, queue, call.finish, call.result or [], call.row.name, None, is_barrier)
 
-    def _link_for(self, send: torch.Tensor | None, recv: torch.Tensor | None) -> Link:
+    def _link_for(self, call: Call) -> Link:
         link = self.communicators.group
         if link is None:
-            tensor = send if send is not None else recv
-            assert tensor is not None
-            link = self._connect(tensor.device)
+            link = self._connect(call.tensor.device)
         return link
 
     def _launch(
@@ -203,12 +184,11 @@ class NCCLBackend(Backend):
             work.fail(self.communicators.ended)
         return work
 
-    def _queued(
-        self, link: Link, row: Row, send: Any, recv: Any, op: Any, root: int | None, counts: Counts | None
-    ) -> Queue:
+    def _queued(self, link: Link, call: Call) -> Queue:
         """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""
         self.communicators.check_live()
-        given = send if send is not None else recv
+        row, send, recv, op, root, counts, *_ = call
+        given = call.tensor
         dtype = given.dtype
         is_known = dtype in self._types
         number: int | None = None
@@ -235,7 +215,7 @@ class NCCLBackend(Backend):
         return partial(self._calls[row], self._library, link.where, send, recv, datatype, number, root, counts)
 
     def _premultiplied(
-        self, link: Link, factor: float, made: Call, send: Any, recv: Any, datatype: int, *rest: Any
+        self, link: Link, factor: float, made: Function, send: Any, recv: Any, datatype: int, *rest: Any
     ) -> None:
         """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
         op = self._reductions.scaling(link.comm, factor, send.dtype)

@@ -29,13 +29,13 @@ class Where(NamedTuple):
 
 
 # (library, where, send, recv, datatype, op, root, counts, stream): contiguous tensors of the elements that NCCL sees
-Call = Callable[[Any, Where, Any, Any, int, Any, Any, Any, int], None]
+Function = Callable[[Any, Where, Any, Any, int, Any, Any, Any, int], None]
 
 # what the bindings call what nccl.core calls otherwise
 ENTRY_POINTS = {"allreduce": "all_reduce", "allgather": "all_gather"}
 
 
-def direct(row: Row, function: Callable[..., None]) -> Call:
+def direct(row: Row, function: Callable[..., None]) -> Function:
     """Return the call of a row for which NCCL has a function."""
     of_receive, is_exchange = row.shape is Shape.SCATTER, row.shape is Shape.EXCHANGE
 
@@ -160,15 +160,15 @@ def message(
 
 
 # NCCL's own all-to-all would be another call than the exchange that a rank with splits makes
-COUNTED: dict[Row, Call] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter} | dict.fromkeys(
+COUNTED: dict[Row, Function] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter} | dict.fromkeys(
     EXCHANGES, all_to_all
 )
-STAND_INS: dict[str, Call] = {"gather": gather, "scatter": scatter}
+STAND_INS: dict[str, Function] = {"gather": gather, "scatter": scatter}
 
 
-def calls_of(library: Library) -> dict[Row, Call]:
+def calls_of(library: Library) -> dict[Row, Function]:
     """Return how each row with buffers is called in a release of NCCL."""
-    made: dict[Row, Call] = dict(COUNTED)
+    made: dict[Row, Function] = dict(COUNTED)
     for row in ROWS.values():
         if row.nccl is None:
             continue

@@ -1,0 +1,42 @@
+"""Call: the record of one collective, from the checks of its arguments to the library that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpcdist.core.table import Counts, Row
+
+Run = Callable[["torch.Tensor", "torch.Tensor"], None]  # runs a call again: what it reads and what it writes
+
+
+class Call(NamedTuple):
+    """One collective of one rank.
+
+    Attributes:
+        row: which one.
+        send: the tensor to read; the same object as ``recv`` for a call in place, None if this rank does not send.
+        recv: the tensor to write; None if this rank does not receive.
+        op: how values are combined, for rows that reduce.
+        root: a rank of the group, for rooted rows.
+        counts: elements to and from each rank, for rows of shape COUNTED.
+        finish: runs when ``recv`` holds the result, such as a copy to where the caller wants it.
+        result: what the Work of the call shows; None for the output.
+    """
+
+    row: Row
+    send: Any = None  # before the checks, whatever the caller gave, such as a NumPy array
+    recv: Any = None
+    op: Any = None
+    root: int | None = None
+    counts: Counts | None = None
+    finish: Callable[[], None] | None = None
+    result: list[torch.Tensor] | None = None
+
+    @property
+    def tensor(self) -> Any:
+        """The input, or the output on a rank that does not send; None for a barrier."""
+        return self.recv if self.send is None else self.send
