@@ -1,4 +1,4 @@
-"""Where are the object-oriented groups? In ``hpcdist.c10d.compat.dist2``; this is their public name."""
+"""Object-oriented groups: the public name of ``hpcdist.c10d.compat.dist2``."""
 
 from hpcdist.c10d.compat.dist2 import (
     ProcessGroup,

@@ -1,4 +1,4 @@
-"""Do the facade's tests pass when every tensor goes through a staging copy? A pytest plugin.
+"""Pytest plugin: the facade's tests with every tensor going through a staging copy.
 
     HPCDIST_TEST_BACKEND=cpu:mpi_staged,cuda:mpi \
         mpirun -n 2 python -m pytest -p tests.fakes.mpi_staged --with-mpi tests/mpi

@@ -1,4 +1,4 @@
-"""What a job survives: each check goes wrong on purpose and the job goes on. mpirun -n 3 python calm_job.py"""
+"""Job of the tests of failures: each check goes wrong on purpose and the job continues. mpirun -n 3 python calm_job.py"""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Fixtures of the tests of failures."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Do few questions suffice for a report that names every missing rank, on every rank, across nodes too?"""
+"""Few questions suffice for a report that names every missing rank, on every rank, across nodes too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can one sit down at one rank's pdb, from the terminal that mpirun was started on, while the others wait?"""
+"""One rank's pdb, on the terminal that mpirun was started from, while the others wait."""
 
 from __future__ import annotations
 

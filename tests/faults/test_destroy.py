@@ -1,4 +1,4 @@
-"""Does a group that is destroyed with a call under way end in bounded time, with a word on who is missing?"""
+"""A group that is destroyed with a call under way ends in bounded time and names who is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a call that a device never ends, and that no host waits for, end with a report of who is missing?"""
+"""A call that a device never ends, and that no host waits for, ends with a report of who is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the training job go on after losing a rank, and does it stop with its checkpoint when it is told to?"""
+"""The training job continues after losing a rank, and stops with its checkpoint when it is told to."""
 
 from __future__ import annotations
 

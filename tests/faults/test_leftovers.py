@@ -1,4 +1,4 @@
-"""Does a job that is killed leave anything behind, as a process or in the memory of the node?"""
+"""A job that is killed leaves nothing behind, neither processes nor files in the node's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every fault in every call end in bounded time, under every MPI, with a word on who and where?
+"""Every fault in every call ends in bounded time, under every MPI, and names who and where.
 
 CI runs the cells of CHOSEN; HPCDIST_FAULTS=all runs the whole matrix. HPCDIST_FAULTS_FIGURES names a
 file for the times.

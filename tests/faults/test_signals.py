@@ -1,4 +1,4 @@
-"""Is a signal noticed while every rank is inside MPI, and do all ranks stop at the same step?"""
+"""A signal is noticed while every rank is inside MPI, and all ranks stop at the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a start that a rank never comes to end in bounded time?"""
+"""A start that a rank never comes to ends in bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a job survive, and does it go on?"""
+"""What a job survives, and that it continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must come out? Inputs whose sum, product and bits are known, and the mathematics of each op.
+"""Expected values: inputs whose sum, product and bits are known, and the mathematics of each op.
 
 The input of rank r at place i is ``1 + (3 r + i) mod 5`` in small integers: exact in every dtype that
 reduces, so results can be compared for equality.

@@ -1,4 +1,4 @@
-"""Does asynchronous work end, in order, with the buffers kept, and tell the truth about itself?"""
+"""Asynchronous work ends, in order, with the buffers kept, and tells the truth about itself."""
 
 from __future__ import annotations
 

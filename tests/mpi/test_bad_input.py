@@ -1,4 +1,4 @@
-"""Does bad input raise c10d's class, say what was expected, send nothing, and leave the group usable?"""
+"""Bad input raises c10d's class, says what was expected, sends nothing, and leaves the group usable."""
 
 from __future__ import annotations
 

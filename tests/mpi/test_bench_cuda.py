@@ -1,4 +1,4 @@
-"""Does the comparison with torch's own group on a GPU run as a whole? On CPU tensors, with gloo in NCCL's place."""
+"""The comparison with torch's own group on a GPU as a whole: on CPU tensors, with gloo in NCCL's place."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Do coalesced calls give what single calls give?"""
+"""Coalesced calls give what single calls give."""
 
 from __future__ import annotations
 

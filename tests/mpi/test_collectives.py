@@ -1,4 +1,4 @@
-"""Does every row of the table compute what the mathematics says, for every dtype, op, root and layout?"""
+"""Every row of the table computes what the mathematics says, for every dtype, op, root and layout."""
 
 from __future__ import annotations
 

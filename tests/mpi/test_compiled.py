@@ -1,4 +1,4 @@
-"""Do our calls work in a function that torch.compile takes?"""
+"""Our calls work in a function that torch.compile takes."""
 
 from __future__ import annotations
 

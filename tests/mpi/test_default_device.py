@@ -1,4 +1,4 @@
-"""Does a default device, such as ``torch.set_default_device("cuda")`` sets, leave what we make for ourselves alone?"""
+"""A default device, such as ``torch.set_default_device("cuda")`` sets, does not reach what we make for ourselves."""
 
 from __future__ import annotations
 

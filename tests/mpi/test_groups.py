@@ -1,4 +1,4 @@
-"""Are subgroups what was asked for, in one step, and gone when destroyed?"""
+"""Subgroups are what was asked for, in one step, and gone when destroyed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do more than 2^31 - 1 elements travel, where MPI counts in C ints?"""
+"""More than 2^31 - 1 elements travel, although MPI counts in C ints."""
 
 from __future__ import annotations
 

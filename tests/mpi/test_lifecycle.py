@@ -1,4 +1,4 @@
-"""Does the world begin and end cleanly, again and again, and over communicators that others own?"""
+"""The world begins and ends cleanly, again and again, and over communicators that others own."""
 
 from __future__ import annotations
 

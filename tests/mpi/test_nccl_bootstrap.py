@@ -1,4 +1,4 @@
-"""Does every rank hear the one unique id? Made by the real libnccl, told over MPI and over a TCPStore."""
+"""Every rank receives the one unique id, made by the real libnccl and sent over MPI and over a TCPStore."""
 
 from __future__ import annotations
 

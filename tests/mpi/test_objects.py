@@ -1,4 +1,4 @@
-"""Do objects arrive whole, on the ranks they are for?"""
+"""Objects arrive whole, on the ranks they are for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do messages reach the rank they are for, in order, by tag, from anyone, and to oneself?"""
+"""Messages reach the rank they are for, in order, by tag, from anyone, and to oneself."""
 
 from __future__ import annotations
 

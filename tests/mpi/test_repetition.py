@@ -1,4 +1,4 @@
-"""Is a call that repeats the last one taken for it, and one that only resembles it not?"""
+"""A call that repeats the last one is taken for it, and one that only resembles it is not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch.distributed import ReduceOp
 
 import hpcdist as dist
-from hpcdist.core.call_cache import LOOKS, CachedCall, Recognition
+from hpcdist.core import hooks
+from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.lists import Bundle
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, BROADCAST, REDUCE_SCATTER_SINGLE
 from hpcdist.core.world import WORLD
@@ -43,7 +44,7 @@ RESEMBLING = {
 
 @pytest.mark.parametrize("name", RESEMBLING)
 def test_what_resembles_is_not_alike(name):
-    is_like = Recognition.of(PLAIN)
+    is_like = hooks.likeness(PLAIN)
     assert is_like(PLAIN)
     assert is_like(torch.zeros(2, 3))
     assert not is_like(RESEMBLING[name])
@@ -53,7 +54,7 @@ def test_what_resembles_is_not_alike(name):
 
 def test_lazily_conjugated_is_not_alike():
     tensor = torch.ones(2, dtype=torch.complex64)
-    assert not Recognition.of(tensor)(tensor.conj())
+    assert not hooks.likeness(tensor)(tensor.conj())
 
 
 def calls(group, rank, size):

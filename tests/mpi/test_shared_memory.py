@@ -1,4 +1,4 @@
-"""Do collectives through shared memory give what mathematics says, at every chunk edge, for every dtype × op?"""
+"""Collectives through shared memory give what mathematics says, at every chunk edge, for every dtype × op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the MPI backend use shared memory where it should, survive being interrupted, and give everything back?"""
+"""The MPI backend uses shared memory where it should, survives being interrupted, and gives everything back."""
 
 from __future__ import annotations
 

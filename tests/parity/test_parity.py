@@ -1,4 +1,4 @@
-"""Do the same calls give the same results, and the same kinds of errors, as torch.distributed on gloo?"""
+"""The same calls give the same results, and the same kinds of errors, as torch.distributed on gloo."""
 
 from __future__ import annotations
 

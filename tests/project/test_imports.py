@@ -37,11 +37,6 @@ MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main
 # (importer, imported) -> why it is allowed although the table above forbids it; an entry that is no longer needed
 # fails the test
 EXCEPTIONS = {
-    ("hpcdist.core.registry", "hpcdist.backends.torch_c10d"): "upward: the registry asks torch for backends of others",
-    (
-        "hpcdist.launch.rendezvous",
-        "hpcdist.backends.mpi.process.runtime",
-    ): "upward: mpi:// tells the store's address by MPI",
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",

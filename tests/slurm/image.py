@@ -1,4 +1,4 @@
-"""Which image do the tests of ``apptainer.sbatch`` run in, and how is it built?
+"""Container image for the tests of ``apptainer.sbatch``, and how it is built.
 
 From ``slurm/hpcdist.def``, the file that users build from, with wheels that pip collects on this machine, so that the
 build itself needs no package index. It takes two to four minutes, so the image is kept, and built anew when what is

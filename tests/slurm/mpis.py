@@ -1,4 +1,4 @@
-"""Which MPI does a Python have, and how does srun start it?"""
+"""The MPI that a Python has, and how srun starts it."""
 
 from __future__ import annotations
 

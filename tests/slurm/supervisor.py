@@ -1,4 +1,4 @@
-"""What keeps a test cluster from outliving its test run?
+"""Supervisor that ends a test cluster with its test run.
 
 A small process of its own, the parent of every daemon of the cluster. It makes itself the *subreaper* of all that it
 starts (``prctl(2)``), so that job steps, which Slurm turns into daemons, stay its descendants. It holds on to its

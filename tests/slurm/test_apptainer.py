@@ -1,4 +1,4 @@
-"""Does ``apptainer.sbatch`` run as it is in real Apptainer, with MPI started outside the containers and used inside?
+"""``apptainer.sbatch`` as it is in real Apptainer, with MPI started outside the containers and used inside.
 
 The jobs run as an ordinary user's do where Apptainer is not setuid: each container in a user namespace of its own, the
 image mounted by FUSE.

@@ -1,4 +1,4 @@
-"""Does ``python -m hpcdist slurm`` write and submit job scripts that Slurm runs?"""
+"""``python -m hpcdist slurm`` writes and submits job scripts that Slurm runs."""
 
 import re
 import subprocess

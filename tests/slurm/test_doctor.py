@@ -1,4 +1,4 @@
-"""What does the doctor say of a real step: one that is right, and one that srun started for another MPI?"""
+"""The doctor's words on a real step: one that is right, and one that srun started for another MPI."""
 
 import json
 

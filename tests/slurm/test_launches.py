@@ -1,4 +1,4 @@
-"""What happens to a job that is started wrongly, or cancelled, or that outlives its test run?"""
+"""Jobs that are started wrongly, or cancelled, or that outlive their test run."""
 
 import signal
 import subprocess

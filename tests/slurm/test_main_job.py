@@ -1,4 +1,4 @@
-"""Does the main job end with the same accuracy however Slurm starts it?"""
+"""The main job ends with the same accuracy however Slurm starts it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Does a job that is warned come back and go on? Real signals: from an operator, and from Slurm before the limit."""
+"""A job that is warned comes back and continues: real signals from an operator, and from Slurm before the limit."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Does every template run as it is? One test a template, on whatever MPI it is made for."""
+"""Every template as it is, one test each, on each MPI that it is made for."""
 
 import os
 import re

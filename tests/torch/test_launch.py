@@ -1,4 +1,4 @@
-"""Do unmodified scripts, other worlds and torch's own init_process_group meet hpcdist? Each in its own processes."""
+"""Unmodified scripts, other worlds and torch's own init_process_group with hpcdist, each in its own processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the comparison with torch's NCCL say what it lacks, and count what it measured?"""
+"""The comparison with torch's NCCL says what it lacks, and counts what it measured."""
 
 from __future__ import annotations
 

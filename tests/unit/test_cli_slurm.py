@@ -1,4 +1,4 @@
-"""Is a filled job template what was asked for, and still a job script that a shell can trust?"""
+"""A filled job template is what was asked for, and still a job script that a shell can trust."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Do Slurm's compressed lists expand to what Slurm means by them?"""
+"""Slurm's compressed lists expand to what Slurm means by them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Is every launcher recognised, and does each way to find the others without MPI work and fail clearly?"""
+"""Every launcher is recognised, and each way to find the others without MPI works or fails clearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is MPI asked about CUDA before it is given device memory?"""
+"""MPI is asked about CUDA before it is given device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do backend names and backend strings mean what they mean in c10d?"""
+"""Backend names and backend strings mean what they mean in c10d."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU does a rank take, and is a GPU taken twice noticed?"""
+"""Which GPU a rank takes, and that a GPU taken twice is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where NCCL cannot be used? Each time what is missing, and the command that mends it."""
+"""What is said if NCCL cannot be used: what is missing, and the command that installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can I call on one tensor? One function a row of the table.
+"""Collectives on one tensor: one function for each row of the table.
 
 Every rank of the group calls each of these, in the same order. The semantics are those of the functions of
 the same name in ``torch.distributed`` and of the collective operations of MPI 6. Tensors may be of any

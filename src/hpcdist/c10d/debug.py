@@ -1,4 +1,4 @@
-"""How does one look at a job that does not do what it should? Debug level, monitored barrier, breakpoint, stop."""
+"""Debugging of a job: debug level, monitored barrier, breakpoint, stop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from hpcdist.core import world
+from hpcdist.core import hooks, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
-from hpcdist.core.journal import SCRUTINY
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
@@ -60,9 +59,9 @@ def set_debug_level_from_env() -> None:
 
 def scrutinise(level: DebugLevel) -> None:
     """Have collectives compared, or not, on all groups there are and will be."""
-    SCRUTINY.check = fingerprints.check if level == DebugLevel.DETAIL else None
+    hooks.compare = fingerprints.check if level == DebugLevel.DETAIL else None
     for group in WORLD.groups.values():
-        group.journal.before = SCRUTINY.check
+        group.journal.before = hooks.compare
 
 
 def monitored_barrier(

@@ -1,4 +1,4 @@
-"""Which backends can be named, and what does a backend string mean? c10d's ``Backend`` and ``BackendConfig``."""
+"""Names of backends and the meaning of a backend string: c10d's ``Backend`` and ``BackendConfig``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do two ranks talk? Sends and receives of tensors (MPI 3).
+"""Sends and receives of tensors between two ranks (MPI 3).
 
 Messages between two ranks with one tag arrive in the order they were sent. A rank may send to itself where
 one side does not block. Peers are given as global ranks, or with ``group_…`` as ranks of the group.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed
 
-from hpcdist.core import profiling, world
+from hpcdist.core import hooks, profiling, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin_receive, begin_send, incoming, outgoing, title
@@ -44,7 +44,7 @@ def send(
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
-    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, "send", data) if hooks.is_profiled() else None
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
     try:
@@ -85,7 +85,7 @@ def recv(
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
-    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, title(source), data) if hooks.is_profiled() else None
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
     try:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist.core import hooks
+
 if TYPE_CHECKING:
     from hpcdist.core.table import Row
 
@@ -26,12 +28,6 @@ Likeness = Callable[..., bool]  # takes as many tensors as it was made from; Fal
 
 LOOKS = 31  # at one call in so many
 PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own is planned anew by every call
-
-
-class Recognition:
-    """What makes a likeness of tensors, or None where nothing can."""
-
-    of: Callable[..., Likeness] | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,6 +71,6 @@ class CallCache(dict["Row | str", Any]):
         seen = (shape, dtype, op, root)
         if self.get(what) != seen:
             self[what] = seen
-        elif Recognition.of is not None and op.__class__ in PLAIN_OPS:
-            is_like = Recognition.of(send) if recv is send else Recognition.of(send, recv)
+        elif hooks.likeness is not None and op.__class__ in PLAIN_OPS:
+            is_like = hooks.likeness(send) if recv is send else hooks.likeness(send, recv)
             self[what] = CachedCall(op, root, recv is send, is_like, shape, dtype, prepare())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.core import profiling
+from hpcdist.core import hooks, profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     COMPLEX_TYPES,
@@ -72,7 +72,7 @@ def issue(
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
         and (journal := pg.journal).before is None
-        and not profiling.is_on()
+        and not hooks.is_profiled()
     ):
         known = pg.known.get(row)
         if (
@@ -208,7 +208,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if journal.before is not None:
         journal.before(pg, backend, call)
     record = journal.collective(call.row, call.tensor, call.root)
-    event = profiling.begin(backend.name, call.row.name, call.send, call.recv) if profiling.is_on() else None
+    event = profiling.begin(backend.name, call.row.name, call.send, call.recv) if hooks.is_profiled() else None
     if async_op and backend.has_threads:
         # to begin may block where the library first has to find the other ranks; another thread may be in a wait
         before, journal.current = journal.current, record

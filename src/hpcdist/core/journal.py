@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcdist.core import hooks
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,7 +50,6 @@ class Ring:
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)
-        self.listener: Callable[[tuple[Any, ...]], None] | None = None  # hears of each call too (the log, at debug)
 
     def resize(self, length: int) -> None:
         """Keep another number of calls; for journals that follow from now on."""
@@ -60,7 +61,7 @@ class Ring:
 
     def pusher(self) -> Callable[[tuple[Any, ...]], None]:
         """Return what a journal adds its calls with."""
-        append, listener = self.calls.append, self.listener
+        append, listener = self.calls.append, hooks.listen
         if listener is None:
             return append
 
@@ -72,15 +73,6 @@ class Ring:
 
 
 RING = Ring()
-
-
-class Scrutiny:
-    """What checks each collective of groups made from now on (the debug level DETAIL), or None."""
-
-    check: Callable[..., None] | None = None
-
-
-SCRUTINY = Scrutiny()
 
 
 class Journal:
@@ -103,7 +95,7 @@ class Journal:
         self.messages = 0
         self.current: tuple[Any, ...] | None = None
         self.waited: Any = None
-        self.before = SCRUTINY.check
+        self.before = hooks.compare
         self.group = group
         self.follow()
 
@@ -144,14 +136,3 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         """Blocks no longer."""
         self.current = None
-
-
-def explain_nothing(call: Any) -> str:
-    """Stand in until ``hpcdist.watch`` is there."""
-    return ""
-
-
-class Explanation:
-    """Who knows where the other ranks are, for the message of a wait that timed out."""
-
-    of: Callable[[Any], str] = staticmethod(explain_nothing)

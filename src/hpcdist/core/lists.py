@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hpcdist.core import hooks
 from hpcdist.core.buffers import (
     as_splits,
     as_tensor,
@@ -28,7 +29,7 @@ from hpcdist.core.buffers import (
     scattering,
 )
 from hpcdist.core.call import Call
-from hpcdist.core.call_cache import Likeness, Recognition
+from hpcdist.core.call_cache import Likeness
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
 from hpcdist.core.table import (
@@ -213,8 +214,8 @@ def sizes_of_plain(pg: Group, tensors: list[Any]) -> list[int] | None:
         return None
     if known != sizes:
         pg.known["all_reduce_coalesced"] = sizes
-    elif Recognition.of is not None:
-        pg.known["all_reduce_coalesced"] = Bundle(Recognition.of(*tensors), sizes)
+    elif hooks.likeness is not None:
+        pg.known["all_reduce_coalesced"] = Bundle(hooks.likeness(*tensors), sizes)
     return sizes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import profiling
+from hpcdist.core import hooks, profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.group import Group
@@ -54,7 +54,7 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
         return None
     pg, peer = way
     backend, data = outgoing(pg, tensor)
-    event = profiling.begin(backend.name, "send", data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, "send", data) if hooks.is_profiled() else None
     journal = pg.journal
     call = journal.message("isend", data, peer)
     before, journal.current = journal.current, call
@@ -71,7 +71,7 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
         return None
     pg, source = way
     backend, data, finish = incoming(pg, tensor)
-    event = profiling.begin(backend.name, title(source), data) if profiling.is_on() else None
+    event = profiling.begin(backend.name, title(source), data) if hooks.is_profiled() else None
     journal = pg.journal
     call = journal.message("irecv", data, source)
     before, journal.current = journal.current, call
@@ -86,7 +86,7 @@ def title(source: int | None) -> str:
     return "recvAnySource" if source is None else "recv"
 
 
-def recorded(work: Work, call: tuple[Any, ...], event: profiling.Event | None) -> Work:
+def recorded(work: Work, call: tuple[Any, ...], event: hooks.Event | None) -> Work:
     """Let a Work know its record, and end its event."""
     work._call = call
     if event is not None:

@@ -1,6 +1,6 @@
-"""Which backends are there, and where? Each is imported when a group first asks for it.
+"""Registry of backends: where each is, imported when a group first asks for it.
 
-A name is looked up here alone; a backend that cannot be imported says what to install.
+Names are looked up only here; a backend that cannot be imported says what to install.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpcdist.core.errors import DistBackendError
 
 
 class Entry(NamedTuple):
-    """Where a backend is, which devices it carries, and what its absence is mended with."""
+    """Where a backend is, which devices it carries, and what to do if it is missing."""
 
     module: str
     attribute: str
@@ -34,6 +34,8 @@ ENTRIES: dict[str, Entry] = {
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
 }
 
+ADAPTER = "hpcdist.backends.torch_c10d"  # makes a backend of what Backend.register_backend was given
+
 Creator = Callable[..., Any]
 PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend was given: creator, extended_api
 
@@ -50,12 +52,12 @@ def load(name: str) -> type[Backend]:
         raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
     try:
         return getattr(importlib.import_module(entry.module), entry.attribute)
-    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI library
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI library
         raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
 
 
 def check(name: str) -> None:
-    """Raise where a backend is unknown or its library is missing (see ``load``)."""
+    """Raise if a backend is unknown or its library is missing (see ``load``)."""
     if name not in PLUGINS:
         load(name)
 
@@ -63,9 +65,9 @@ def check(name: str) -> None:
 def connect(name: str, bootstrap: Bootstrap) -> Backend:
     """Make a communicator of a named backend for a whole group; every rank of it calls this."""
     if name in PLUGINS:
-        from hpcdist.backends.torch_c10d import registered
-
-        return registered(name, *PLUGINS[name]).connect(bootstrap)
+        adapter = importlib.import_module(ADAPTER)
+        made: type[Backend] = adapter.registered(name, *PLUGINS[name])
+        return made.connect(bootstrap)
     return load(name).connect(bootstrap)
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed
 from torch import is_grad_enabled, is_inference_mode_enabled
 
+from hpcdist.core import hooks
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.journal import Explanation
 from stores.keep_alive import KeptAlive
 
 if TYPE_CHECKING:
-    from hpcdist.core.profiling import Event
+    from hpcdist.core.hooks import Event
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 
@@ -109,7 +109,7 @@ class Work(KeptAlive, torch.distributed.Work):
             if not self._await(seconds):
                 raise DistBackendError(
                     f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "
-                    f"way. {Explanation.of(self._call)}".rstrip()
+                    f"way. {hooks.explain(self._call)}".rstrip()
                 )
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Which groups exist in this process? The package's only module state."""
+"""World: the groups of this process."""
 
 from __future__ import annotations
 

@@ -170,11 +170,16 @@ def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta =
 
 def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Open a store on rank 0 and send its addresses and a random secret over MPI; nothing needs to be configured."""
-    from hpcdist.backends.mpi.process import runtime
+    from hpcdist.core import registry
+    from hpcdist.core.backend import Bootstrap
 
-    world = runtime.world(timeout)
-    store = served(world.Get_rank(), world.allgather(addresses.network()), world.bcast, timeout)
-    yield store, world.Get_rank(), world.Get_size()
+    carrier = registry.connect("mpi", Bootstrap(rank, world_size, timeout))  # rank and size are MPI's own
+    try:
+        networks = carrier.objects.all_gather(addresses.network())
+        store = served(carrier.rank, networks, carrier.objects.broadcast, timeout)
+    finally:
+        carrier.close()
+    yield store, carrier.rank, carrier.size
 
 
 def by_slurm(

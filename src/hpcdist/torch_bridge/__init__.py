@@ -53,7 +53,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._mesh_layout import _MeshLayout
 
-from hpcdist.core import profiling
+from hpcdist.core import hooks
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
@@ -375,7 +375,7 @@ def divert(launch: environment.Launch | None) -> None:
 # -- torch.profiler ----------------------------------------------------------------------------------------
 
 
-def record(name: str, inputs: Sequence[torch.Tensor]) -> profiling.Event:
+def record(name: str, inputs: Sequence[torch.Tensor]) -> hooks.Event:
     """Begin a profiler's event; ``record_comm``'s name goes before ours."""
     event = _RecordFunctionFast(bindings._get_comm_profiling_name() or name, list(inputs))
     event.__enter__()
@@ -387,7 +387,7 @@ def is_profiled() -> bool:
     return profiler._is_profiler_enabled
 
 
-profiling.install(is_profiled, record)
+hooks.is_profiled, hooks.record = is_profiled, record
 
 
 # -- torch.cuda --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._C import _dynamo
 
-from hpcdist.core import call_cache
+from hpcdist.core import call_cache, hooks
 
 compiler: Any = _dynamo
 REASON = "it communicates"
@@ -42,7 +42,7 @@ def likeness(*tensors: torch.Tensor) -> call_cache.Likeness:
 
 with suppress(Exception):  # a torch that compares in another way: then each call asks for itself
     likeness(torch.empty(1, device="cpu"))
-    call_cache.Recognition.of = likeness
+    hooks.likeness = likeness
 
 
 def run_as_they_are(values: Iterable[Any]) -> None:

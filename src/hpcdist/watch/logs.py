@@ -11,7 +11,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from hpcdist.core.journal import RING, Call
+from hpcdist.core import hooks
+from hpcdist.core.journal import Call
 
 if TYPE_CHECKING:
     from hpcdist.core.group import Group
@@ -62,7 +63,7 @@ def set_up() -> None:
     LOG.setLevel(LEVELS[wanted])
     LOG.propagate = False
     if LOG.isEnabledFor(logging.DEBUG):
-        RING.listener = log_call
+        hooks.listen = log_call
 
 
 def locate(rank: int, size: int) -> None:

@@ -26,10 +26,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.journal import Explanation
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means, State
@@ -402,6 +402,6 @@ def begin(group: Group) -> Watchdog:
     if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()
-    Explanation.of = staticmethod(watchdog.explain)
+    hooks.explain = watchdog.explain
     logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=logs.of(group))
     return watchdog

@@ -1,4 +1,4 @@
-"""Is anything left of a job that is cancelled? Ranks with children of their own and shared memory, which never end."""
+"""Ranks with children of their own and shared memory, which never end: a job to cancel."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Is the status of a job that of its script? Every rank ends with the status that is asked for."""
+"""Every rank ends with the status that is asked for, which must be that of the job."""
 
 import sys
 

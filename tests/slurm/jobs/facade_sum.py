@@ -1,4 +1,4 @@
-"""Do the ranks form one world by themselves? Sums their numbers with hpcdist as a user calls it, with no argument."""
+"""Sum of the ranks' numbers with hpcdist as a user calls it, with no argument."""
 
 import torch
 

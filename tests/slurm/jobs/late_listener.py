@@ -1,4 +1,4 @@
-"""Is a warning lost that comes while Python still starts? Listens after some seconds, and ends when it has heard it."""
+"""Job that listens for a warning after some seconds, and ends when it has received it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Do all ranks of this launch form one world? Rank 0 prints its size, the sum of its ranks and what was passed on."""
+"""Rank 0 prints the world's size, the sum of its ranks and the arguments: all ranks of a launch form one world."""
 
 import os
 import sys

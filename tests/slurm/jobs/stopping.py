@@ -1,4 +1,4 @@
-"""Does a job go on where it was stopped? Counts steps; at SIGUSR1 on any rank all write and end at the same step."""
+"""Job that counts steps; at SIGUSR1 on any rank all write and end at the same step."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Do srun's ranks form one world without MPI? Sums their numbers over what init_method="slurm://" finds."""
+"""Sum of the ranks' numbers over what init_method="slurm://" finds: srun's ranks form one world without MPI."""
 
 import os
 

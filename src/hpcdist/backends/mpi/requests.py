@@ -1,4 +1,4 @@
-"""How is a message under way waited for? MPI's requests as c10d's Work."""
+"""MPI's requests as c10d's Work: how a message under way is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names did torch rename? They still work, and say once what to use."""
+"""Names that torch renamed: they still work, and each says once what to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are groups made as objects, without a default group or any registry? (torch's experimental ``_dist2``)
+"""Groups made as objects, without a default group or registry: torch's experimental ``_dist2``.
 
 ``new_group`` makes a world of its own, over MPI or a store. Its collectives are the methods of the group, and the
 functions of ``hpcdist`` take it as ``group=`` too.

@@ -1,4 +1,4 @@
-"""What can the MPI world do? Thread level, lost ranks, large counts, GPU memory: each tried on a communicator."""
+"""Abilities of the MPI world, each tried on a communicator: threads, lost ranks, large counts, GPU memory."""
 
 from __future__ import annotations
 

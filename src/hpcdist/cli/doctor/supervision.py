@@ -1,4 +1,4 @@
-"""What if a check ends the process, or never ends? MPI_Init does both where launcher and library do not fit.
+"""Supervision of checks that end the process or never end, as MPI_Init may if launcher and library do not fit.
 
 The checks run in a forked process; this one calls no MPI, waits for it, and can tell what became of it. Launchers allow
 that: their rank's process is often a shell whose child calls MPI. MPICH's is the exception: it hands its processes a

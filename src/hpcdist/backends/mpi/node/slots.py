@@ -1,4 +1,4 @@
-"""What does a group hold for its collectives through node-shared memory? The window, its nodes, its plans.
+"""What a group holds for its collectives through node-shared memory: the window, its nodes, its plans.
 
 Made on the group's first use of shared memory, by all of its ranks together, and given back by `close`.
 """

@@ -1,4 +1,4 @@
-"""Is Intel MPI, and no other, started so that threads may call its collectives?
+"""Intel MPI, and no other, is started so that threads may call its collectives.
 
 That they then do not wait for each other, ``tests/mpi/test_async.py`` and ``tests/parity`` show under Intel MPI itself.
 """

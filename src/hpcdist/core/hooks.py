@@ -1,0 +1,54 @@
+"""Hooks: the places where upper layers install what core calls but does not know.
+
+Each is a variable of this module. Until an upper layer sets it, it does nothing, so core works without them. They are
+read as ``hooks.NAME`` at each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Event(Protocol):
+    """An event of a profiler that has begun."""
+
+    def __exit__(self, *_: Any) -> Any:
+        """End it, from any thread."""
+
+
+def is_profiled_by_nobody() -> bool:
+    """Return False: no profiler is known."""
+    return False
+
+
+def record_nothing(name: str, inputs: Sequence[torch.Tensor]) -> Event:
+    """Raise: no profiler is known."""
+    raise RuntimeError(f"no profiler is installed to record {name}")
+
+
+def explain_nothing(call: Any) -> str:
+    """Return no explanation."""
+    return ""
+
+
+# whether a profiler runs, and what begins an event of a name and inputs; ``torch_bridge`` sets both
+is_profiled: Callable[[], bool] = is_profiled_by_nobody
+record: Callable[[str, Sequence[torch.Tensor]], Event] = record_nothing
+
+# what makes a test of whether tensors look like the given ones (``core.call_cache``); ``torch_bridge.compiler`` sets it
+# if this torch has such a comparison
+likeness: Callable[..., Callable[..., bool]] | None = None
+
+# compares a collective with the other ranks' before it runs, for groups made from now on; ``c10d.debug`` sets it at the
+# debug level DETAIL
+compare: Callable[..., None] | None = None
+
+# takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug
+listen: Callable[[tuple[Any, ...]], None] | None = None
+
+# says where the other ranks are, for the message of a wait that timed out; ``watch`` sets it
+explain: Callable[[Any], str] = explain_nothing
