@@ -1,4 +1,4 @@
-"""Job of the tests of failures: each check goes wrong on purpose and the job continues. mpirun -n 3 python calm_job.py"""
+"""Checks that each go wrong on purpose, after which the job continues: mpirun -n 3 python calm_job.py"""
 
 from __future__ import annotations
 
