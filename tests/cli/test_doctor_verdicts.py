@@ -13,8 +13,9 @@ import time
 import pytest
 
 from hpcdist.cli.doctor import devices, installed, memory, mpi_library, network, placement, slurm_step, speed
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text, ranks_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text
 from hpcdist.cli.doctor.supervision import supervise
+from hpcdist.core.ranks import listed
 from tests import programs
 
 
@@ -39,7 +40,7 @@ def test_versions_that_differ_are_a_problem_and_say_where():
     problem = found(installed.judge(ranks), "torch differs between ranks")
     assert problem.level == PROBLEM
     assert "2.99.0 on rank 1" in problem.text
-    assert "on ranks 0, 2-3" in problem.text
+    assert "on ranks 0, 2, 3" in problem.text
     assert problem.mend
 
 
@@ -168,7 +169,7 @@ def test_gpus():
     own = [{"devices": {**gpu, "index": i, "uuid": f"u{i}"}} for i in range(2)]
     assert levels(devices.judge(own)) == {OK}
     shared = [{"devices": {**gpu, "index": 0, "uuid": "u0"}} for _ in range(2)]
-    assert found(devices.judge(shared), "ranks 0-1 share one GPU").level == ADVICE
+    assert found(devices.judge(shared), "ranks 0, 1 share one GPU").level == ADVICE
     broken = [{"devices": {**gpu, "index": 0, "uuid": "u0", "computed": "CUDA error: ECC"}}]
     assert found(devices.judge(broken), "CUDA error: ECC").level == PROBLEM
     hidden = [{"devices": {**gpu, "count": 0, "visible": "", "index": None, "computed": None}}]
@@ -221,8 +222,8 @@ def test_checks_that_end_return_their_status(status):
 
 
 def test_texts():
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([0, 1, 2, 9]) == "ranks 0-2, 9"
+    assert listed([3]) == "rank 3"
+    assert listed([0, 1, 2, 9]) == "ranks 0 to 2, 9"
     assert bytes_text(8) == "8 B"
     assert bytes_text(4 << 20) == "4.0 MiB"
     assert bytes_text(64 << 20) == "64 MiB"

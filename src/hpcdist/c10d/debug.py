@@ -17,6 +17,7 @@ from hpcdist.core import hooks, world
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
+from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
@@ -200,9 +201,9 @@ def whereabouts_of(pg: Group, ranks: list[int]) -> str:
     asked = [pg.ranks[rank] for rank in ranks]
     answers = RUNNING[0].ask(asked, pg.group_name, 0.5)
     said = [
-        f"{report.listed([rank])} is {report.place(answers[rank], pg.group_name)}"
+        f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
         if rank in answers
-        else f"{report.listed([rank])}: {RUNNING[0].channel.judge(rank)}"
+        else f"{listed([rank])}: {RUNNING[0].channel.judge(rank)}"
         for rank in asked
     ]
     return f" ({'; '.join(said)})"

@@ -13,9 +13,9 @@ import torch
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE
-from hpcdist.core.world import listed
 
 SHOWN = 60  # characters of a value that the message has
 
@@ -45,7 +45,7 @@ def check_same(backend: Backend, settings: dict[str, str]) -> None:
         for rank, found in enumerate(everyone):
             ranks.setdefault(found.get(name, "not known"), []).append(rank)
         if len(ranks) > 1:
-            values = [f"{value[:SHOWN]!r} on ranks {listed(tuple(those))}" for value, those in ranks.items()]
+            values = [f"{value[:SHOWN]!r} on {listed(those)}" for value, those in ranks.items()]
             differences.append(f"{name} is {' and '.join(values)}")
     raise DistBackendError(
         f"init_process_group: ranks have different settings, and would make different calls. {'; '.join(differences)}. "

@@ -57,9 +57,20 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 }
 
 
+LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # what an op is on bool
+
+
 def name_of(op: Any) -> str:
     """Return an op's name in torch, such as ``SUM``."""
     return str(getattr(op, "op", op)).rsplit(".", 1)[-1]
+
+
+def combining(dtype: torch.dtype, op: Any) -> str:
+    """Return the name of the op that combines the values: of AVG and PREMUL_SUM the sum, of bool a bitwise one."""
+    name = name_of(op)
+    if dtype is torch.bool:
+        return LOGICAL.get(name, name)
+    return "SUM" if name in ("AVG", "PREMUL_SUM") else name
 
 
 def check(row: Row, dtype: torch.dtype, op: Any) -> None:
@@ -107,7 +118,6 @@ COMBINE: dict[str, Any] = {
     "BOR": torch.Tensor.bitwise_or_,
     "BXOR": torch.Tensor.bitwise_xor_,
 }
-LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # of bool
 SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
@@ -116,9 +126,8 @@ def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
 
     Takes what ``check`` lets pass, less AVG and PREMUL_SUM, in dtypes that torch computes with.
     """
-    name, dtype = name_of(op), values[0].dtype
-    if dtype is torch.bool:
-        name = LOGICAL.get(name, name)
+    dtype = values[0].dtype
+    name = combining(dtype, op)
     signed = SIGNED.get(dtype)  # torch lacks arithmetic on these; the bits agree, in uint64's order too
     if signed is None:
         total = values[0]

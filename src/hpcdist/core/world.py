@@ -10,6 +10,7 @@ import torch.distributed
 
 from hpcdist.core import errors
 from hpcdist.core.group import Group
+from hpcdist.core.ranks import listed
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -159,7 +160,7 @@ def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None)
             rank = group.group_ranks.get(operator.index(global_rank))  # a tensor of one number, too
         if rank is None:
             raise errors.MismatchError(
-                f"Global rank {global_rank} is not part of group {group} (its global ranks: {listed(group.ranks)})"
+                f"Global rank {global_rank} is not part of group {group} (it has global {listed(group.ranks)})"
             )
         return rank
     if global_rank is not None:
@@ -170,9 +171,3 @@ def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None)
             f"Group rank {rank_in_group} is not part of group {group} (its ranks: 0 to {len(group.ranks) - 1})"
         )
     return rank_in_group
-
-
-def listed(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text, cut where they are many."""
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown if len(ranks) <= 16 else f"{shown}, … {len(ranks)} in all"

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
+from hpcdist.core.ranks import listed
 from hpcdist.core.table import ROWS, Shape
-from hpcdist.watch.report import label, listed
+from hpcdist.watch.report import label
 
 
 class Fingerprint(NamedTuple):

@@ -8,22 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hpcdist.core.ranks import listed
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.side_channel import NO_ANSWER, NOBODY_ANSWERS
 
 Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 3``, ``ranks 0 to 6, 9``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
 def label(group: str, description: str) -> str:

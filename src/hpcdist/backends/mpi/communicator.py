@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.ranks import listed
 
 if TYPE_CHECKING:
     from hpcdist.backends.mpi.probed import ProbedReceive
@@ -95,11 +96,12 @@ class Communicator:
         while not dead and time.monotonic() < deadline:
             time.sleep(0.005)
             dead = self.failed()
-        who = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))} of the group died"
+        who = (
+            f"{listed(dead)} of the group died" if dead else "another rank gave the group up (timeout or lost process)"
+        )
         return DistBackendError(
             f"{call} on rank {self.rank} of {self.size} failed: "
-            f"{who if dead else 'another rank gave the group up (timeout or lost process)'}; "
-            "the group takes no more calls, shrink_group makes one without the lost ranks"
+            f"{who}; the group takes no more calls, shrink_group makes one without the lost ranks"
         )
 
     def check(self, call: str) -> None:

@@ -13,31 +13,20 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import DATATYPES
 from hpcdist.core import reduction
-from hpcdist.core.reduction import AVG, BAND, BOR, BXOR, MAX, MIN, PREMUL_SUM, PRODUCT, SUM
+from hpcdist.core.reduction import AVG, PREMUL_SUM
 from hpcdist.core.table import Row
 
-MPI_OPS: dict[str, dict[Any, MPI.Op]] = {
-    "arithmetic": {
-        SUM: MPI.SUM,
-        AVG: MPI.SUM,
-        PREMUL_SUM: MPI.SUM,
-        PRODUCT: MPI.PROD,
-        MIN: MPI.MIN,
-        MAX: MPI.MAX,
-        BAND: MPI.BAND,
-        BOR: MPI.BOR,
-        BXOR: MPI.BXOR,
-    },
-    "logical": {
-        SUM: MPI.LOR,
-        PRODUCT: MPI.LAND,
-        MIN: MPI.LAND,
-        MAX: MPI.LOR,
-        BAND: MPI.LAND,
-        BOR: MPI.LOR,
-        BXOR: MPI.LXOR,
-    },
+# by the name of torch's op (``core.reduction.combining``)
+MPI_OPS = {
+    "SUM": MPI.SUM,
+    "PRODUCT": MPI.PROD,
+    "MIN": MPI.MIN,
+    "MAX": MPI.MAX,
+    "BAND": MPI.BAND,
+    "BOR": MPI.BOR,
+    "BXOR": MPI.BXOR,
 }
+LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no bitwise op for its C++ bool
 
 
 class Reduction(NamedTuple):
@@ -68,12 +57,12 @@ def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
     """Return how to reduce a dtype by an op, or raise c10d's error (see ``core.reduction.check``)."""
     reduction.check(row, dtype, op)
     premultiplies = op == PREMUL_SUM
-    ops = MPI_OPS["logical" if dtype is torch.bool else "arithmetic"]
+    ops = LOGICAL_OPS if dtype is torch.bool else MPI_OPS
     wide = reduction.WIDE.get(dtype)
     factor = reduction.premultiplier(op) if premultiplies else None
     return Reduction(
         datatype=DATATYPES[wide or dtype],
-        op=ops[PREMUL_SUM if premultiplies else op],
+        op=ops[reduction.combining(dtype, op)],
         wide=wide,
         factor=factor,
         averages=op == AVG,

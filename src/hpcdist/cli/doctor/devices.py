@@ -7,8 +7,9 @@ import shutil
 
 import torch
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, ranks_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
+from hpcdist.core.ranks import listed
 from hpcdist.launch import environment
 
 TITLE = "GPUs"
@@ -69,20 +70,20 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     findings = [Finding(OK, f"{first['count']} × {line}") for line in sorted(set(first["driver"] or []))]
     wrong = [rank for rank, facts in enumerate(seen) if facts["computed"] not in ("works", None)]
     if wrong:
-        text = f"the GPU does not compute on {ranks_text(wrong)}: {seen[wrong[0]]['computed']}"
+        text = f"the GPU does not compute on {listed(wrong)}: {seen[wrong[0]]['computed']}"
         findings.append(
             Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site's administrator")
         )
     without = [rank for rank, facts in enumerate(seen) if facts["count"] == 0]
     if without:
-        findings.append(Finding(PROBLEM, f"no GPU on {ranks_text(without)}", "sbatch --gpus-per-node=N …"))
+        findings.append(Finding(PROBLEM, f"no GPU on {listed(without)}", "sbatch --gpus-per-node=N …"))
     users: dict[tuple[str, str], list[int]] = {}
     for rank, facts in enumerate(seen):
         if facts["index"] is not None:
             users.setdefault((facts["node"], facts["uuid"]), []).append(rank)
     shared = [those for those in users.values() if len(those) > 1]
     if shared:
-        text = f"{ranks_text(shared[0])} share one GPU, which NCCL does not allow"
+        text = f"{listed(shared[0])} share one GPU, which NCCL does not allow"
         findings.append(Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …"))
     elif users:
         findings.append(Finding(OK, "each rank has its own GPU, which computes"))

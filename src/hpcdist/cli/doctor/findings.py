@@ -18,19 +18,6 @@ class Finding(NamedTuple):
     mend: str = ""  # the command, or the line of a job script, that fixes it
 
 
-def ranks_text(ranks: list[int]) -> str:
-    """Return ranks as text: ``rank 3``, ``ranks 0-7, 9``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:8]]
-    more = ", …" if len(runs) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
-
-
 def by_value(ranks: list[Facts], topic: str, key: str) -> dict[Any, list[int]]:
     """Return value -> the ranks that found this value of a fact."""
     seen: dict[Any, list[int]] = {}

@@ -10,7 +10,8 @@ from importlib import metadata
 import torch
 
 import hpcdist
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value, ranks_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value
+from hpcdist.core.ranks import listed
 
 PACKAGES = ("torch", "mpi4py", "nccl4py", "numpy")
 TITLE = "What is installed"
@@ -39,7 +40,7 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     for name in ("hpcdist", "python", "torch", "mpi4py"):
         seen = by_value(ranks, "installed", name)
         if len(seen) > 1:
-            text = "; ".join(f"{value or 'none'} on {ranks_text(those)}" for value, those in seen.items())
+            text = "; ".join(f"{value or 'none'} on {listed(those)}" for value, those in seen.items())
             findings.append(
                 Finding(
                     PROBLEM,

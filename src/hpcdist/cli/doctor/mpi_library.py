@@ -10,7 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value, ranks_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value
+from hpcdist.core.ranks import listed
 from hpcdist.launch import environment
 
 TITLE = "MPI: library and launcher"
@@ -164,7 +165,7 @@ def judge(ranks: list[Facts]) -> list[Finding]:
     for key in ("library", "path"):
         seen = by_value(ranks, "mpi_library", key)
         if len(seen) > 1:
-            text = "; ".join(f"{value} on {ranks_text(those)}" for value, those in seen.items())
+            text = "; ".join(f"{value} on {listed(those)}" for value, those in seen.items())
             mend = "export MPI4PY_LIBMPI=/path/to/libmpi.so   # the same in every rank's environment"
             findings.append(Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", mend))
     findings.append(Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}"))

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, ranks_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
+from hpcdist.core.ranks import listed
 
 TITLE = "MPI: what it can do"
 
@@ -101,7 +102,7 @@ def judge(ranks: list[Facts]) -> list[Finding]:
         findings.append(
             Finding(
                 PROBLEM,
-                f"MPI gave thread level {level} on {ranks_text(low)}; async_op=True needs MULTIPLE",
+                f"MPI gave thread level {level} on {listed(low)}; async_op=True needs MULTIPLE",
                 "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it",
             )
         )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, Facts, Finding, ranks_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, Facts, Finding
+from hpcdist.core.ranks import listed
 from hpcdist.launch import environment
 
 TITLE = "Where the ranks run"
@@ -80,9 +81,7 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
         return [Finding(NOTE, text)]  # the chapter on MPI reports the cause
     wrong = [rank for rank, place in enumerate(places) if place["launcher_rank"] not in (None, rank)]
     if wrong:
-        return [
-            Finding(NOTE, f"MPI and the launcher number {ranks_text(wrong)} differently; hpcdist uses MPI's numbers")
-        ]
+        return [Finding(NOTE, f"MPI and the launcher number {listed(wrong)} differently; hpcdist uses MPI's numbers")]
     return [Finding(OK, "ranks and world size agree with the launcher")] if sizes else []
 
 
@@ -125,7 +124,7 @@ def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
         )
     wide = [rank for rank, place in places.items() if len(place["numa"]) > 1]
     if wide and len(places) > 1:
-        findings.append(Finding(NOTE, f"{ranks_text(wide)} may move between NUMA domains", "srun --cpu-bind=ldoms …"))
+        findings.append(Finding(NOTE, f"{listed(wide)} may move between NUMA domains", "srun --cpu-bind=ldoms …"))
     return findings
 
 
