@@ -30,6 +30,16 @@ def record_nothing(name: str, inputs: Sequence[torch.Tensor]) -> Event:
     raise RuntimeError(f"no profiler is installed to record {name}")
 
 
+def has_no_modes() -> int:
+    """Return 0: nobody knows of dispatch modes."""
+    return 0
+
+
+def need_not_dispatch(*values: Any) -> bool:
+    """Return False: nobody knows of dispatch modes."""
+    return False
+
+
 def explain_nothing(call: Any) -> str:
     """Return no explanation."""
     return ""
@@ -49,6 +59,12 @@ compare: Callable[..., None] | None = None
 
 # takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug
 listen: Callable[[tuple[Any, ...]], None] | None = None
+
+# how many dispatch modes are active; whether one is, or a tensor among the values is a wrapper of others; and what
+# carries out a call, a group's, asynchronously or not, so that these see it; ``torch_bridge.dispatch`` sets them
+has_modes: Callable[[], int] = has_no_modes
+must_dispatch: Callable[..., bool] = need_not_dispatch
+dispatch: Callable[[Any, Any, bool], Any]
 
 # says where the other ranks are, for the message of a wait that timed out; ``watch`` sets it
 explain: Callable[[Any], str] = explain_nothing

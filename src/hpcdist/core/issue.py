@@ -99,6 +99,7 @@ def issue(
                     else is_shaped(row, pg, send, recv, counts)
                 )
             )
+            and not hooks.has_modes()
         ):
             is_known, shape = False, send.shape
             if row.reduces and op.__class__ is not RedOpType:
@@ -147,6 +148,8 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if pg.coalescing is not None:
         pg.coalescing.append(call)
         return None
+    if hooks.must_dispatch(send, recv):
+        return hooks.dispatch(call, pg, async_op)
     if row.buffers == 0:
         return dispatch(pg, pg.any_backend(), call, async_op)
     in_place = send is recv

@@ -1,7 +1,7 @@
 """Bridge to ``torch.distributed``: shows it our groups, and takes its calls to make some.
 
 torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here, and what
-else torch keeps private is used here or, of its compiler, in ``torch_bridge.compiler``, and nowhere else
+else torch keeps private is used here or in ``torch_bridge.compiler`` and ``.dispatch``, and nowhere else
 (``tests/project/test_private_torch.py``). What is touched, and the versions where that was checked:
 
 ====================================================  ==================================================  ==============
@@ -40,6 +40,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -396,3 +397,7 @@ hooks.is_profiled, hooks.record = is_profiled, record
 def occupy_gpu(cycles: int) -> None:
     """Keep the current stream busy for a number of a GPU's cycles."""
     torch.cuda._sleep(cycles)
+
+
+with suppress(ImportError):  # a torch without the private names that it uses
+    from hpcdist.torch_bridge import dispatch  # noqa: F401  # it installs itself

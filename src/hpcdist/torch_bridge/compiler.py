@@ -1,7 +1,7 @@
 """Bridge to ``torch.compile``: lets it run our calls as they are, and uses its comparison of tensors.
 
-Beside ``torch_bridge`` the only place that uses what torch keeps private. What is used, and the versions where that was
-checked; where it is missing, calls are slower, or ``torch.compile`` cannot take them:
+What torch keeps private and is used here, and the versions where that was checked; if it is missing, calls are slower,
+or ``torch.compile`` cannot take them:
 
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked

@@ -1,0 +1,269 @@
+"""Bridge to torch's dispatcher: lets dispatch modes and tensor subclasses see the calls of our groups.
+
+c10d's own groups make each collective an operator (``torch.ops.c10d.allreduce_`` and so on). A mode such as
+CommDebugMode counts these operators, FakeTensorMode takes them over, and a subclass that only wraps other tensors
+unwraps itself in them. A group made in Python bypasses the dispatcher, and a wrapper has no memory that MPI could read.
+
+So while a mode is active, or if a wrapper is given, a method of a group calls its namesake in torch's base class, which
+calls the operator. The operator has no kernel for our groups: a mode below all others takes it when everybody else has
+seen it, and carries the call out on the tensors that it is then given.
+
+What torch keeps private and is used here, and the versions where that was checked; in a torch without these names modes
+do not see the calls:
+
+====================================================  ==================================================  ==============
+what                                                  why                                                 checked
+====================================================  ==================================================  ==============
+``_C._len_torch_dispatch_stack``                      whether a mode is active                            2.13.0, 2.14.1
+``utils._python_dispatch._push_mode``,                puts a mode below those that are active             2.13.0, 2.14.1
+``._pop_mode``
+``_subclasses.fake_tensor.FakeTensor``                its operators are torch's own                       2.13.0, 2.14.1
+``_C._distributed_c10d``                              c10d's options, and Work out of an operator         2.13.0, 2.14.1
+====================================================  ==================================================  ==============
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch._C import _len_torch_dispatch_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from hpcdist.core import hooks
+from hpcdist.core.buffers import PLAIN_TYPES, as_tensor
+from hpcdist.core.call import Call
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.table import (
+    ALL_GATHER,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_SINGLE,
+    SCATTER,
+    Row,
+)
+from hpcdist.core.work import DoneWork, Work
+
+# the methods that c10d makes operators
+METHODS = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "all_gather_single",
+    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
+)  # fmt: skip
+# their earlier names, and the name under which torch's C++ calls the method of a group made in Python
+EARLIER = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+NAMESPACE = "c10d"
+
+
+DEFAULT: Any = torch.Tensor.__torch_dispatch__
+
+
+def is_wrapper(kind: type) -> bool:
+    """Tell whether tensors of a class decide themselves what an operator does to them."""
+    return kind not in PLAIN_TYPES and getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT
+
+
+def has_wrapper(values: Iterable[Any]) -> bool:
+    """Tell whether a tensor among the values or their lists is a wrapper."""
+    for value in values:
+        kind = value.__class__
+        if kind in PLAIN_TYPES:
+            continue
+        if kind is list or kind is tuple:
+            if has_wrapper(value):
+                return True
+        elif is_wrapper(kind):
+            return True
+    return False
+
+
+def must_dispatch(*values: Any) -> bool:
+    """Tell whether a mode is active, or a tensor among the values or their lists is a wrapper."""
+    return _len_torch_dispatch_stack() > 0 or has_wrapper(values)
+
+
+class LowestMode(TorchDispatchMode):
+    """The mode below all others: carries a group's call out when all others have seen its operator."""
+
+    def __init__(self, carry_out: Callable[..., Work]) -> None:
+        super().__init__()
+        self._carry_out = carry_out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run c10d's operators on plain tensors; leave wrappers to their class, and the rest to torch."""
+        if func.namespace != NAMESPACE or FakeTensor in types:  # torch knows what an operator does to a fake tensor
+            return func(*args, **(kwargs or {}))
+        if any(is_wrapper(kind) for kind in types):
+            return NotImplemented
+        names = [each.name for each in func._schema.arguments]
+        work = self._carry_out(*args[: names.index("process_group")])
+        boxed = work.boxed()
+        return (args[0], boxed) if len(func._schema.returns) > 1 else boxed
+
+
+class BelowOthers:
+    """Context in which a mode is active below those that are active now."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        others = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
+        self._push([self._mode, *reversed(others)])
+
+    def __exit__(self, *_: object) -> None:
+        others = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
+        self._push([each for each in reversed(others) if each is not self._mode])
+
+    def _push(self, modes: list[Any]) -> None:
+        for mode in modes:
+            _push_mode(mode)
+
+
+def exchange_operator(
+    pg: ProcessGroup, output: Any, input: Any, received: Any, sent: Any, opts: Any = None, timeout: Any = None
+) -> Work:
+    """Call the operator of all_to_all_single; the base class's method would call our two methods in turn, for ever."""
+    boxed = torch.ops.c10d.alltoall_base_(
+        output, input, pg.boxed(), received or [], sent or [], getattr(opts, "asyncOp", True)
+    )
+    work: Any = c10d.Work.unbox(boxed)
+    return work
+
+
+def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
+    """Return a method that goes through the dispatcher if somebody there must see the call."""
+    base = exchange_operator if EARLIER.get(name, name) == "all_to_all_single" else getattr(TorchProcessGroup, name)
+
+    def call_base(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        return base(self, *args, **kwargs)
+
+    # torch's binding calls the method made in Python, unless a function of its name calls it with the same group
+    code = call_base.__code__.replace(co_name=EARLIER.get(name, name))
+    call_base = FunctionType(code, globals(), name, None, call_base.__closure__)
+
+    @wraps(method)
+    def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        if not _len_torch_dispatch_stack() and not has_wrapper(args):
+            return method(self, *args, **kwargs)
+
+        def carry_out(*tensors: Any) -> Work:
+            if name == "barrier":  # its operator has a tensor, to find the device by
+                return method(self, *args, **kwargs)
+            return method(self, *tensors, *args[len(tensors) :], **kwargs)
+
+        with BelowOthers(LowestMode(carry_out)):
+            return call_base(self, *args, **kwargs)
+
+    return call
+
+
+for _name in (*METHODS, *EARLIER):
+    setattr(ProcessGroup, _name, through_dispatcher(_name, getattr(ProcessGroup, _name)))
+
+
+# -- calls of the facade -----------------------------------------------------------------------------------
+
+
+# c10d's options of each row
+OPTIONS: dict[Row, Callable[[], Any]] = {
+    BARRIER: c10d.BarrierOptions,
+    BROADCAST: c10d.BroadcastOptions,
+    ALL_REDUCE: c10d.AllreduceOptions,
+    REDUCE: c10d.ReduceOptions,
+    ALL_GATHER_SINGLE: c10d.AllgatherOptions,
+    ALL_GATHER: c10d.AllgatherOptions,
+    GATHER: c10d.GatherOptions,
+    SCATTER: c10d.ScatterOptions,
+    REDUCE_SCATTER_SINGLE: c10d.ReduceScatterOptions,
+    REDUCE_SCATTER: c10d.ReduceScatterOptions,
+    ALL_TO_ALL_SINGLE: c10d.AllToAllOptions,
+    ALL_TO_ALL: c10d.AllToAllOptions,
+}
+
+
+def options(call: Call, async_op: bool) -> Any:
+    """Return c10d's options of a call."""
+    made = OPTIONS[call.row]()
+    made.asyncOp = async_op
+    if call.row.reduces:
+        made.reduceOp = call.op
+    if call.row.rooted:
+        made.rootRank = call.root
+    return made
+
+
+def shares(tensor: Any, counts: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Return the ranks' shares of a tensor as the list of lists that c10d takes; an empty one without a tensor."""
+    return [] if tensor is None else [list(tensor.reshape(-1).split(list(counts)))]
+
+
+def equal_shares(tensor: Any, size: int) -> list[list[torch.Tensor]]:
+    """Return the same of shares of one size."""
+    return shares(tensor, [] if tensor is None else [tensor.numel() // size] * size)
+
+
+def in_place(call: Call) -> list[torch.Tensor]:
+    """Return the tensor of a call that c10d makes in place."""
+    if call.recv is None or call.recv is call.send:
+        return [call.send]
+    return [call.recv.copy_(call.send)]
+
+
+def exchange(pg: Any, call: Call, opts: Any) -> Work:
+    """Begin an all_to_all of shares of one tensor."""
+    sent, received = call.counts or ((), ())
+    work: Work = pg.all_to_all_single(call.recv, call.send, list(received), list(sent), opts)
+    return work
+
+
+# c10d's method of each row, called with a group, a call and c10d's options
+DOORS: dict[Row, Callable[[Any, Any, Any], Work]] = {
+    BARRIER: lambda pg, call, opts: pg.barrier(opts),
+    BROADCAST: lambda pg, call, opts: pg.broadcast([call.recv], opts),
+    ALL_REDUCE: lambda pg, call, opts: pg.allreduce(in_place(call), opts),
+    REDUCE: lambda pg, call, opts: pg.reduce(in_place(call), opts),
+    ALL_GATHER_SINGLE: lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
+    ALL_GATHER: lambda pg, call, opts: pg.allgather(shares(call.recv, call.counts[1]), [call.send], opts),
+    GATHER: lambda pg, call, opts: pg.gather(equal_shares(call.recv, pg.size()), [call.send], opts),
+    SCATTER: lambda pg, call, opts: pg.scatter([call.recv], equal_shares(call.send, pg.size()), opts),
+    REDUCE_SCATTER_SINGLE: lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),
+    REDUCE_SCATTER: lambda pg, call, opts: pg.reduce_scatter([call.recv], shares(call.send, call.counts[0]), opts),
+    ALL_TO_ALL_SINGLE: exchange,
+    ALL_TO_ALL: exchange,
+}
+
+
+def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
+    """Carry out a call of the facade by c10d's method, and so through the dispatcher; one on lists ends in here."""
+    send = None if call.send is None else as_tensor(call.send, "tensor")  # it may be a NumPy array
+    recv = send if call.recv is call.send else None if call.recv is None else as_tensor(call.recv, "tensor", True)
+    work = DOORS[call.row](pg, call._replace(send=send, recv=recv), options(call, async_op))
+    if async_op and call.finish is None:
+        return work
+    work.wait()
+    if call.finish is not None:
+        call.finish()
+    return DoneWork(call.result or []) if async_op else None
+
+
+hooks.has_modes, hooks.must_dispatch, hooks.dispatch = _len_torch_dispatch_stack, must_dispatch, dispatch

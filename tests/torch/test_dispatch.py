@@ -1,0 +1,163 @@
+"""Dispatch modes and tensor subclasses see the calls of our groups, as they see those of c10d's own groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as c10d
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hpcdist as dist
+
+OPERATORS = torch.ops.c10d
+
+
+class Recorder(TorchDispatchMode):
+    """A mode that keeps the names of the operators of c10d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen.append(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def calls(rank: int, size: int) -> dict[str, Any]:
+    """Return by the name of c10d's operator a call of torch.distributed, whose output must hold what it returns."""
+    one, many = torch.full((2,), rank + 1.0), torch.arange(2.0 * size)
+    total = size * (size + 1) / 2
+    ranks = [torch.full((2,), each + 1.0) for each in range(size)]
+    out = [torch.zeros(2) for _ in range(size)]
+    flat = torch.zeros(2 * size)
+    share = torch.zeros(2)
+    return {
+        "allreduce_": (lambda: c10d.all_reduce(one), one, torch.full((2,), total)),
+        "broadcast_": (lambda: c10d.broadcast(one, 0), one, ranks[0]),
+        "allgather_": (lambda: c10d.all_gather(out, one), out[-1], ranks[-1]),
+        "_allgather_base_": (lambda: c10d.all_gather_into_tensor(flat, one), flat, torch.cat(ranks)),
+        "_reduce_scatter_base_": (
+            lambda: c10d.reduce_scatter_tensor(share, many),
+            share,
+            size * torch.arange(2.0 * rank, 2.0 * rank + 2),
+        ),
+        "reduce_scatter_": (
+            lambda: c10d.reduce_scatter(share, list(many.split(2))),
+            share,
+            size * torch.arange(2.0 * rank, 2.0 * rank + 2),
+        ),
+        "scatter_": (lambda: c10d.scatter(share, ranks if rank == 0 else None, 0), share, ranks[rank]),
+        "alltoall_base_": (
+            lambda: c10d.all_to_all_single(flat, many),
+            flat,
+            torch.arange(2.0 * rank, 2.0 * rank + 2).repeat(size),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(calls(0, 2)))
+def test_a_mode_sees_each_call_once_and_the_result_is_right(name, world, rank, size):
+    call, output, expected = calls(rank, size)[name]
+    with Recorder() as mode:
+        call()
+    assert mode.seen == [name]
+    torch.testing.assert_close(output, expected)
+
+
+def test_gather_and_messages_and_a_barrier_too(world, rank, size):
+    out = [torch.zeros(1) for _ in range(size)]
+    with Recorder() as mode:
+        c10d.gather(torch.tensor([float(rank)]), out if rank == 0 else None, 0)
+        c10d.barrier()
+        if size > 1 and rank < 2:
+            c10d.send(torch.ones(1), 1) if rank == 0 else c10d.recv(out[0], 0)
+    assert mode.seen[:2] == ["gather_", "barrier"]
+    assert len(mode.seen) == (3 if size > 1 and rank < 2 else 2)
+    if rank == 0:
+        assert [each.item() for each in out] == list(range(size))
+
+
+def test_an_asynchronous_call_too(world, rank, size):
+    tensor = torch.ones(3)
+    with Recorder() as mode:
+        work = c10d.all_reduce(tensor, async_op=True)
+        assert isinstance(work, dist.Work)
+        work.wait()
+    assert mode.seen == ["allreduce_"]
+    assert tensor.tolist() == [size] * 3
+
+
+def test_comm_debug_mode_counts_calls_of_both_doors(world, rank, size):
+    tensor, gathered = torch.ones(2), torch.zeros(2 * size)
+    for _ in range(100):  # until the group knows this call by heart
+        dist.all_reduce(tensor)
+    tensor.fill_(1)
+    with CommDebugMode() as mode:
+        c10d.all_reduce(tensor)
+        dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(gathered, tensor)
+        dist.broadcast(tensor, 0)
+        dist.all_gather([torch.zeros(2) for _ in range(size)], tensor)
+    counts = Counter({str(key): value for key, value in mode.get_comm_counts().items()})
+    assert counts["c10d.allreduce_"] == 2
+    assert counts["c10d.broadcast_"] == 1
+    assert counts["c10d._allgather_base_"] == 2
+    assert mode.get_total_counts() == 5
+    assert tensor.tolist() == [size**2] * 2
+    assert gathered.tolist() == [size**2] * 2 * size
+
+
+def test_modes_stay_as_they_were(world, rank, size):
+    outer, inner = Recorder(), Recorder()
+    with outer, inner:
+        c10d.all_reduce(torch.ones(1))
+        with pytest.raises((ValueError, RuntimeError)):
+            c10d.reduce_scatter_tensor(torch.ones(3), torch.ones(3 * size + 1))
+        c10d.all_reduce(torch.ones(1))
+    assert outer.seen == inner.seen
+    assert [each for each in outer.seen if each == "allreduce_"] == ["allreduce_"] * 2
+    c10d.all_reduce(torch.ones(1))
+    assert len(outer.seen) == len(inner.seen)
+
+
+def test_an_array_of_numpy_too(world, rank, size):
+    array = np.ones(3)
+    with Recorder() as mode:
+        dist.all_reduce(array)
+    assert mode.seen == ["allreduce_"]
+    assert array.tolist() == [size] * 3
+
+
+@pytest.mark.parametrize("door", [c10d, dist], ids=["torch", "facade"])
+def test_a_wrapper_is_unwrapped_by_its_class(door, world, rank, size):
+    tensor = TwoTensor(torch.full((2,), 1.0 + rank), torch.full((2,), 10.0 + rank))
+    door.all_reduce(tensor)
+    assert tensor.a.tolist() == [size * (size + 1) / 2] * 2
+    assert tensor.b.tolist() == [10.0 * size + size * (size - 1) / 2] * 2
+    gathered = TwoTensor(torch.zeros(2 * size), torch.zeros(2 * size))
+    given = TwoTensor(torch.full((2,), float(rank)), torch.full((2,), -float(rank)))
+    door.all_gather_into_tensor(gathered, given)
+    assert gathered.a.tolist() == [each for each in range(size) for _ in range(2)]
+    assert gathered.b.tolist() == [-each for each in range(size) for _ in range(2)]
+
+
+def test_fake_tensors_never_reach_a_library(world, rank, size):
+    before = world.journal.sequence
+    with FakeTensorMode():
+        fake = torch.ones(4)
+        c10d.all_reduce(fake)
+        dist.all_reduce(fake)
+        assert fake.shape == (4,)
+    assert world.journal.sequence == before
+    real = torch.ones(1)
+    c10d.all_reduce(real)
+    assert real.item() == size
