@@ -19,6 +19,7 @@ import torch
 from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
 from hpcdist.core.supervised import Supervised
+from hpcdist.core.work import LARGE_BYTES, Queue, Work
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from hpcdist.core.objects import Objects
     from hpcdist.core.table import Counts, Row
-    from hpcdist.core.work import Queue, Work
 
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
 
@@ -94,20 +94,23 @@ class Backend(Supervised):
         finish: Callable[[], None] | None,
     ) -> Work:
         """Begin one collective; the Work runs ``finish`` when the buffers hold the result."""
-        if self.queue is None:
-            self.queue = self.worker()
 
         def call() -> None:
             self.run(row, send, recv, op, root, counts)
             if finish is not None:
                 finish()
 
-        return self.queue.put(call, result)
+        size = max(0 if send is None else send.nbytes, 0 if recv is None else recv.nbytes)
+        return self.open_queue().put(call, result, size >= LARGE_BYTES)
+
+    def open_queue(self) -> Queue:
+        """Return the queue of this communicator's asynchronous calls, which the first of them makes."""
+        if self.queue is None:
+            self.queue = self.worker()
+        return self.queue
 
     def worker(self) -> Queue:
-        """Begin the thread that carries out this communicator's asynchronous calls."""
-        from hpcdist.core.work import Queue
-
+        """Begin the thread that carries out the asynchronous calls for which nobody waits."""
         return Queue(self.name)
 
     def prepare(

@@ -217,16 +217,17 @@ class StagedBackend(Backend):
         given = send if send is not None else recv
         if given is None:
             return self.inner.start(row, send, recv, op, root, counts, result, finish)
-        if self.inner.queue is None:
-            self.inner.queue = self.inner.worker()
         if self._side is None:
             self._side = self._cuda.Stream(given.device)
         before = self._cuda.Event()
         before.record(self._cuda.current_stream(given.device))
 
+        queue = self.inner.open_queue()
+
         def call() -> None:
-            # the worker's own device: without it the end of the block would go back to GPU 0 and start a context there
-            self._cuda.set_device(given.device)
+            if queue.running is not None:
+                # the worker's own device: without it the end of the block would go back to GPU 0 and start a context
+                self._cuda.set_device(given.device)
             with self._cuda.stream(self._side):
                 self._side.wait_event(before)
                 self.run(row, send, recv, op, root, counts)
@@ -234,7 +235,7 @@ class StagedBackend(Backend):
                     finish()
                 self._side.synchronize()
 
-        return self.inner.queue.put(call, result)
+        return queue.put(call, result, is_large=True)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""
