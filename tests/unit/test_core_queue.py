@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
+from collections import deque
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.journal import Journal
 from hpcdist.core.work import AllWork, DoneWork, Queue
 
 
@@ -113,7 +118,9 @@ def test_the_callers_modes_of_autograd_hold_in_the_call(queue):
         queue.put(lambda: seen.append(torch.is_inference_mode_enabled()), []).wait()
     with torch.no_grad():
         queue.put(lambda: seen.append(torch.is_grad_enabled()), []).wait()
-    queue.put(lambda: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())), []).wait()
+    outside = [queue.put(lambda: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())), [])]
+    with torch.inference_mode():
+        assert outside[0].wait()
     assert seen == [True, False, (False, True)]
 
 
@@ -126,3 +133,167 @@ def test_futures_and_several_works_as_one(queue):
     assert both.result() == [tensor]
     assert tensor.item() == 3
     assert DoneWork([tensor]).get_future().done()
+
+
+# -- who carries a call out --------------------------------------------------------------------------------
+
+
+def test_a_wait_carries_out_small_calls_on_its_own_thread(queue):
+    carriers = []
+    for _ in range(300):
+        queue.put(lambda: carriers.append(threading.get_ident()), []).wait()
+    assert carriers.count(threading.get_ident()) > 200  # the others where this thread lost its core after ``put``
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_the_worker_carries_out_what_nobody_waits_for(is_large, queue):
+    for _ in range(5):
+        gate = Gate()
+        work = queue.put(gate, [], is_large)
+        assert gate.has_begun.wait(20)
+        assert queue.running is work
+        gate.is_open.set()
+        assert work.wait()
+        time.sleep(0.05)  # the worker sleeps again
+
+
+def test_a_wait_with_a_limit_leaves_the_call_to_the_worker(queue):
+    for _ in range(20):
+        carriers = []
+        assert queue.put(lambda to=carriers: to.append(threading.get_ident()), []).wait(timedelta(seconds=20))
+        assert carriers != [threading.get_ident()]
+
+
+def carried_out_by_this_thread(queue, see, record=None):
+    """Have this thread carry a call out; the worker may be faster now and then."""
+    for _ in range(1000):
+        seen = []
+        work = queue.put(lambda to=seen: to.append((queue.running, see())), [], False, record)
+        work.wait()
+        if seen[0][0] is None:
+            return work, seen[0][1]
+    raise AssertionError("this thread never carried a call out")
+
+
+def test_a_call_that_a_waiting_thread_carries_out_is_in_the_foreground(queue):
+    journal = Journal("test")
+    record = journal.collective("all_reduce")
+    work, (pending, current, waited) = carried_out_by_this_thread(
+        queue, lambda: (queue.pending(), journal.current, journal.waited), record
+    )
+    assert pending == [work]
+    assert current is record
+    assert waited is None
+    assert journal.current is None
+    assert queue.pending() == []
+
+
+def test_an_interrupt_from_the_keyboard_reaches_the_thread_that_waits(queue):
+    def interrupt():
+        if queue.running is None:
+            raise KeyboardInterrupt
+
+    for _ in range(1000):
+        first, second = queue.put(interrupt, []), queue.put(lambda: None, [])
+        try:
+            second.wait()  # it carries the first one out, too
+        except KeyboardInterrupt:
+            assert isinstance(first.exception(), KeyboardInterrupt)
+            assert second.wait()
+            return
+    raise AssertionError("this thread never carried a call out")
+
+
+def test_a_callback_may_call_and_wait_for_what_is_queued_behind_its_call(queue):
+    seen = []
+    first, second = queue.put(lambda: seen.append("first"), []), queue.put(lambda: seen.append("second"), [])
+
+    def follow(_):
+        queue.put(lambda: seen.append("inner"), []).wait()
+        queue.drain()  # a synchronous call
+        second.wait()
+        seen.append("callback")
+
+    followed = first.get_future().then(follow)
+    followed.wait()
+    assert seen in (["first", "inner", "second", "callback"], ["first", "second", "inner", "callback"])
+
+
+def switches(thread):
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+
+
+def test_the_worker_sleeps_while_nothing_is_queued(queue):
+    for _ in range(100):
+        queue.put(lambda: None, []).wait()
+    deadline = time.monotonic() + 20
+    before = -1
+    while before != (before := switches(queue._thread)):
+        assert time.monotonic() < deadline, "the worker never sleeps"
+        time.sleep(0.3)
+    assert queue.put(lambda: None, []).wait()
+
+
+def test_a_burst_of_small_calls_wakes_the_worker_once(queue):
+    time.sleep(0.2)  # it sleeps
+    before = switches(queue._thread)
+    works = [queue.put(lambda: None, []) for _ in range(5000)]
+    works[-1]._block(20)
+    assert switches(queue._thread) - before < 500
+    assert all(work.is_completed() for work in works)
+
+
+def test_no_wake_up_is_lost():
+    """100,000 calls, waited for in every way by four threads: all of them end, in order."""
+    choice = random.Random(1)
+    queue, seen, failures = Queue("test"), [], []
+    given, wanted = deque(), threading.Semaphore(0)
+
+    def serve():
+        while True:
+            wanted.acquire()
+            work = given.popleft()
+            if work is None:
+                return
+            try:
+                assert work.wait()
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    kept = []
+    for number in range(100_000):
+        work = queue.put(lambda number=number: seen.append(number), [], choice.random() < 0.02)
+        chosen = choice.random()
+        if chosen < 0.6:
+            assert work.wait()
+        elif chosen < 0.7:
+            given.append(work)
+            wanted.release()
+        elif chosen < 0.72:
+            queue.drain()
+            assert work._done
+        elif chosen < 0.73:
+            assert work.get_future().wait() == []
+        elif chosen < 0.74:
+            assert work.wait(timedelta(seconds=20))
+        elif chosen < 0.745:
+            time.sleep(choice.random() * 1e-4)
+        elif chosen < 0.9:
+            kept.append(work)
+        if len(kept) > 50:
+            choice.shuffle(kept)
+            while kept:
+                assert kept.pop().wait()
+    queue.close()
+    for _ in threads:
+        given.append(None)
+        wanted.release()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+    assert seen == list(range(100_000))

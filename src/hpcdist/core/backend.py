@@ -20,6 +20,7 @@ from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
 from hpcdist.core.call import Call, Run
 from hpcdist.core.supervised import Supervised
+from hpcdist.core.work import LARGE_BYTES, Queue, Work
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from hpcdist.core.objects import Objects
     from hpcdist.core.table import Row
-    from hpcdist.core.work import Queue, Work
 
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
 
@@ -73,20 +73,23 @@ class Backend(Supervised):
 
     def start(self, call: Call) -> Work:
         """Begin one collective; the Work runs its ``finish`` when the buffers hold the result."""
-        if self.queue is None:
-            self.queue = self.worker()
 
         def carry_out() -> None:
             self.run(call)
             if call.finish is not None:
                 call.finish()
 
-        return self.queue.put(carry_out, call.result or [])
+        size = max(0 if each is None else each.nbytes for each in (call.send, call.recv))
+        return self.open_queue().put(carry_out, call.result or [], size >= LARGE_BYTES)
+
+    def open_queue(self) -> Queue:
+        """Return the queue of this communicator's asynchronous calls, which the first of them makes."""
+        if self.queue is None:
+            self.queue = self.worker()
+        return self.queue
 
     def worker(self) -> Queue:
-        """Begin the thread that carries out this communicator's asynchronous calls."""
-        from hpcdist.core.work import Queue
-
+        """Begin the thread that carries out the asynchronous calls for which nobody waits."""
         return Queue(self.name)
 
     def prepare(self, call: Call) -> Run:

@@ -17,21 +17,32 @@ import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import issue, lists, several, table
-from hpcdist.core.call import Call
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin_receive, begin_send
+from hpcdist.core.reduction import SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
-    from hpcdist.core.table import Counts, Row
+    from hpcdist.core.table import Row
 
 Tensors = list[torch.Tensor]
+REDUCING = frozenset(  # options with an op, which C++ copies for each question: the usual one is known by its value
+    {
+        torch.distributed.AllreduceOptions,
+        torch.distributed.AllreduceCoalescedOptions,
+        torch.distributed.ReduceOptions,
+        torch.distributed.ReduceScatterOptions,
+    }
+)
 
 
 def asked(opts: Any, op: Any = None) -> tuple[Any, bool]:
     """Return the op and whether the call is asynchronous; ``opts`` may be an options object or the op itself."""
+    if opts.__class__ in REDUCING and op is None:
+        given = opts.reduceOp
+        return SUM if given == SUM else given, opts.asyncOp
     given = getattr(opts, "reduceOp", None)
     if given is None and opts is not None and not hasattr(opts, "asyncOp"):
         given = opts
@@ -106,15 +117,14 @@ class C10dMethods(Group):
         op: Any = None,
         root: int | None = None,
         is_async: bool = True,
-        counts: Counts | None = None,
-        then: Any = None,
     ) -> Work:
         """Issue a call; the result is never None for C++."""
-        if then is None:
-            work = issue.issue(row, self, send, recv, op, root, is_async, counts)
-        else:
-            work = issue.issue_any(Call(row, send, recv, op, root, counts, then, result), self, is_async)
-        return self._begin(work, result)
+        work = issue.issue(row, self, send, recv, op, root, is_async)
+        if work is None:
+            work = DoneWork(result)
+        if self._begun is not None:
+            self._begun.append(work)
+        return work
 
     def _note(self, work: Work) -> Work:
         if self._begun is not None:
@@ -132,12 +142,12 @@ class C10dMethods(Group):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         how, is_async = asked(opts, op)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if len(given) == 1:
             return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
         several.check_alike("allreduce", given)
-        return self._begin(several.all_reduce(self, given, how, is_async), given)
+        return self._begin(several.all_reduce(self, list(given), how, is_async), list(given))
 
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
+from hpcdist.core.work import LARGE_BYTES
 
 if TYPE_CHECKING:
     from hpcdist.core.table import Row
@@ -42,6 +43,7 @@ class CachedCall:
             lazy about them. It takes one tensor where the call is in place, else two.
         shape: of the input, for the record.
         dtype: of both.
+        is_large: whether the worker is woken at once where the call is asynchronous.
         run: runs the call on tensors that look the same.
     """
 
@@ -51,6 +53,7 @@ class CachedCall:
     is_like: Likeness
     shape: torch.Size
     dtype: torch.dtype
+    is_large: bool
     run: Callable[..., Any]
 
 
@@ -73,4 +76,5 @@ class CallCache(dict["Row | str", Any]):
             self[what] = seen
         elif hooks.likeness is not None and op.__class__ in PLAIN_OPS:
             is_like = hooks.likeness(send) if recv is send else hooks.likeness(send, recv)
-            self[what] = CachedCall(op, root, recv is send, is_like, shape, dtype, prepare())
+            is_large = max(send.nbytes, recv.nbytes) >= LARGE_BYTES
+            self[what] = CachedCall(op, root, recv is send, is_like, shape, dtype, is_large, prepare())

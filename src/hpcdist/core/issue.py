@@ -68,7 +68,6 @@ def issue(
     pg = WORLD.default if group is None else group
     if (
         isinstance(pg, Group)
-        and not async_op
         and (backend := pg.cpu) is not None
         and pg.coalescing is None
         and (journal := pg.journal).before is None
@@ -79,10 +78,17 @@ def issue(
             known.__class__ is CachedCall
             and known.op is op
             and known.root == root
+            and counts is None
             and known.in_place is (recv is send)
             and (known.is_like(send) if recv is send else known.is_like(send, recv))
         ):
             is_known, shape, dtype = True, known.shape, known.dtype
+            if async_op and backend.has_threads:
+                journal.sequence = number = journal.sequence + 1
+                call = (journal, number, row, shape, dtype, root)
+                journal.push(call)
+                queue = backend.queue if backend.queue is not None else backend.open_queue()
+                return queue.put(partial(known.run, send, recv), [recv], known.is_large, call)
         elif (
             send.__class__ in PLAIN_TYPES  # ``is_plain`` of this one, without a call
             and send.is_contiguous()
@@ -106,6 +112,11 @@ def issue(
                 op = canonical(op)
         else:
             return issue_any(Call(row, send, recv, op, root, counts), group, async_op)
+        if async_op:
+            work = issue_any(Call(row, send, recv, op, root, counts), group, True)
+            if not is_known and journal.sequence % LOOKS == 0 and counts is None:
+                pg.known.look(row, send, recv, op, root, partial(backend.prepare, Call(row, send, recv, op, root)))
+            return work
         if backend.queue is not None:
             backend.queue.drain()
         journal.sequence = number = journal.sequence + 1

@@ -1,4 +1,9 @@
-"""Work of an asynchronous call, and the queue whose thread carries such calls out."""
+"""Work of an asynchronous call, and the queue of the calls on one communicator.
+
+Whoever comes first carries a queued call out: a ``wait()`` that finds it not begun runs it, and all before it, on the
+caller's own thread; otherwise the queue's worker thread does. To hand a call over to a thread takes 12 to 25 µs, so
+that the worker leaves small calls alone for a moment; most are waited for within it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import threading
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +28,16 @@ if TYPE_CHECKING:
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 
+LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
+SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
+LONGEST_NAP = 1e-3  # between two looks of the worker while others carry all calls out
+IDLE_LOOKS = 16  # at a queue that nobody uses before the worker sleeps until it is woken
+TURN_SECONDS = 0.01  # between two tries to get a turn that only callbacks hold
+
+Modes = tuple[bool, bool]  # of autograd: inference_mode, grad
+DEFAULT_MODES: Modes = (False, True)  # as any thread begins
+init_torch_work = torch.distributed.Work.__init__
+
 
 class Work(KeptAlive, torch.distributed.Work):
     """A collective or message under way; torch's Work, so that c10d code takes it as one and C++ may keep it.
@@ -30,45 +46,49 @@ class Work(KeptAlive, torch.distributed.Work):
     from any thread and more than once.
     """
 
-    # what most never set stays with the class: a message's Work costs as much as its call to MPI
+    # What most calls never set stays with the class, because a Work costs as much as its call to MPI. What is to be told
+    # of the end (a future, an event, a lock) is an entry of ``__dict__`` until the end pops it, which is atomic.
     _error: BaseException | None = None
     _done = False
+    _is_asked = False  # whether somebody is to be told of the end
     _future: torch.futures.Future | None = None
     _call: tuple[Any, ...] | None = None  # its record in the group's journal
     _limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
-    _event: Event | None = None
 
     def __init__(self, result: list[torch.Tensor]) -> None:
-        super().__init__()
+        init_torch_work(self)
         self._result = result
-        self._guard = allocate_lock()  # between finishing and asking for the future or the event's end
 
     # -- for the one who carries the call out --------------------------------------------------------
 
     def _finish(self, error: BaseException | None = None) -> None:
-        with self._guard:
-            self._error = error
-            self._done = True
-            future = self._future
-            event, self._event = self._event, None
+        self._error = error
+        self._done = True
+        if self._is_asked:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell of the end whoever has asked, once; who asks after it has ended calls this too."""
+        event = self.__dict__.pop("_event", None)
         if event is not None:
             event.__exit__(None, None, None)
+        future = self.__dict__.pop("_promise", None)
         if future is not None:
-            self._fulfil(future)
+            if self._error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(self._error)
+
+    def _ask(self, name: str, value: Any) -> None:
+        """Leave what is to be told of the end."""
+        self.__dict__[name] = value
+        self._is_asked = True
+        if self._done:
+            self._tell()
 
     def _ends(self, event: Event) -> None:
         """Let a profiler's event end when the call ends."""
-        with self._guard:
-            if not self._done:
-                self._event = event
-                return
-        event.__exit__(None, None, None)
-
-    def _fulfil(self, future: torch.futures.Future) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self._error)
+        self._ask("_event", event)
 
     def _block(self, seconds: float | None) -> bool:
         """Return True once the call has ended, False when the time is over first."""
@@ -76,15 +96,16 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def _await(self, seconds: float | None) -> bool:
         """Block as ``_block`` does, and let the group's journal say so meanwhile."""
-        if self._call is None:
+        call = self._call
+        if call is None or (journal := call[0]).current is not None:  # another thread's call blocks on the group too
             return self._block(seconds)
-        journal = self._call[0]
         self._limit = seconds
-        journal.current, journal.waited = self._call, self
+        journal.current, journal.waited = call, self
         try:
             return self._block(seconds)
         finally:
-            journal.current = journal.waited = None
+            if journal.current is call:
+                journal.current = journal.waited = None
 
     def _interrupt(self, reason: str) -> bool:
         """Make a wait for this Work raise; return False where that cannot be done."""
@@ -147,16 +168,16 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the output tensors."""
-        if self._future is None:
-            future: torch.futures.Future = torch.futures.Future()
-            with self._guard:
-                self._future, done = future, self._done
-            if done:
-                self._fulfil(future)
-            else:
-                self._pursue()
-        assert self._future is not None
-        return self._future
+        future: torch.futures.Future | None = self._future
+        if future is None:
+            made: torch.futures.Future = torch.futures.Future()
+            future = self.__dict__.setdefault("_future", made)
+            if future is made:
+                self._ask("_promise", made)
+                if not self._done:
+                    self._pursue()
+        assert future is not None
+        return future
 
     def _pursue(self) -> None:
         """See to it that a future asked for is fulfilled though nobody waits."""
@@ -171,23 +192,54 @@ class DoneWork(Work):
 
 
 class QueuedWork(Work):
-    """A call that a worker thread carries out."""
+    """A call in a queue, which whoever comes first carries out."""
 
-    def __init__(self, result: list[torch.Tensor]) -> None:
-        super().__init__(result)
-        self._ended = allocate_lock()
-        self._ended.acquire()
+    _modes: Modes = DEFAULT_MODES  # of the thread that made the call
+
+    def __init__(self, queue: Queue, call: Callable[[], None], result: list[torch.Tensor]) -> None:
+        init_torch_work(self)
+        self._result = result
+        self._queue = queue
+        self._run: Callable[[], None] | None = call  # until it has been carried out; it holds the buffers
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until the buffers may be used, and carry the call out where nobody has begun to.
+
+        A wait with a limit of its own leaves the call to the worker, because nothing ends MPI's calls in time.
+        """
+        if not self._done and (timeout or not self._queue.carry_out_to(self)):
+            return super().wait(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
 
     def _finish(self, error: BaseException | None = None) -> None:
         if not self._done:  # one that was given up may still end
             super()._finish(error)
-            self._ended.release()
+
+    def _tell(self) -> None:
+        super()._tell()
+        ended = self.__dict__.pop("_ended", None)
+        if ended is not None:
+            ended.release()
 
     def _block(self, seconds: float | None) -> bool:
-        if not self._ended.acquire(timeout=-1 if seconds is None else seconds):
+        lock = allocate_lock()
+        lock.acquire()
+        ended = self.__dict__.setdefault("_lock", lock)
+        if ended is lock:
+            self._ask("_ended", lock)
+        self._queue.hasten()
+        if not ended.acquire(timeout=-1 if seconds is None else seconds):
             return False
-        self._ended.release()
+        ended.release()
         return True
+
+    def _poll(self) -> None:
+        self._queue.hasten()
+
+    def _pursue(self) -> None:
+        self._queue.hasten()
 
 
 class AllWork(Work):
@@ -218,82 +270,252 @@ class AllWork(Work):
 
 
 class Queue:
-    """One worker thread that carries out the calls on one communicator in the order they were made."""
+    """The asynchronous calls on one communicator, carried out one by one in the order in which they were made.
+
+    Whoever carries calls out has the turn. The worker thread sleeps while nobody uses the queue, and the first call
+    wakes it. From then on it looks at the queue now and then, and carries out what it has seen before; it is woken at
+    once for a large call, and where somebody blocks or wants a future. It does not sleep while a call is queued.
+
+    Attributes:
+        running: the call that the worker thread is in; None while a waiting thread carries one out.
+        broken: why the worker thread is given up.
+    """
 
     def __init__(self, name: str) -> None:
-        self._calls: deque[tuple[Callable[[], None], QueuedWork]] = deque()
-        self._wake = threading.Condition()
-        self._last: QueuedWork | None = None
+        self._calls: deque[QueuedWork] = deque()
+        self._turn = allocate_lock()
+        self._carrier: int | None = None  # the thread that has the turn
+        self._stolen: QueuedWork | None = None  # the call that a waiting thread carries out
+        self._alarm = allocate_lock()  # released to wake the worker
+        self._alarm.acquire()
+        self._is_asleep = False
+        self._is_used = False  # since the worker's last look
+        self._is_urgent = False  # whether the worker is to carry out at once what it finds
         self._closing = False
-        self.running: QueuedWork | None = None  # the call that the thread is in
-        self.broken: DistBackendError | None = None  # why the thread is given up
+        self.running: QueuedWork | None = None
+        self.broken: DistBackendError | None = None
         self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[], None], result: list[torch.Tensor]) -> Work:
-        """Queue a call; ``result`` is what its Work will show.
+    def put(
+        self,
+        call: Callable[[], None],
+        result: list[torch.Tensor],
+        is_large: bool = False,
+        record: tuple[Any, ...] | None = None,
+    ) -> QueuedWork:
+        """Queue a call.
 
-        A call made by the callback of a future, on the worker thread, follows at once: that is its place on ranks
-        where the future had ended before the callback was added, and nobody else could carry it out.
+        A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
+        place on ranks where the future had ended before the callback was added.
+
+        Args:
+            call: runs it.
+            result: what its Work will show.
+            is_large: wake the worker at once.
+            record: the call's, in its group's journal.
+
+        Raises:
+            DistBackendError: an earlier call was given up.
         """
-        work = QueuedWork(result)
-        if get_ident() == self._thread.ident:
-            carry_out(call, work)
+        work = QueuedWork(self, call, result)
+        work._call = record
+        is_inference, has_grad = is_inference_mode_enabled(), is_grad_enabled()
+        if is_inference or not has_grad:
+            work._modes = is_inference, has_grad
+        if self._carrier is not None and self._carrier == get_ident():
+            self._carry_out(work)
             return work
-        call = in_modes_of_caller(call)
-        with self._wake:
-            if self.broken is not None:
-                raise DistBackendError(f"this group can no longer be used: {self.broken}")
-            self._calls.append((call, work))
-            self._last = work
-            self._wake.notify()
+        if self.broken is not None:
+            raise self._given_up()
+        self._calls.append(work)
+        self._is_used = True
+        if is_large:
+            self.hasten()
+        elif self._is_asleep:
+            self._wake()
         return work
 
+    def carry_out_to(self, work: QueuedWork) -> bool:
+        """Carry out the calls up to one on this thread, and tell whether it has ended.
+
+        Nothing is done while another thread has the turn. A callback on the thread that has it may wait for a later
+        call.
+        """
+        if self._turn.acquire(False):
+            self._carrier = get_ident()
+            try:
+                while not work._done and self._calls:
+                    self._steal()
+            finally:
+                self._end_turn()
+        elif self._carrier == get_ident():
+            while not work._done and self._calls:
+                self._steal()
+        return work._done
+
     def drain(self) -> None:
-        """Wait until everything queued has ended, so that a synchronous call keeps its place."""
-        last = self._last
-        if last is not None and self.broken is None and threading.current_thread() is not self._thread:
-            last._block(None)
-            with self._wake:
-                if last is self._last:
-                    self._last = None  # its buffers belong to the caller again
+        """Carry out or wait for everything queued, so that a synchronous call keeps its place."""
+        if (self._calls or self._turn.locked()) and self._carrier != get_ident():
+            self._clear()
         if self.broken is not None:  # also where the watchdog gave the calls up meanwhile: their thread is still in one
-            raise DistBackendError(f"this group can no longer be used: {self.broken}")
+            raise self._given_up()
 
     def close(self) -> None:
         """Carry out what is queued and end the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread and self.broken is None:
+        self._clear()
+        self._closing = True
+        self._wake()
+        if get_ident() != self._thread.ident and self.broken is None:
             self._thread.join()
 
+    def hasten(self) -> None:
+        """Have the worker carry out what is queued, as soon as it can have the turn."""
+        if self.running is None:  # else it goes on until nothing is queued
+            self._is_urgent = True
+            self._wake()
+
     def pending(self) -> list[QueuedWork]:
-        """Return the calls that have not ended, the running one first."""
-        running = self.running
-        return [*([running] if running is not None else []), *(work for _, work in list(self._calls))]
+        """Return the calls that have not ended, the one under way first."""
+        under_way = self.running if self.running is not None else self._stolen
+        queued = list(self._calls)
+        return queued if under_way is None else [under_way, *(work for work in queued if work is not under_way)]
 
     def fail(self, error: DistBackendError) -> None:
         """Give the running call and all after it up, so that their waits raise; the thread may never return."""
-        with self._wake:
-            self.broken = error
-            given_up = self.pending()
-            self._calls.clear()
-        for work in given_up:
+        self.broken = error
+        for work in self.pending():
             work._finish(error)
 
+    def _given_up(self) -> DistBackendError:
+        return DistBackendError(f"this group can no longer be used: {self.broken}")
+
+    def _wake(self) -> None:
+        self._is_asleep = False
+        with suppress(RuntimeError):  # woken already
+            self._alarm.release()
+
+    def _clear(self) -> None:
+        """Carry out what is queued, on this thread if it gets the turn; return when no call is under way."""
+        if self._carrier == get_ident():
+            while self._calls:
+                self._steal()
+            return
+        seconds = 0.0
+        while self.broken is None:
+            if self._turn.acquire(timeout=seconds):
+                self._carrier = get_ident()
+                try:
+                    while self._calls:
+                        self._steal()
+                finally:
+                    self._end_turn()
+                return
+            pending = self.pending()
+            if pending and not pending[-1]._done:
+                pending[-1]._block(None)
+            else:
+                seconds = TURN_SECONDS  # only a callback is under way
+
+    def _end_turn(self) -> None:
+        """Give the turn back, and wake a worker that was to have it."""
+        self._carrier = None
+        self._turn.release()
+        if self._is_urgent and self._calls:
+            self._wake()
+
+    def _steal(self) -> None:
+        """Carry the next call out on a thread that waits, where it blocks as a synchronous call does."""
+        before = self._stolen
+        self._stolen = work = self._calls[0]
+        self._calls.popleft()
+        call = work._call
+        try:
+            if call is None:
+                self._carry_out(work)
+                return
+            journal = call[0]
+            current, waited = journal.current, journal.waited
+            journal.current, journal.waited = call, None
+            try:
+                self._carry_out(work)
+            finally:
+                journal.current, journal.waited = current, waited
+        finally:
+            self._stolen = before
+
+    def _carry_out(self, work: QueuedWork) -> None:
+        """Run a call in the modes of autograd in which it was made, and end its Work.
+
+        Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
+        ``torch.no_grad()``. Both modes belong to a thread.
+        """
+        run, work._run = work._run, None
+        if run is None or work._done:  # given up
+            return
+        is_inference, has_grad = work._modes
+        try:
+            if is_inference_mode_enabled() is is_inference and is_grad_enabled() is has_grad:
+                run()
+            else:
+                with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
+                    run()
+        except BaseException as error:
+            del run  # the buffers belong to the caller again
+            work._finish(error)
+            if not isinstance(error, Exception) and self.running is None:
+                raise  # Ctrl-C, for the thread that waits
+        else:
+            del run
+            work._finish()
+
+    # -- the worker thread ---------------------------------------------------------------------------
+
     def _serve(self) -> None:
+        seen = 0  # which call was the next one at the last look
+        nap, idle = SHORTEST_NAP, 0
         while True:
-            with self._wake:
-                while not self._calls and not self._closing:
-                    self._wake.wait()
-                if not self._calls:
-                    return
-                call, work = self._calls.popleft()
-                self.running = work
-            carry_out(call, work)
+            following = self._next()
+            if following and (following == seen or self._is_urgent or self._closing) and self._turn.acquire(False):
+                self._carry_out_all()
+                nap, idle = SHORTEST_NAP, 0
+                continue
+            if following and following != seen:
+                seen = following
+                self._alarm.acquire(timeout=SHORTEST_NAP)
+                continue
+            if self._closing:
+                return
+            idle = 0 if following or self._is_used else idle + 1
+            self._is_used = False
+            self._is_urgent = self._is_urgent and following != 0
+            if idle < IDLE_LOOKS:
+                self._alarm.acquire(timeout=nap)
+                nap = min(2 * nap, LONGEST_NAP)
+                continue
+            self._is_asleep = True
+            if not self._calls and not self._closing:
+                self._alarm.acquire()
+            self._is_asleep = False
+            nap, idle = SHORTEST_NAP, 0
+
+    def _next(self) -> int:
+        """Return what tells the next call from others, without holding it; 0 if nothing is queued."""
+        try:
+            return id(self._calls[0])
+        except IndexError:
+            return 0
+
+    def _carry_out_all(self) -> None:
+        self._carrier = get_ident()
+        self._is_urgent = False
+        while self._calls:
+            self.running = self._calls[0]
+            self._calls.popleft()
+            self._carry_out(self.running)
             self.running = None
-            del call, work  # the buffers belong to the caller again
+        self._carrier = None
+        self._turn.release()
 
 
 def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
@@ -311,13 +533,3 @@ def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
             call()
 
     return run
-
-
-def carry_out(call: Callable[[], None], work: QueuedWork) -> None:
-    """Run a call and end its Work."""
-    try:
-        call()
-    except BaseException as error:
-        work._finish(error)
-    else:
-        work._finish()

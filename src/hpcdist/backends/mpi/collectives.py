@@ -42,6 +42,7 @@ class Collectives:
     def __init__(self, communicator: Communicator, thresholds: Thresholds, is_background: Callable[[], bool]) -> None:
         comm = communicator.comm
         self._communicator = communicator
+        self._is_background = is_background
         self._comm, self._size = comm, communicator.size
         self._all_reduce = comm.Allreduce
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
@@ -288,9 +289,10 @@ class Collectives:
         if shared is None:
             return None
         call, window, failure = SHARED_CALLS[row], shared.window, self._communicator.failure
+        is_background = self._is_background
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            window.is_background = False
+            window.is_background = is_background()
             try:
                 call(shared, send, recv, op, root)
             except MPI.Exception as error:

@@ -201,16 +201,17 @@ class StagedBackend(Backend):
         given = call.tensor
         if given is None:
             return self.inner.start(call)
-        if self.inner.queue is None:
-            self.inner.queue = self.inner.worker()
         if self._side is None:
             self._side = self._cuda.Stream(given.device)
         before = self._cuda.Event()
         before.record(self._cuda.current_stream(given.device))
 
+        queue = self.inner.open_queue()
+
         def carry_out() -> None:
-            # the worker's own device: without it the end of the block would go back to GPU 0 and start a context there
-            self._cuda.set_device(given.device)
+            if queue.running is not None:
+                # the worker's own device: without it the end of the block would go back to GPU 0 and start a context
+                self._cuda.set_device(given.device)
             with self._cuda.stream(self._side):
                 self._side.wait_event(before)
                 self.run(call)
@@ -218,7 +219,7 @@ class StagedBackend(Backend):
                     call.finish()
                 self._side.synchronize()
 
-        return self.inner.queue.put(carry_out, call.result or [])
+        return queue.put(carry_out, call.result or [], is_large=True)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""

@@ -251,12 +251,7 @@ class StreamWork(EventWork):
         """End without an error, because a later call on the stream has ended."""
         self._done = True
         self.held = ()
-        if self._event is not None:
-            self._finish()
-
-    def _ends(self, event: Any) -> None:
-        super()._ends(event)
-        if self._done and self._event is not None:  # ``passed`` came between, on the watchdog's thread
+        if self._is_asked:
             self._finish()
 
     def fail(self, error: BaseException) -> None:
@@ -316,9 +311,6 @@ class StreamWork(EventWork):
     def _interrupt(self, reason: str) -> bool:
         """End the communicator, and with it this call."""
         return self._streams.interrupt(reason)
-
-    def _fulfil(self, future: torch.futures.Future) -> None:
-        """Do nothing: the future was fulfilled when it was asked for."""
 
     def result(self) -> list[torch.Tensor]:
         """Make the current stream wait and return the output tensors."""
