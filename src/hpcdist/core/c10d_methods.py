@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpcdist.core.table import Row
 
 Tensors = list[torch.Tensor]
-REDUCING = frozenset(  # options with an op, which C++ copies for each question: the usual one is known by its value
+REDUCING: frozenset[Any] = frozenset(  # options with an op, which C++ copies for each question: the usual one is known by its value
     {
         torch.distributed.AllreduceOptions,
         torch.distributed.AllreduceCoalescedOptions,
