@@ -20,8 +20,8 @@ CASES = [pytest.param(name, slots, id=f"{name}-{slots}") for name in FILES for s
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    # this pytest is the tests' own job: its ranks share one verdict. Open MPI hands on only variables that it is told to,
-    # so that the mark of a child would reach the ranks of the first host only, and the others would wait for them
+    # this pytest is the tests' own job: its ranks share one verdict. Open MPI hands on only variables that it is told
+    # to, so that the mark of a child would reach the ranks of the first host only, and the others would wait for them
     "HPCDIST_TEST_CHILD": "",
 }
 
