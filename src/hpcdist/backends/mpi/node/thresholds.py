@@ -81,14 +81,40 @@ BYTES: Measured = {
     },
 }
 
-# On several nodes: library -> whether a node has only one rank -> collective -> bytes
+# The same on several nodes: library -> whether each rank has a node of its own -> collective -> bytes. Measured on 2
+# nodes of 2 ranks and on 4 of 1, at 1 Gbit/s and as fast as one machine's processors carry TCP; where the two differ,
+# what loses least.
 ACROSS: dict[str, dict[bool, dict[str, int]]] = {
-    library: {
-        is_flat: dict.fromkeys(("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single"), 64 * KIB)
-        for is_flat in (False, True)
-    }
-    for library in ("Open MPI", "MPICH")
+    "Open MPI": {
+        False: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 1 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        True: {
+            "all_reduce": 4 * MIB,
+            "broadcast": 1 * MIB,
+            "all_gather_single": 4 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+    },
+    "MPICH": {
+        False: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 64 * KIB,
+            "all_gather_single": 256 * KIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        True: {
+            "all_reduce": 4 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 16 * MIB,
+            "reduce_scatter_single": 16 * MIB,
+        },
+    },
 }
+HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
 MOST_NODES = 16  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 MOST_RANKS = 256  # the blocks of so many share a slot of the window
 
@@ -201,7 +227,7 @@ class Thresholds:
             return NEVER
         if self._everywhere is not None:
             return self._everywhere
-        return HALF_BYTES if op is not None and dtype in WIDER else min(found)
+        return min(found) // (HALF_PART if op is not None and dtype in WIDER else 1)
 
     def of(self, name: str, dtype: torch.dtype, op: str | None, world_size: int, library: str) -> int:
         """Return from how many bytes on a collective goes through shared memory; ``NEVER`` if it does not.
