@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
-import hpcdist as dist
 from hpcdist.backends.mpi.node import slices, slots, window
 from hpcdist.backends.mpi.node.arithmetic import FOLDS, KINDS
 from hpcdist.backends.mpi.node.collectives import NodeShared
@@ -42,15 +41,6 @@ REDUCIBLE = [(dtype, op) for dtype, kind in KINDS.items() for op in FOLDS[kind]]
 
 
 @pytest.fixture(scope="module")
-def every(_default_group):
-    """All ranks, of however many hosts."""
-    try:
-        return dist.get_mpi_comm()
-    except Exception:
-        pytest.skip("no MPI in this backend")
-
-
-@pytest.fixture(scope="module")
 def comm(of_host):
     return of_host
 
@@ -58,22 +48,6 @@ def comm(of_host):
 @pytest.fixture(scope="module")
 def node(comm):
     shared = NodeShared(comm)
-    yield shared
-    shared.close()
-
-
-def nodes_of(ranks: int) -> list[list[str]]:
-    """Ways to imitate several nodes: pairs, a small last one, one rank alone, interleaved."""
-    return [
-        [str(r // 2) for r in range(ranks)],
-        ["a"] * (ranks - 1) + ["b"],
-        [str(r % 2) for r in range(ranks)],
-    ]
-
-
-@pytest.fixture(params=range(3))
-def several(request, every):
-    shared = NodeShared(every, nodes_of(every.size)[request.param][every.rank])
     yield shared
     shared.close()
 
@@ -201,26 +175,6 @@ def test_a_pair_without_meaning_raises_before_anything_moves(node, comm):
     tensor = torch.ones(3)
     node.all_reduce(tensor, tensor, ReduceOp.SUM)
     assert tensor.tolist() == [comm.size] * 3
-
-
-@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "PRODUCT"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
-def test_several_nodes(several, every, dtype, op):
-    if op not in FOLDS[KINDS[dtype]]:
-        pytest.skip("no meaning")
-    for numel in (1, 1000, 700_001):
-        send = values(every.rank, numel, dtype)
-        recv = torch.empty_like(send)
-        several.all_reduce(send, recv, getattr(ReduceOp, op))
-        assert_same(recv, expected(op, every.size, numel, dtype), op)
-
-
-def test_several_nodes_keep_nan(several, every):
-    send = torch.zeros(1000)
-    send[every.rank] = float("nan")
-    several.all_reduce(send, send, ReduceOp.MAX)
-    assert send[: every.size].isnan().all()
-    assert not send[every.size :].isnan().any()
 
 
 def test_random_interleavings(node, comm):

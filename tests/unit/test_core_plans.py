@@ -58,13 +58,17 @@ def test_plans_are_made_once_and_know_the_window():
     assert plans.of(ALL_REDUCE, torch.float32, factor).shared_from == NEVER
     with pytest.raises(RuntimeError, match="BAND"):
         plans.of(ALL_REDUCE, torch.float32, ReduceOp.BAND)
-    plans.limit_window(2)  # two nodes: only all_reduce goes on through the window
+    for nodes in (1, 2, 4):  # in the last case every rank has a node of its own
+        plans.locate(nodes)
+        assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
+    plans.give_up_window()
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
+    plans = Plans(64, Thresholds("64K"))
+    plans.locate(32)  # many nodes: only slices of an all_reduce are large enough
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
     assert plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from == NEVER
-    for nodes in (0, 4):  # no memory can be shared; every rank has a node of its own
-        plans = Plans(4, Thresholds("64K"))
-        plans.limit_window(nodes)
-        assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
+    plans.locate(64)
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
 
 
 def test_messages_to_oneself_keep_their_order_by_tag():

@@ -88,14 +88,19 @@ class Collectives:
         return nbytes >= self.plans.of(row, dtype, op).shared_from
 
     def _is_shared(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, least: int, op: Any) -> bool:
-        """Tell whether a call goes through node-shared memory, and make the window for the first that may."""
+        """Tell whether hpcdist carries a call out itself, and make what the first one needs."""
         nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
         if nbytes < least:
             return False
-        if self.node.shared is None:
-            self.plans.limit_window(self.node.connect())
-            return nbytes >= self.plans.of(row, send.dtype, op).shared_from
-        return True
+        if self.node.shared is not None:
+            return True
+        if not self.plans.nodes:
+            self.plans.locate(self.node.locate())
+        elif self.node.connect():
+            return True
+        else:
+            self.plans.give_up_window()
+        return self._is_shared(row, send, recv, self.plans.of(row, send.dtype, op).shared_from, op)
 
     # -- reducing ------------------------------------------------------------------------------------
 
@@ -288,11 +293,11 @@ class Collectives:
         shared = self.node.shared
         if shared is None:
             return None
-        call, window, failure = SHARED_CALLS[row], shared.window, self._communicator.failure
+        call, failure = SHARED_CALLS[row], self._communicator.failure
         is_background = self._is_background
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            window.is_background = is_background()
+            shared.is_background = is_background()
             try:
                 call(shared, send, recv, op, root)
             except MPI.Exception as error:

@@ -19,7 +19,6 @@ from hpcdist.core.reduction import name_of
 from hpcdist.core.table import Row
 
 RedOpType = ReduceOp.RedOpType
-ACROSS_NODES = ("all_reduce",)  # the rows that use the window on several nodes; the others then go to MPI
 
 
 class Plan(NamedTuple):
@@ -27,7 +26,8 @@ class Plan(NamedTuple):
 
     Attributes:
         reduction: MPI's datatype and op, and what surrounds the call; None for rows that move.
-        shared_from: from how many bytes of the larger buffer on the call goes through node-shared memory.
+        shared_from: from how many bytes of the larger buffer on hpcdist carries the call out itself: through the memory
+            of the node, and between nodes by messages.
     """
 
     reduction: Reduction | None
@@ -45,7 +45,8 @@ class Plans:
     def __init__(self, size: int, thresholds: Thresholds) -> None:
         self.size = size
         self.thresholds = thresholds
-        self._is_one_node = True  # until the window says otherwise
+        self.nodes = 0  # that its ranks are on; not known yet
+        self._has_window = True
         self._made: dict[tuple[Row, torch.dtype, int], Plan] = {}
 
     def of(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
@@ -61,17 +62,26 @@ class Plans:
         # only the members of RedOpType live for ever; the address of any other object may be used again
         lasts = op is None or (op.__class__ is RedOpType and op is getattr(RedOpType, op.name))
         shared_from = NEVER
-        if lasts and (self._is_one_node or row.name in ACROSS_NODES):
+        if lasts and self._has_window:
             name = None if op is None else name_of(op)
-            shared_from = self.thresholds.of(row.name, dtype, name, self.size, MPI.get_vendor()[0])
+            library = MPI.get_vendor()[0]
+            found = []
+            if self.nodes <= 1:
+                found.append(self.thresholds.of(row.name, dtype, name, self.size, library))
+            if self.nodes != 1:
+                found.append(self.thresholds.across(row.name, dtype, name, self.nodes, self.size, library))
+            shared_from = min(found)
         made = Plan(reduction, shared_from)
         if lasts:
             self._made[row, dtype, id(op)] = made
         return made
 
-    def limit_window(self, nodes: int) -> None:
-        """Take note of the window's number of nodes, the same on all ranks; 0 if there is no window."""
-        if nodes in (0, self.size):  # a node with one rank has nobody to share with
-            self.thresholds = Thresholds("off")
-        self._is_one_node = nodes == 1
+    def locate(self, nodes: int) -> None:
+        """Take note of the number of nodes, the same on all ranks."""
+        self.nodes = nodes
+        self._made.clear()
+
+    def give_up_window(self) -> None:
+        """Take note that some node cannot share memory: MPI carries out all calls."""
+        self._has_window = False
         self._made.clear()

@@ -29,6 +29,12 @@ MPI_OPS = {
 LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no bitwise op for its C++ bool
 
 
+def mpi_op(dtype: torch.dtype, op: Any) -> MPI.Op:
+    """Return the op of MPI that combines values of a dtype by an op of torch, or by the one of that name."""
+    ops = LOGICAL_OPS if dtype is torch.bool else MPI_OPS
+    return ops[reduction.combining(dtype, op)]
+
+
 class Reduction(NamedTuple):
     """How one dtype and op are reduced: over which MPI type and op, and what surrounds the call."""
 
@@ -57,12 +63,11 @@ def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
     """Return how to reduce a dtype by an op, or raise c10d's error (see ``core.reduction.check``)."""
     reduction.check(row, dtype, op)
     premultiplies = op == PREMUL_SUM
-    ops = LOGICAL_OPS if dtype is torch.bool else MPI_OPS
     wide = reduction.WIDE.get(dtype)
     factor = reduction.premultiplier(op) if premultiplies else None
     return Reduction(
         datatype=DATATYPES[wide or dtype],
-        op=ops[reduction.combining(dtype, op)],
+        op=mpi_op(dtype, op),
         wide=wide,
         factor=factor,
         averages=op == AVG,

@@ -61,11 +61,11 @@ def measure(bench: Bench) -> int:
     Returns:
         0, or 2 if the job has only one rank, or ranks on several nodes.
     """
-    shared = NodeShared(bench.comm.Dup())
-    if shared.nodes > 1 or bench.size == 1:
+    if bench.wire.nodes > 1 or bench.size == 1:
         if bench.rank == 0:
             print("bench crossover measures within one node: run it with two or more ranks, all on one node")
         return 2
+    shared = NodeShared(bench.comm.Dup())
     path = bench.options.json
     if path and Path(path).exists():
         thresholds.read(path)  # before the time is spent: it may hold something else

@@ -116,19 +116,25 @@ def least(nbytes: int) -> str:
 
 
 def explain(bench: Bench) -> None:
-    """Print from which size on each collective uses node-shared memory here."""
+    """Print from which size on hpcdist carries out each collective itself here."""
     if bench.rank:
         return
     vendor = bench.library.rsplit(" ", 1)[0]
     console = Console(width=110)
-    made = Table(title=f"Through shared memory ({vendor}, {bench.size} ranks; {thresholds.VARIABLE} overrides)")
+    nodes = bench.wire.nodes
+    place = f"{bench.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
+    made = Table(title=f"Through shared memory ({vendor}, {place}; {thresholds.VARIABLE} overrides)")
     for name in ("collective", "float32", "bfloat16"):
         made.add_column(name)
     found = thresholds.Thresholds.from_environment()
     for name in found.measured(vendor, bench.size):
         op = "SUM" if "reduce" in name else None
         dtypes = (torch.float32, torch.bfloat16)
-        made.add_row(name, *(least(found.of(name, dtype, op, bench.size, vendor)) for dtype in dtypes))
+        if nodes > 1:
+            starts = [found.across(name, dtype, op, nodes, bench.size, vendor) for dtype in dtypes]
+        else:
+            starts = [found.of(name, dtype, op, bench.size, vendor) for dtype in dtypes]
+        made.add_row(name, *map(least, starts))
     console.print(made)
     source = "measured for this library"
     if found.text:

@@ -1,4 +1,8 @@
-"""Node-shared memory of one group: its window, made by the first call that uses it, and the calls through it."""
+"""Collectives of one group by hpcdist itself: through the memory of its node, and between its nodes.
+
+What they need is made by the first calls that may use them: first the ranks find out who shares a node, then the window
+and the communicator between nodes are made.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.collectives import NodeShared
+from hpcdist.backends.mpi.node.places import Places, locate
 from hpcdist.backends.mpi.node.thresholds import node_key
+from hpcdist.backends.mpi.node.two_level import TwoLevel
 from hpcdist.core.buffers import overlap
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SINGLE, Row
 
-# the collectives that node-shared memory knows, and how each takes its arguments
-SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, Any], None]] = {
+# the collectives that there are, and how each takes its arguments
+SHARED_CALLS: dict[Row, Callable[[NodeShared | TwoLevel, torch.Tensor, torch.Tensor, Any, Any], None]] = {
     ALL_REDUCE: lambda shared, send, recv, op, _: shared.all_reduce(send, recv, op),
     BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
     ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
@@ -24,13 +30,16 @@ SHARED_CALLS: dict[Row, Callable[[NodeShared, torch.Tensor, torch.Tensor, Any, A
 
 
 class NodeCalls:
-    """The calls of one communicator through node-shared memory.
+    """The calls of one communicator.
 
     Args:
         comm: the group's communicator.
         derived: takes the communicators made here, so that they can be revoked with the group's.
         poll: called every few milliseconds of waiting; what it raises ends the wait.
         is_background: tells whether the call under way runs beside the rank's own computation.
+
+    Attributes:
+        shared: carries the calls out, once it is made.
     """
 
     def __init__(
@@ -44,22 +53,33 @@ class NodeCalls:
         self._derived = derived
         self._poll = poll
         self._is_background = is_background
-        self.shared: NodeShared | None = None
+        self._places: Places | None = None
+        self.shared: NodeShared | TwoLevel | None = None
 
-    def connect(self) -> int:
-        """Make the window; every rank calls, and all return the number of nodes, 0 if a node cannot share memory."""
+    def locate(self) -> int:
+        """Find out which ranks share a node; every rank calls, and all return the number of nodes."""
+        self._places = locate(self._comm, node_key(), self._derived)
+        return self._places.nodes
+
+    def connect(self) -> bool:
+        """Make what the calls need; every rank calls, and all return False if a node cannot share memory."""
+        places = self._places
+        assert places is not None
         try:
-            self.shared = NodeShared(self._comm, node_key(), self._derived)
+            if places.nodes == 1:
+                self.shared = NodeShared(self._comm, places)
+            else:
+                self.shared = TwoLevel(places, self._derived)
         except RuntimeError as error:
             warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
-            return 0
+            return False
         self.shared.poll = self._poll
-        return self.shared.nodes
+        return True
 
     def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
-        """Run one collective through the window; every rank calls.
+        """Run one collective; every rank calls.
 
-        A tensor that overlaps its output on this rank is copied: the others are on their way to the window.
+        A tensor that overlaps its output on this rank is copied: the others are on their way.
         """
         shared = self.shared
         assert shared is not None
@@ -67,14 +87,18 @@ class NodeCalls:
             own = recv.data_ptr() + self._comm.Get_rank() * send.nbytes
             if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
                 send = send.clone()
-        shared.window.is_background = self._is_background()
+        shared.is_background = self._is_background()
         SHARED_CALLS[row](shared, send, recv, op, root)
 
     def close(self, is_revoked: bool) -> None:
-        """Free the window; every rank of the communicator calls it.
+        """Free what was made; every rank of the communicator calls it.
 
-        After a revocation the window is left to the end of the process: freeing it would wait for the dead.
+        After a revocation it is left to the end of the process: freeing it would wait for the dead.
         """
-        shared, self.shared = self.shared, None
-        if shared is not None and not is_revoked:
+        shared, self.shared, places, self._places = self.shared, None, self._places, None
+        if is_revoked:
+            return
+        if shared is not None:
             shared.close()
+        elif places is not None and places.node != MPI.COMM_NULL:
+            places.node.Free()

@@ -62,21 +62,21 @@ class NodeShared(NodeSlices):
 
     def _plan_direct(self, numel: int, dtype: torch.dtype) -> Any:
         size = numel * dtype.itemsize
-        return [[part[:size].view(dtype) for part in slot] for slot in self._slots]
+        return [[part[:size].view(dtype) for part in slot] for slot in self.slots]
 
     def _all_reduce_direct(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
         window, numel, turn = self.window, send.numel(), self._turn
         parts = self._plan(("direct", numel, fold.dtype), self._plan_direct)[turn]
         window.wait(self._free[turn])
-        memmove(self._addresses[turn][self.rank], send.data_ptr(), send.nbytes)
+        memmove(self.addresses[turn][self.rank], send.data_ptr(), send.nbytes)
         step = window.publish()
         self._free[turn] = step + 1
         self._turn = (turn + 1) % SLOTS
         window.wait(step)
-        fold.reduce(parts, recv, self._accumulator(fold, self.size, numel))
+        fold.reduce(parts, recv, self.accumulator(fold, self.size, numel))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy `tensor` of one rank to all (MPI_Bcast); single node.
+        """Copy `tensor` of one rank to all (MPI_Bcast).
 
         Args:
             tensor: read on `root`, written on the others.
@@ -88,12 +88,12 @@ class NodeShared(NodeSlices):
             turn, length = self._turn, min(chunk, size - offset)
             if self.rank == root:
                 window.wait(self._free[turn])
-                memmove(self._addresses[turn][root], address + offset, length)
+                memmove(self.addresses[turn][root], address + offset, length)
                 step = window.publish()
             else:
                 step = window.publish()
                 window.wait_for(root, step)
-                memmove(address + offset, self._addresses[turn][root], length)
+                memmove(address + offset, self.addresses[turn][root], length)
             self._free[turn] = step + 1
             self._turn = (turn + 1) % SLOTS
 
@@ -105,41 +105,17 @@ class NodeShared(NodeSlices):
         per: int,
         unit: int = LINE_BYTES,
     ) -> None:
-        """Run put and get over all chunks of a block, each rank one chunk ahead of what it reads.
-
-        A slot holds `per` chunks, of so many units each.
-        """
-        window = self.window
-        chunk = min(SLOT_BYTES // per // unit * unit, block)
-        count = -(-block // chunk)
-
-        def publish(c: int) -> tuple[int, int, int, int]:
-            turn, offset = self._turn, c * chunk
-            length = min(chunk, block - offset)
-            window.wait(self._free[turn])
-            put(turn, offset, length)
-            step = window.publish()
-            self._free[turn] = step + 2
-            self._turn = (turn + 1) % SLOTS
-            return step, turn, offset, length
-
-        ahead = publish(0)
-        for c in range(count):
-            step, turn, offset, length = ahead
-            if c + 1 < count:
-                ahead = publish(c + 1)
-            window.wait(step)
-            get(turn, offset, length)
-        self._free[turn] = step + 1
+        """Run put and get over all chunks of a block, where a slot holds `per` chunks, of so many units each."""
+        self.exchange(block, min(SLOT_BYTES // per // unit * unit, block), put, get)
 
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
-        """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather); single node.
+        """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather).
 
         Args:
             send: this rank's part; it may be its own place in `recv`.
             recv: world size times as long, in rank order.
         """
-        addresses, rank, block = self._addresses, self.rank, send.nbytes
+        addresses, rank, block = self.addresses, self.rank, send.nbytes
         source, target = send.data_ptr(), recv.data_ptr()
         if target + rank * block != source:
             memmove(target + rank * block, source, block)
@@ -155,7 +131,7 @@ class NodeShared(NodeSlices):
         self._exchange(block, put, get, 1)
 
     def _put_blocks(self, source: int, block: int) -> Callable[[int, int, int], None]:
-        addresses, rank, size = self._addresses, self.rank, self.size
+        addresses, rank, size = self.addresses, self.rank, self.size
 
         def put(turn: int, offset: int, length: int) -> None:
             base = addresses[turn][rank]
@@ -172,7 +148,7 @@ class NodeShared(NodeSlices):
         return put
 
     def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
-        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block); single node.
+        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block).
 
         Args:
             send: world size blocks of equal length.
@@ -195,7 +171,7 @@ class NodeShared(NodeSlices):
         dtype, rank, block = fold.dtype, self.rank, recv.nbytes
         itemsize, numel = dtype.itemsize, recv.numel()
         own = send[rank * numel : (rank + 1) * numel]
-        scratch = self._accumulator(fold, self.size, min(numel, SLOT_BYTES // itemsize))
+        scratch = self.accumulator(fold, self.size, min(numel, SLOT_BYTES // itemsize))
 
         def get(turn: int, offset: int, length: int) -> None:
             parts = self._plan(("scattered", length, dtype), self._plan_scattered)[turn]
@@ -206,10 +182,10 @@ class NodeShared(NodeSlices):
 
     def _plan_scattered(self, length: int, dtype: torch.dtype) -> Any:
         begin = self.rank * length
-        return [[slot[r][begin : begin + length].view(dtype) for r in self._mates] for slot in self._slots]
+        return [[slot[r][begin : begin + length].view(dtype) for r in self._mates] for slot in self.slots]
 
     def _reduce_scatter_stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        rank, addresses, block = self.rank, self._addresses, recv.nbytes
+        rank, addresses, block = self.rank, self.addresses, recv.nbytes
         source, target, width = send.data_ptr(), recv.data_ptr(), STACK_WIDTH * fold.dtype.itemsize
 
         def row(length: int) -> int:

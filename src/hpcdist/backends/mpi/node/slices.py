@@ -4,10 +4,7 @@ The tensor is reduced in chunks; rank r owns slice r of a chunk. Each rank puts 
 from everybody's parts, puts the result in its segment, and collects the other results. While mates still collect chunk
 c-1, chunk c is being reduced and chunk c+1 already lies in the window. The parts lie in one of two ways:
 
-- Apart: each rank puts its part of every slice in its own segment, and an owner reads it there. Several nodes: the
-  slice is reduced in the node, all-reduced across nodes on a communicator with one rank of each node (all slices at
-  once, each by its own rank), then collected in the node. Nodes with unequal numbers of ranks have as many slices as
-  the smallest node has ranks; further ranks put and collect.
+- Apart: each rank puts its part of every slice in its own segment, and an owner reads it there.
 - Stacked: each rank puts its part of slice r in the segment of rank r, whose parts then lie one after another, so that
   one kernel of torch adds them all (`Fold.add_stack`). For the sums of half types, which cost more to widen and round
   than to move: three quarters of the time on four ranks. Other sums lose 5 to 8 %.
@@ -26,11 +23,9 @@ from typing import Any
 
 import torch
 
-from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
-from hpcdist.backends.mpi.node.internode import AcrossNodes
+from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold
 from hpcdist.backends.mpi.node.slots import NodeSlots
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
-from hpcdist.backends.mpi.process import ulfm
 
 LINE_BYTES = 64  # slices begin on cache lines, so that no line has two writers
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
@@ -45,9 +40,9 @@ class NodeSlices(NodeSlots):
     """Runs large all_reduces of one communicator through memory shared on the node."""
 
     def _stacks(self, fold: Fold) -> bool:
-        """Tell whether the parts of a fold lie one after another, on one node."""
+        """Tell whether the parts of a fold lie one after another."""
         rows = SLOT_BYTES // (STACK_WIDTH * fold.dtype.itemsize)
-        return fold.adds_stacks and self.nodes == 1 and 2 < self.size <= rows
+        return fold.adds_stacks and 2 < self.size <= rows
 
     def _all_reduce_sliced(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> None:
         window, free, first = self.window, self._free, self._turn
@@ -81,13 +76,13 @@ class NodeSlices(NodeSlots):
 
     def _plan_apart(self, numel: int, whole: int, dtype: torch.dtype) -> Any:
         """Say who owns what of a chunk of `numel` elements, where a full chunk has `whole`."""
-        rank, owners = self.rank, self._owners
+        rank, owners = self.rank, self.size
         line = max(1, LINE_BYTES // dtype.itemsize)
         share = -(-whole // (owners * line)) * line
-        bounds = [min(numel, r * share) if r < owners else numel for r in range(self.size + 1)]
+        bounds = [min(numel, r * share) for r in range(owners + 1)]
         begin, end = bounds[rank], bounds[rank + 1]
         slots = []
-        for slot in self._slots:
+        for slot in self.slots:
             views = [part[: numel * dtype.itemsize].view(dtype) for part in slot]
             slots.append([views[r][begin:end] for r in self._mates])
         sizes = [(r, bounds[r] * dtype.itemsize, (bounds[r + 1] - bounds[r]) * dtype.itemsize) for r in range(owners)]
@@ -95,22 +90,20 @@ class NodeSlices(NodeSlots):
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
 
     def _chunk_bytes(self, size: int, fold: Fold) -> int:
-        # all nodes must cut alike, whatever their number of ranks
         largest = CHUNK_BYTES_OF_TWO if self.world_size == 2 else SLOT_BYTES
         if fold.wide is not None and self.world_size > 2:
-            largest = min(largest, self._owners * WIDENED_BYTES)
+            largest = min(largest, self.size * WIDENED_BYTES)
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
         return -(-size // (count * LINE_BYTES)) * LINE_BYTES
 
     def _apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Slices:
-        rank, addresses, numel = self.rank, self._addresses, send.numel()
+        rank, addresses, numel = self.rank, self.addresses, send.numel()
         chunk = self._chunk_bytes(size, fold)
         count = -(-size // chunk)
         stride = chunk // fold.dtype.itemsize
         whole = self._plan(("apart", stride, stride, fold.dtype), self._plan_apart)
         rest = self._plan(("apart", numel - (count - 1) * stride, stride, fold.dtype), self._plan_apart)
-        scratch = self._accumulator(fold, self.size, whole[1] - whole[0])
-        across = self._across_nodes(fold)
+        scratch = self.accumulator(fold, self.size, whole[1] - whole[0])
         source, target = send.data_ptr(), recv.data_ptr()
         begin, end = whole[0], whole[1]
 
@@ -137,10 +130,7 @@ class NodeSlices(NodeSlots):
                 # into the caller's own memory, whose lines this core has, and on from there: to write sums to lines
                 # that mates have read costs a tenth of the whole
                 parts, result = [own_parts[c], *plan[4][slot]], own_results[c]
-                if across is None:
-                    fold.reduce(parts, result, scratch)
-                else:
-                    self._reduce_across(fold, across, parts, result, scratch)
+                fold.reduce(parts, result, scratch)
                 memmove(addresses[slot][rank] + low, target + c * chunk + low, high - low)
 
         def collect(c: int, slot: int) -> None:
@@ -150,39 +140,14 @@ class NodeSlices(NodeSlots):
 
         return count, put, reduce, collect
 
-    def _across_nodes(self, fold: Fold) -> AcrossNodes | None:
-        if self._across is None:
-            return None
-        reducer = self._reducers.get(fold)
-        if reducer is None:
-            poll = self.window.poll if ulfm.is_tolerant() else None
-            reducer = self._reducers[fold] = AcrossNodes(self._across, fold, poll)
-        return reducer
-
-    def _reduce_across(
-        self,
-        fold: Fold,
-        across: AcrossNodes,
-        parts: list[torch.Tensor],
-        result: torch.Tensor,
-        scratch: Scratch | None,
-    ) -> None:
-        length = result.numel()
-        total = result if scratch is None else scratch[0][:length]
-        fold.accumulate(parts, total, None if scratch is None else scratch[1][:length])
-        across.reduce(total)
-        fold.finish(total)
-        if scratch is not None:
-            result.copy_(total)
-
     # -- parts stacked -------------------------------------------------------------------------------
 
     def _plan_stacked(self, share: int, dtype: torch.dtype) -> Any:
         """Show this rank's part of each slot as a stack of one row a rank, of `share` bytes each."""
-        return [slot[self.rank][: self.size * share].view(dtype).view(self.size, -1) for slot in self._slots]
+        return [slot[self.rank][: self.size * share].view(dtype).view(self.size, -1) for slot in self.slots]
 
     def _stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Slices:
-        rank, ranks, mates, addresses = self.rank, self.size, self._mates, self._addresses
+        rank, ranks, mates, addresses = self.rank, self.size, self._mates, self.addresses
         width = STACK_WIDTH * fold.dtype.itemsize
         largest = SLOT_BYTES // (ranks * width) * ranks * width
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))

@@ -1,4 +1,4 @@
-"""What a group holds for its collectives through node-shared memory: the window, its nodes, its plans.
+"""Slots of a node's window: what a group holds for collectives through node-shared memory, and the rhythm of a call.
 
 Made on the group's first use of shared memory, by all of its ranks together, and given back by `close`.
 """
@@ -12,13 +12,15 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, op_name
-from hpcdist.backends.mpi.node.internode import AcrossNodes
-from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow, split_node
+from hpcdist.backends.mpi.node.places import Places, locate
+from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
 DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
 DIRECT_HALF_BYTES_OF_TWO = 1 << 17
 PLANS = 64
+
+Step = Callable[[int, int, int], None]
 
 
 class NodeSlots:
@@ -28,19 +30,17 @@ class NodeSlots:
 
     Args:
         comm: the group's communicator; it is not kept for traffic, and not freed.
-        node_key: ranks with different keys count as ranks on different nodes; None for the real nodes.
-        made: takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it.
+        places: where its ranks are, if that is known; the window takes over the communicator of the node.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Comm] | None = None) -> None:
-        made = [] if made is None else made
-        node = split_node(comm, node_key, made)
+    def __init__(self, comm: MPI.Intracomm, places: Places | None = None) -> None:
+        places = locate(comm) if places is None else places
         window, failure = None, ""
         try:
-            window = NodeWindow(node)
+            window = NodeWindow(places.node)
         except MPI.Exception as error:
             failure = str(error)
         failures = [f for f in comm.allgather(failure) if f]
@@ -50,28 +50,27 @@ class NodeSlots:
             raise RuntimeError(f"no shared-memory window on {len(failures)} of {comm.size} ranks: {failures[0]}")
         self.window = window
         self.rank, self.size, self.world_size = window.rank, window.size, comm.size
-        self.nodes: int = comm.allreduce(int(window.rank == 0))
-        self._owners: int = comm.allreduce(window.size, MPI.MIN)
-        self._across: MPI.Intracomm | None = None
-        if self.nodes > 1:
-            color = window.rank if window.rank < self._owners else MPI.UNDEFINED
-            across = comm.Split(color, key=comm.rank)
-            self._across = None if across == MPI.COMM_NULL else MPI.Intracomm(across)
-            made += [] if self._across is None else [self._across]
-        self._slots = [
+        self.slots = [
             [segment[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for segment in window.segments] for i in range(SLOTS)
         ]
-        self._addresses = [[part.data_ptr() for part in slot] for slot in self._slots]
+        self.addresses = [[part.data_ptr() for part in slot] for slot in self.slots]
         self._mates = [r for r in range(self.size) if r != self.rank]
         self._free = [0] * SLOTS
         self._turn = 0
         self._folds: dict[Any, Fold] = {}
-        self._reducers: dict[Fold, AcrossNodes] = {}
         self._plans: dict[Any, Any] = {}
         self._scratch: dict[torch.dtype, Scratch] = {}
-        self._direct_bytes = DIRECT_BYTES // self.size if self.nodes == 1 else -1
-        direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self.size == 2 else DIRECT_HALF_BYTES
-        self._direct_half_bytes = direct_half_bytes if self.nodes == 1 else -1
+        self._direct_bytes = DIRECT_BYTES // self.size
+        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self.size == 2 else DIRECT_HALF_BYTES
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the call under way runs beside the rank's own computation."""
+        return self.window.is_background
+
+    @is_background.setter
+    def is_background(self, is_background: bool) -> None:
+        self.window.is_background = is_background
 
     @property
     def poll(self) -> Callable[[], None] | None:
@@ -97,8 +96,40 @@ class NodeSlots:
             plan = self._plans[key] = make(*key[1:])
         return plan
 
-    def _accumulator(self, fold: Fold, parts: int, numel: int) -> Scratch | None:
-        if not fold.needs_scratch(parts) and not (self.nodes > 1 and fold.wide):
+    def exchange(self, block: int, chunk: int, put: Step, get: Step) -> None:
+        """Run put and get over all chunks of a block, each rank one chunk ahead of what it reads.
+
+        Args:
+            block: its length in bytes, the same on all ranks of the node.
+            chunk: the length of its chunks, likewise.
+            put: takes a slot's number, where in the block a chunk begins, and its length; writes to this rank's slot.
+            get: takes the same; reads the others'.
+        """
+        window = self.window
+        count = -(-block // chunk)
+
+        def publish(c: int) -> tuple[int, int, int, int]:
+            turn, offset = self._turn, c * chunk
+            length = min(chunk, block - offset)
+            window.wait(self._free[turn])
+            put(turn, offset, length)
+            step = window.publish()
+            self._free[turn] = step + 2
+            self._turn = (turn + 1) % SLOTS
+            return step, turn, offset, length
+
+        ahead = publish(0)
+        for c in range(count):
+            step, turn, offset, length = ahead
+            if c + 1 < count:
+                ahead = publish(c + 1)
+            window.wait(step)
+            get(turn, offset, length)
+        self._free[turn] = step + 1
+
+    def accumulator(self, fold: Fold, parts: int, numel: int) -> Scratch | None:
+        """Return memory to reduce so many slices of so many elements in, where the fold needs it."""
+        if not fold.needs_scratch(parts):
             return None
         assert fold.wide is not None
         scratch = self._scratch.get(fold.wide)
@@ -109,13 +140,7 @@ class NodeSlots:
         return scratch
 
     def close(self) -> None:
-        """Free the window and the communicators made here; collective over `comm`, once or often."""
+        """Free the window; collective over the node, once or often."""
         self._plans.clear()
-        self._slots = []
-        for reducer in self._reducers.values():
-            reducer.close()
-        self._reducers.clear()
-        if self._across is not None:
-            across, self._across = self._across, None
-            across.Free()
+        self.slots = []
         self.window.close()

@@ -1,4 +1,6 @@
-"""Thresholds: from how many bytes on a collective goes through node-shared memory in place of MPI itself.
+"""Thresholds: from how many bytes on hpcdist carries a collective out itself, in place of MPI.
+
+On one node that is through shared memory, on several by messages between nodes and shared memory in each.
 
 They depend on the MPI library, the collective, the dtype, the number of ranks and the machine, so they are a table of
 measurements: ``python -m hpcdist bench --explain`` prints what holds for the present run, and
@@ -78,6 +80,43 @@ BYTES: Measured = {
         },
     },
 }
+
+# The same on several nodes: library -> whether each rank has a node of its own -> collective -> bytes. Measured on 2
+# nodes of 2 ranks and on 4 of 1, at 1 Gbit/s and as fast as one machine's processors carry TCP; where the two differ,
+# what loses least.
+ACROSS: dict[str, dict[bool, dict[str, int]]] = {
+    "Open MPI": {
+        False: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 1 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        True: {
+            "all_reduce": 4 * MIB,
+            "broadcast": 1 * MIB,
+            "all_gather_single": 4 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+    },
+    "MPICH": {
+        False: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 64 * KIB,
+            "all_gather_single": 256 * KIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        True: {
+            "all_reduce": 4 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 16 * MIB,
+            "reduce_scatter_single": 16 * MIB,
+        },
+    },
+}
+HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
+MOST_NODES = 16  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
+MOST_RANKS = 256  # the blocks of so many share a slot of the window
 
 # MPI has no half types: the alternative is to widen, reduce and round, which doubles what MPI moves
 HALF_BYTES = 16 * KIB
@@ -175,6 +214,20 @@ class Thresholds:
         """Return what was measured for a library with the number of ranks that comes nearest, by ratio."""
         by_ranks = self._table.get(library) or BYTES.get(library) or BYTES[STAND_IN]
         return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / world_size, world_size / ranks))]
+
+    def across(self, name: str, dtype: torch.dtype, op: str | None, nodes: int, world_size: int, library: str) -> int:
+        """Return the same for ranks on several nodes; the least for any number of nodes if that is 0."""
+        is_flat = nodes == world_size
+        too_many = nodes > MOST_NODES and (is_flat or name != "all_reduce")
+        tables = ACROSS.get(library) or ACROSS[STAND_IN]
+        found = [tables[each].get(name, NEVER) for each in (False, True) if nodes == 0 or each == is_flat]
+        if world_size == 1 or too_many or (op is not None and dtype not in KINDS) or op == "PREMUL_SUM":
+            return NEVER
+        if min(found) == NEVER or (world_size > MOST_RANKS and name != "all_reduce"):
+            return NEVER
+        if self._everywhere is not None:
+            return self._everywhere
+        return min(found) // (HALF_PART if op is not None and dtype in WIDER else 1)
 
     def of(self, name: str, dtype: torch.dtype, op: str | None, world_size: int, library: str) -> int:
         """Return from how many bytes on a collective goes through shared memory; ``NEVER`` if it does not.

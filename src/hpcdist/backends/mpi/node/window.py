@@ -50,28 +50,6 @@ NAP_AFTER_SECONDS = 0.02
 NAP_SECONDS = 0.00005
 
 
-def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Comm]) -> MPI.Intracomm:
-    """Make the communicator of the ranks that share memory and, where given, the same node key.
-
-    Args:
-        comm: the communicator to split; every rank of it calls.
-        node_key: ranks with different keys are treated as if on different nodes; None adds nothing.
-        made: takes the new communicators as soon as they are there.
-
-    Returns:
-        A new communicator, ordered as `comm`.
-    """
-    shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
-    made.append(shared)
-    keys = shared.allgather(node_key)
-    if len(set(keys)) == 1:
-        return shared
-    node = MPI.Intracomm(shared.Split(keys.index(node_key), key=comm.rank))
-    made.append(node)
-    shared.Free()
-    return node
-
-
 def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
     """Warn where torch has more threads on a node than there are cores: OpenMP's wait for each other on the same ones.
 
@@ -101,6 +79,7 @@ class NodeWindow:
         self.rank = node.rank
         self.size = node.size
         self.poll: Callable[[], None] | None = None
+        self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
         places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
         cores = len(set().union(*(allowed for allowed, _ in places)))  # a launcher may bind each rank to its own
         if self.rank == 0:
@@ -162,7 +141,7 @@ class NodeWindow:
             for _ in range(self._spins):
                 if flag[0] >= step:
                     return
-        progress, give_way, now = self.node.Iprobe, os.sched_yield, time.monotonic
+        progress, give_way, now = self.progress, os.sched_yield, time.monotonic
         began = polled = now()
         while flag[0] < step:
             give_way()

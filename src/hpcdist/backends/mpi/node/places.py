@@ -1,0 +1,72 @@
+"""Places of a group's ranks: which of them share a node, and so its memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+
+class Places(NamedTuple):
+    """Where the ranks of one group are; the same on all of them, but for what is this rank's own.
+
+    Attributes:
+        comm: the group's communicator.
+        node: communicator of this rank's node, in the group's order.
+        ranks: the group's ranks by node; nodes in the order of their first ranks.
+        here: index of this rank's node.
+    """
+
+    comm: MPI.Intracomm
+    node: MPI.Intracomm
+    ranks: list[list[int]]
+    here: int
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.ranks)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether each node has only one of the ranks, so that nobody shares memory."""
+        return len(self.ranks) == self.comm.Get_size()
+
+
+def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Comm]) -> MPI.Intracomm:
+    """Make the communicator of the ranks that share memory and, where given, the same node key.
+
+    Args:
+        comm: the communicator to split; every rank of it calls.
+        node_key: ranks with different keys are treated as if on different nodes; None adds nothing.
+        made: takes the new communicators as soon as they are there.
+
+    Returns:
+        A new communicator, ordered as `comm`.
+    """
+    shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+    made.append(shared)
+    keys = shared.allgather(node_key)
+    if len(set(keys)) == 1:
+        return shared
+    node = MPI.Intracomm(shared.Split(keys.index(node_key), key=comm.rank))
+    made.append(node)
+    shared.Free()
+    return node
+
+
+def locate(comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Comm] | None = None) -> Places:
+    """Find out which ranks share a node; every rank of the communicator calls.
+
+    Args:
+        comm: the group's communicator.
+        node_key: as for `split_node`.
+        made: takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it.
+    """
+    node = split_node(comm, node_key, [] if made is None else made)
+    firsts: list[int] = comm.allgather(node.allreduce(comm.rank, MPI.MIN))
+    order = sorted(set(firsts))
+    ranks: list[list[int]] = [[] for _ in order]
+    for rank, first in enumerate(firsts):
+        ranks[order.index(first)].append(rank)
+    return Places(comm, node, ranks, order.index(firsts[comm.rank]))

@@ -1,0 +1,231 @@
+"""Collectives of ranks on several nodes, which are real or imitated by node keys: every row, dtype, op and layout."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+pytest.importorskip("mpi4py")
+import hpcdist as dist
+from hpcdist.backends.mpi.node import internode, messages, two_level
+from hpcdist.backends.mpi.node.arithmetic import FOLDS, KINDS
+from hpcdist.backends.mpi.node.places import locate
+from hpcdist.backends.mpi.node.two_level import TwoLevel
+from tests.mpi.test_shared_memory import REDUCIBLE, assert_same, expected, values
+
+SEED = 22
+HALF_TYPES = [torch.float16, torch.bfloat16]
+# numbers of elements: none for some owners, odd, several chunks, and pieces of odd length
+LENGTHS = (1, 1001, 700_001)
+
+
+@pytest.fixture(scope="module")
+def every(_default_group):
+    """All ranks, of however many hosts."""
+    try:
+        comm = dist.get_mpi_comm()
+    except Exception:
+        pytest.skip("no MPI in this backend")
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    return comm
+
+
+def layouts(ranks: int) -> dict[str, list[str]]:
+    """Return ways to imitate several nodes: the node of each rank."""
+    return {
+        "pairs": [str(r // 2) for r in range(ranks)],
+        "one alone": ["a"] * (ranks - 1) + ["b"],
+        "interleaved": [str(r % 2) for r in range(ranks)],
+        "each alone": [str(r) for r in range(ranks)],
+    }
+
+
+@pytest.fixture(params=["pairs", "one alone", "interleaved", "each alone"], scope="module")
+def several(request, every):
+    made = []
+    places = locate(every, layouts(every.size)[request.param][every.rank], made)
+    if places.nodes == 1:
+        pytest.skip("these ranks are on one node")
+    two = TwoLevel(places, made)
+    yield two
+    two.close()
+
+
+@pytest.fixture
+def many(every, monkeypatch):
+    """More nodes than exchange messages with each other, of two ranks and of one."""
+    monkeypatch.setattr(two_level, "MOST_NODES", 1)
+    two = TwoLevel(locate(every, layouts(every.size)["one alone"][every.rank]), [])
+    yield two
+    two.close()
+
+
+def reduce_all_rows(two: TwoLevel, rank: int, size: int, dtype: torch.dtype, op: str) -> None:
+    """Check all_reduce in place and not, and reduce_scatter."""
+    reduce_op = getattr(ReduceOp, op)
+    for numel in LENGTHS:
+        send = values(rank, numel, dtype)
+        recv = torch.empty_like(send)
+        two.all_reduce(send, recv, reduce_op)
+        assert_same(recv, expected(op, size, numel, dtype), op)
+        two.all_reduce(send, send, reduce_op)
+        assert_same(send, recv)
+    for numel in (1, 257, 150_001):
+        part = torch.empty(numel, dtype=dtype)
+        two.reduce_scatter_single(values(rank, numel * size, dtype), part, reduce_op)
+        want = expected(op, size, numel * size, dtype)[numel * rank : numel * (rank + 1)]
+        assert_same(part, want, op)
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "PRODUCT"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint16, torch.bool])
+def test_reductions(several, every, dtype, op):
+    if op not in FOLDS[KINDS[dtype]]:
+        pytest.skip("no meaning")
+    reduce_all_rows(several, every.rank, every.size, dtype, op)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCIBLE, ids=lambda x: str(x).removeprefix("torch."))
+def test_reductions_across_many_nodes(many, every, dtype, op):
+    for numel in LENGTHS[:2]:
+        tensor = values(every.rank, numel, dtype)
+        many.all_reduce(tensor, tensor, getattr(ReduceOp, op))
+        assert_same(tensor, expected(op, every.size, numel, dtype), op)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int8, torch.bool])
+def test_moves(several, every, dtype):
+    size, rank = every.size, every.rank
+    for numel in (1, 33, 1001, 300_001):
+        for root in range(size):
+            tensor = values(rank, numel, dtype)
+            several.broadcast(tensor, root)
+            assert_same(tensor, values(root, numel, dtype))
+        gathered = torch.empty(numel * size, dtype=dtype)
+        several.all_gather_single(values(rank, numel, dtype), gathered)
+        want = torch.cat([values(r, numel, dtype) for r in range(size)])
+        assert_same(gathered, want)
+        mine = gathered[rank * numel : (rank + 1) * numel]
+        several.all_gather_single(mine, gathered)  # in place
+        assert_same(gathered, want)
+
+
+def test_more_than_fits_at_once(several, every):
+    """More pieces than a rank is allowed to be ahead, and chunks than there are slots and stages."""
+    size, rank = every.size, every.rank
+    numel = (two_level.STAGES + internode.AHEAD) * internode.MESSAGE_BYTES // 4 * 2 + 5
+    tensor = values(rank, numel, torch.float32)
+    several.all_reduce(tensor, tensor, ReduceOp.SUM)
+    assert_same(tensor, expected("SUM", size, numel, torch.float32))
+    part = torch.empty(numel)
+    several.reduce_scatter_single(values(rank, numel * size, torch.float32), part, ReduceOp.SUM)
+    assert_same(part, expected("SUM", size, numel * size, torch.float32)[numel * rank : numel * (rank + 1)])
+    several.broadcast(tensor, size - 1)
+    gathered = torch.empty(numel * size)
+    several.all_gather_single(values(rank, numel, torch.float32), gathered)
+    assert_same(gathered[-numel:], values(size - 1, numel, torch.float32))
+
+
+def test_nan_is_not_lost(several, every):
+    send = torch.zeros(1000)
+    send[every.rank] = float("nan")
+    several.all_reduce(send, send, ReduceOp.MAX)
+    assert send[: every.size].isnan().all()
+    assert not send[every.size :].isnan().any()
+
+
+def test_nan_is_not_lost_across_many_nodes(many, every):
+    test_nan_is_not_lost(many, every)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("numel", [1000, 400_000])
+def test_half_types_round_once_a_level(several, every, dtype, numel):
+    """A node's sum is rounded, and the sum of the nodes' sums; only the latter if each rank has its own."""
+    size, rank = every.size, every.rank
+    every_send = torch.randn(size, numel, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+    exact, eps = every_send.double().sum(0), torch.finfo(dtype).eps
+    tiny = every_send.double().abs().sum(0) * 1e-6 + torch.finfo(dtype).smallest_normal * eps * size
+    in_nodes = torch.zeros(numel, dtype=torch.float64)
+    if not several._places.is_flat:
+        in_nodes = sum(every_send[ranks].double().sum(0).abs() for ranks in several._places.ranks) * eps / 2
+    bound = exact.abs() * eps / 2 + in_nodes * (1 + eps) + tiny
+    recv = torch.empty(numel, dtype=dtype)
+    several.all_reduce(every_send[rank].clone(), recv, ReduceOp.SUM)
+    assert ((recv.double() - exact).abs() <= bound).all()
+    assert every.bcast(recv.view(torch.uint8).numpy().tobytes()) == recv.view(torch.uint8).numpy().tobytes()
+    part = torch.empty(numel // size, dtype=dtype)
+    whole = every_send[rank, : part.numel() * size].clone()
+    several.reduce_scatter_single(whole, part, ReduceOp.AVG)
+    mine = slice(part.numel() * rank, part.numel() * (rank + 1))
+    assert ((part.double() - exact[mine] / size).abs() <= bound[mine] / size + tiny[mine]).all()
+
+
+def test_averages_of_float16_do_not_overflow(several, every):
+    tensor = torch.full((1000,), 60000.0, dtype=torch.float16)
+    several.all_reduce(tensor, tensor, ReduceOp.AVG)
+    assert (tensor == 60000).all()
+
+
+def test_all_ranks_hold_the_same_bits(several, every):
+    for numel in (100, 300_000):
+        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(SEED + every.rank))
+        several.all_reduce(tensor, tensor, ReduceOp.SUM)
+        assert every.bcast(tensor.numpy().tobytes()) == tensor.numpy().tobytes()
+
+
+def test_random_interleavings(several, every):
+    chance, size, rank = random.Random(SEED), every.size, every.rank
+    for _ in range(100):
+        numel, what, root = chance.choice([1, 5, 1000, 30_000, 200_000]), chance.randrange(4), chance.randrange(size)
+        dtype = chance.choice([torch.float32, torch.bfloat16])
+        if what == 0:
+            tensor = values(rank, numel, dtype)
+            several.all_reduce(tensor, tensor, ReduceOp.SUM)
+            assert_same(tensor, expected("SUM", size, numel, dtype))
+        elif what == 1:
+            tensor = values(rank, numel, dtype)
+            several.broadcast(tensor, root)
+            assert_same(tensor, values(root, numel, dtype))
+        elif what == 2:
+            tensor = torch.empty(numel * size, dtype=dtype)
+            several.all_gather_single(values(rank, numel, dtype), tensor)
+            assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, dtype))
+        else:
+            tensor = torch.empty(numel, dtype=dtype)
+            several.reduce_scatter_single(values(rank, numel * size, dtype), tensor, ReduceOp.SUM)
+            assert_same(tensor, expected("SUM", size, numel * size, dtype)[rank * numel : (rank + 1) * numel])
+
+
+@pytest.mark.parametrize("row", ["all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single"])
+def test_poll_leaves_a_call(several, every, row):
+    """Rank 0 comes alone: what poll raises must end its wait. The others call when it has left, and take its place."""
+
+    class GivenUp(Exception):
+        pass
+
+    def give_up():
+        raise GivenUp
+
+    if every.size > 2:
+        pytest.skip("two ranks show it, and what is left behind is the two's")
+    two = TwoLevel(locate(every, str(every.rank)), [])
+    before = len(messages.ABANDONED)
+    if every.rank == 0:
+        two.poll = give_up
+        send, recv = torch.ones(600_000), torch.empty(300_000)
+        calls = {
+            "all_reduce": lambda: two.all_reduce(send, send, ReduceOp.SUM),
+            "broadcast": lambda: two.broadcast(send, 1),
+            "all_gather_single": lambda: two.all_gather_single(recv, send),
+            "reduce_scatter_single": lambda: two.reduce_scatter_single(send, recv, ReduceOp.SUM),
+        }
+        with pytest.raises(GivenUp):
+            calls[row]()
+        assert len(messages.ABANDONED) == before + 1
+    every.Barrier()
+    # the communicator is left as a lost group's is: freeing it would wait for the messages
