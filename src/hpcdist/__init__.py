@@ -50,11 +50,12 @@ from hpcdist.c10d.collectives import (
     all_to_all_single,
     barrier,
     broadcast,
+    gather_single,
     reduce,
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
-from hpcdist.c10d.compat.deprecated import _all_gather_base, _reduce_scatter_base
+from hpcdist.c10d.compat.deprecated import _all_gather_base, _reduce_scatter_base, gather_into_tensor
 from hpcdist.c10d.compat.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,
@@ -73,7 +74,7 @@ from hpcdist.c10d.debug import (
     stop_requested,
 )
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
-from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
 from hpcdist.c10d.names import (
@@ -103,6 +104,7 @@ from hpcdist.c10d.queries import (
     GroupMember,
     get_backend,
     get_backend_config,
+    get_backend_impl,
     get_global_rank,
     get_group_rank,
     get_mpi_comm,
@@ -208,9 +210,12 @@ __all__ = [
     "dist_backend",
     "failed_ranks",
     "gather",
+    "gather_into_tensor",
     "gather_object",
+    "gather_single",
     "get_backend",
     "get_backend_config",
+    "get_backend_impl",
     "get_debug_level",
     "get_default_backend_for_device",
     "get_global_rank",
@@ -257,6 +262,7 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "set_timeout",
     "shrink_group",
     "split_group",
     "stop_requested",

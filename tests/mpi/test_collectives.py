@@ -222,3 +222,18 @@ def test_the_deprecated_bases(rank, size):
     with pytest.warns(FutureWarning):
         dist._reduce_scatter_base(output, flat)
     assert output.item() == size * rank
+
+
+def test_gather_single_of_torch_2_14(world, rank, size):
+    for root in range(size):
+        output = torch.zeros(size, 3)
+        dist.gather_single(torch.full((3,), float(rank)), output if rank == root else None, group_dst=root)
+        if rank == root:
+            assert output.tolist() == [[float(each)] * 3 for each in range(size)]
+    with pytest.raises(ValueError, match="gather_tensor must be specified on the destination rank"):
+        dist.gather_single(torch.ones(1), dst=rank)
+    output = torch.zeros(size)
+    with pytest.warns(FutureWarning, match="gather_single"):
+        work = dist.gather_into_tensor(torch.ones(1), output, dst=0, async_op=True)
+    work.wait()
+    assert output.tolist() == ([1.0] * size if rank == 0 else [0.0] * size)

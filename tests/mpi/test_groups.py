@@ -265,3 +265,18 @@ def test_tags_of_groups_made_by_their_members(world):
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tags[:100])
     assert all(each == tags[:100] for each in everywhere)
+
+
+def test_the_limit_of_a_group_is_set_and_its_backend_is_shown(world, rank, size):
+    group = dist.new_group()
+    before = group.timeout
+    dist.set_timeout(timedelta(seconds=77), group)
+    assert group.timeout == timedelta(seconds=77)
+    assert dist.get_backend_impl(group).options._timeout == timedelta(seconds=77)
+    assert dist.get_backend_impl(group, torch.device("cpu")).name() == group.backend("cpu").name
+    assert dist.get_backend_impl().size() == size
+    assert before != group.timeout
+    for wrong in (3.0, None):
+        with pytest.raises(TypeError, match=r"datetime\.timedelta"):
+            dist.set_timeout(wrong, group)
+    dist.destroy_process_group(group)

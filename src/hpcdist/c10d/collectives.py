@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import ReduceOp
 
+from hpcdist.c10d.lists import rooted
 from hpcdist.core import lists, world
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
@@ -24,6 +25,7 @@ from hpcdist.core.table import (
     ALL_REDUCE,
     BARRIER,
     BROADCAST,
+    GATHER,
     REDUCE,
     REDUCE_SCATTER_SINGLE,
 )
@@ -134,6 +136,41 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Gather the tensors of all ranks into one tensor: torch's earlier name of ``all_gather_single``."""
     return issue(ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
+
+
+def gather_single(
+    tensor: Any,
+    gather_tensor: Any = None,
+    dst: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather the tensors of all ranks into one tensor on one rank, in rank order (MPI_Gather; c10d's since torch 2.14).
+
+    Args:
+        tensor: this rank's share; the same size on all ranks.
+        gather_tensor: on the destination world_size times the elements of ``tensor``; not looked at elsewhere.
+        dst: the destination as a global rank; rank 0 if neither this nor ``group_dst`` is given.
+        group: the group; None for the default one.
+        async_op: return a Work at once.
+        group_dst: the destination as a rank of the group.
+
+    Returns:
+        The Work if ``async_op``; None otherwise and on ranks outside the group.
+
+    Raises:
+        ValueError: no ``gather_tensor`` on the destination, or sizes or dtypes that do not fit.
+    """
+    way = rooted(group, "gather_single", dst, group_dst)
+    if way is None:
+        return None
+    pg, root = way
+    if pg.rank() != root:
+        return issue(GATHER, pg, tensor, None, None, root, async_op)
+    if gather_tensor is None:
+        raise ValueError(f"gather_tensor must be specified on the destination rank, rank {root} of the group")
+    return issue(GATHER, pg, tensor, gather_tensor, None, root, async_op)
 
 
 def reduce_scatter_single(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hpcdist.c10d.names import Backend, BackendConfig, parse_pairs
+from hpcdist.c10d.queries import member
 from hpcdist.core import registry, world
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
@@ -25,9 +26,26 @@ from hpcdist.watch.logs import LOG, of
 
 
 def check_timeout(timeout: timedelta | None) -> None:
-    """Raise c10d's TypeError where a timeout is no timedelta."""
+    """Raise c10d's TypeError if a timeout is no timedelta."""
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+
+
+def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
+    """Set the limit of each later call on a group (c10d's since torch 2.14); every rank sets the same.
+
+    Args:
+        timeout: the limit.
+        group: the group; None for the default one.
+
+    Raises:
+        TypeError: a timeout that is no timedelta.
+        ValueError: a group that this rank is not in, or no live one.
+    """
+    if timeout is None:
+        raise TypeError("Expected timeout argument to be of type datetime.timedelta, got None")
+    check_timeout(timeout)
+    member(group).timeout = timeout
 
 
 def new_group(

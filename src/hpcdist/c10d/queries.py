@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.c10d.names import Backend
 from hpcdist.core import errors, world
+from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
@@ -143,6 +145,26 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
         ValueError: before init, a destroyed group, or one that this rank is not in.
     """
     return list(member(group).ranks)
+
+
+def get_backend_impl(group: ProcessGroup | None = None, device: torch.device | None = None) -> DeviceBackend:
+    """Return what carries a group's tensors of a device (c10d's since torch 2.14).
+
+    Args:
+        group: the group; None for the default one.
+        device: the device; None if the group has one backend for all of its devices.
+
+    Raises:
+        ValueError: a group that this rank is not in, or ``device`` is None and the group has several backends.
+    """
+    pg = member(group)
+    if device is not None:
+        return DeviceBackend(pg, pg.backend(device))
+    if len({id(backend) for backend in pg.backends.values()}) > 1:
+        raise ValueError(
+            f"group {pg.group_name!r} has several backends ({get_backend_config(group)}); name one by device="
+        )
+    return DeviceBackend(pg, pg.any_backend())
 
 
 def get_pg_count() -> int:

@@ -99,7 +99,9 @@ def as_torch(method: Any, name: str | None = None) -> Any:
     """
     if name is not None:
         method = FunctionType(method.__code__, method.__globals__, name, method.__defaults__, method.__closure__)
-    stock = getattr(torch.distributed.ProcessGroup, method.__name__)
+    stock = getattr(torch.distributed.ProcessGroup, method.__name__, None)
+    if stock is None:  # a later version of torch has it
+        return method
     method.__doc__ = f"{stock.__doc__.strip().splitlines()[0]}\n\n{method.__doc__ or 'As the later name does.'}"
     method.__wrapped__ = stock
     return method
@@ -270,6 +272,13 @@ class C10dMethods(Group):
         given = only("gather", input_tensors, "input tensor list")
         outputs = self._only_list("gather", output_tensors, "output", target)
         return self._begin(lists.gather(self, given, outputs, target, is_async), outputs)
+
+    @as_torch
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """Gather each rank's tensor into one on the root; ``output`` is not looked at elsewhere."""
+        target, is_async = self._root("gather_single", opts, None), getattr(opts, "asyncOp", True)
+        recv = output if self.rank() == target else None
+        return self._issue(table.GATHER, input, recv, [output], None, target, is_async)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None

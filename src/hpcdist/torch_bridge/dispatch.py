@@ -61,7 +61,7 @@ from hpcdist.core.work import DoneWork, Work
 METHODS = (
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "all_gather_single",
     "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
+    "gather", "gather_single", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
 )  # fmt: skip
 # their earlier names, and the name under which torch's C++ calls the method of a group made in Python
 EARLIER = {
@@ -178,7 +178,8 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
 
 
 for _name in (*METHODS, *EARLIER):
-    setattr(ProcessGroup, _name, through_dispatcher(_name, getattr(ProcessGroup, _name)))
+    if hasattr(TorchProcessGroup, _name):
+        setattr(ProcessGroup, _name, through_dispatcher(_name, getattr(ProcessGroup, _name)))
 
 
 # -- calls of the facade -----------------------------------------------------------------------------------
