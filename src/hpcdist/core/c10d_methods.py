@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from hpcdist.core.table import Row
 
 Tensors = list[torch.Tensor]
-REDUCING = frozenset(  # options with an op, which C++ copies for each question: the usual one is known by its value
-    {
-        torch.distributed.AllreduceOptions,
-        torch.distributed.AllreduceCoalescedOptions,
-        torch.distributed.ReduceOptions,
-        torch.distributed.ReduceScatterOptions,
-    }
+REDUCING: frozenset[type[Any]] = (
+    frozenset(  # options with an op, which C++ copies for each question: the usual one is known by its value
+        {
+            torch.distributed.AllreduceOptions,
+            torch.distributed.AllreduceCoalescedOptions,
+            torch.distributed.ReduceOptions,
+            torch.distributed.ReduceScatterOptions,
+        }
+    )
 )
 
 
