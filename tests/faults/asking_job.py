@@ -87,7 +87,9 @@ def main(kind: str, call: str) -> None:
         stop_once_it_has_asked()
     try:
         if call == "async":
-            dist.all_reduce(torch.ones(8), async_op=True).wait()
+            work = dist.all_reduce(torch.ones(8), async_op=True)
+            time.sleep(0.1)  # the worker thread is in it
+            work.wait()
         elif call == "limit":
             dist.all_reduce(torch.ones(8), async_op=True).wait(timedelta(seconds=1))
         else:

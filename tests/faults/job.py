@@ -35,13 +35,21 @@ def receive() -> None:
         dist.recv(tensor, VICTIM)
 
 
+def reduce_beside_computing() -> None:
+    """Wait for a call that the worker thread is in."""
+    work = dist.all_reduce(tensor, async_op=True)
+    time.sleep(0.1)
+    work.wait()
+
+
 CALLS = {
     "all_reduce": lambda: dist.all_reduce(tensor),
     "broadcast": lambda: dist.broadcast(tensor, VICTIM),
     "recv": receive,
     "barrier": dist.barrier,
     "all_gather_object": lambda: dist.all_gather_object([None] * size, {"rank": rank}),
-    "async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+    "async": reduce_beside_computing,
+    "waited": lambda: dist.all_reduce(tensor, async_op=True).wait(),  # carried out by the wait, as a synchronous call
 }
 
 

@@ -17,13 +17,14 @@ from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 FAULTS = ("kill", "stop", "exception", "exit", "other", "shape")
-CALLS = ("all_reduce", "broadcast", "recv", "barrier", "all_gather_object", "async")
+CALLS = ("all_reduce", "broadcast", "recv", "barrier", "all_gather_object", "async", "waited")
 MEANINGLESS = {("shape", "barrier"), ("shape", "all_gather_object")}  # there is no shape to differ in
 CHOSEN = {
     ("kill", "all_reduce"),
     ("stop", "all_reduce"),
     ("stop", "recv"),
     ("stop", "async"),
+    ("stop", "waited"),
     ("exception", "barrier"),
     ("exit", "all_gather_object"),
     ("other", "all_reduce"),

@@ -235,6 +235,31 @@ def test_small_tensors_together_again_and_again(group, rank, size):
     assert all(bool((tensor == size * (size - 1) / 2).all()) for tensor in kept)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_splits_are_not_taken_for_equal_shares(is_async, group, rank, size):
+    send, recv = torch.full((size,), float(rank)), torch.empty(size)
+    for _ in range(ENOUGH):
+        dist.all_to_all_single(recv, send, group=group)
+    assert group.known[ALL_TO_ALL_SINGLE].__class__ is CachedCall
+    # every rank sends all it has to the next one
+    to, of = [0] * size, [0] * size
+    to[(rank + 1) % size], of[(rank - 1) % size] = size, size
+    work = dist.all_to_all_single(recv, send, of, to, group=group, async_op=is_async)
+    assert work is None or work.wait()
+    assert recv.tolist() == [float((rank - 1) % size)] * size
+
+
+def test_asynchronous_calls_repeat_too(group, rank, size):
+    tensor = torch.empty(4)
+    for number in range(2 * ENOUGH):
+        work = dist.all_reduce(tensor.fill_(rank + number), group=group, async_op=True)
+        assert work.wait()
+        assert tensor.tolist() == [size * number + size * (size - 1) / 2] * 4
+        assert work.result() == [tensor]
+    assert group.known[ALL_REDUCE].__class__ is CachedCall
+    assert group.journal.sequence == 2 * ENOUGH
+
+
 def test_a_destroyed_group_repeats_nothing(size):
     group = dist.new_group(list(range(size)))
     all_reduce_often(group, size)

@@ -28,16 +28,13 @@ if TYPE_CHECKING:
     from hpcdist.core.table import Row
 
 Tensors = list[torch.Tensor]
-REDUCING: frozenset[Any] = (
-    frozenset(  # options with an op, which C++ copies for each question: the usual one is known by its value
-        {
-            torch.distributed.AllreduceOptions,
-            torch.distributed.AllreduceCoalescedOptions,
-            torch.distributed.ReduceOptions,
-            torch.distributed.ReduceScatterOptions,
-        }
-    )
-)
+# options with an op, which C++ copies for each question: the usual one is known by its value
+REDUCING: frozenset[type[Any]] = frozenset({
+    torch.distributed.AllreduceOptions,
+    torch.distributed.AllreduceCoalescedOptions,
+    torch.distributed.ReduceOptions,
+    torch.distributed.ReduceScatterOptions,
+})  # fmt: skip
 
 
 def asked(opts: Any, op: Any = None) -> tuple[Any, bool]:

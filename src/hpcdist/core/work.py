@@ -46,8 +46,8 @@ class Work(KeptAlive, torch.distributed.Work):
     from any thread and more than once.
     """
 
-    # What most calls never set stays with the class: a Work costs as much as its call to MPI. What is to be told
-    # of the end (a future, an event, a lock) is an entry of ``__dict__`` until the end pops it, which is atomic.
+    # What most calls never set stays with the class: a Work costs as much as its call to MPI. What is told of the end (a
+    # future, an event, a lock) is an entry of ``__dict__`` from when somebody asks until it is popped, which is atomic.
     _error: BaseException | None = None
     _done = False
     _is_asked = False  # whether somebody is to be told of the end
@@ -90,6 +90,13 @@ class Work(KeptAlive, torch.distributed.Work):
         """Let a profiler's event end when the call ends."""
         self._ask("_event", event)
 
+    def _carry_out(self) -> bool:
+        """Carry the call out on this thread if nobody has begun to, and tell whether it has ended.
+
+        A wait with a limit of its own does not ask for it, because nothing ends a call of MPI in time.
+        """
+        return False
+
     def _block(self, seconds: float | None) -> bool:
         """Return True once the call has ended, False when the time is over first."""
         raise NotImplementedError
@@ -125,7 +132,8 @@ class Work(KeptAlive, torch.distributed.Work):
         Raises:
             DistBackendError: the time is over; the call itself goes on.
         """
-        if not self._done:
+        # no CPU backend's Work has another: torch.compile, which would trace into what this runs, knows it by its code
+        if not self._done and (timeout or not self._carry_out()):
             seconds = timeout.total_seconds() or None
             if not self._await(seconds):
                 raise DistBackendError(
@@ -202,16 +210,8 @@ class QueuedWork(Work):
         self._queue = queue
         self._run: Callable[[], None] | None = call  # until it has been carried out; it holds the buffers
 
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until the buffers may be used, and carry the call out where nobody has begun to.
-
-        A wait with a limit of its own leaves the call to the worker, because nothing ends MPI's calls in time.
-        """
-        if not self._done and (timeout or not self._queue.carry_out_to(self)):
-            return super().wait(timeout)
-        if self._error is not None:
-            raise self._error
-        return True
+    def _carry_out(self) -> bool:
+        return self._queue.carry_out_to(self)
 
     def _finish(self, error: BaseException | None = None) -> None:
         if not self._done:  # one that was given up may still end
