@@ -46,7 +46,7 @@ class Work(KeptAlive, torch.distributed.Work):
     from any thread and more than once.
     """
 
-    # What most calls never set stays with the class: a Work costs as much as its call to MPI. What is told of the end (a
+    # What most calls never set stays with the class: a Work costs as much as its MPI call. What is told of the end (a
     # future, an event, a lock) is an entry of ``__dict__`` from when somebody asks until it is popped, which is atomic.
     _error: BaseException | None = None
     _done = False
