@@ -12,8 +12,6 @@ pytestmark = pytest.mark.mpi
 
 
 def test_both_sides_are_measured_in_one_run(world, size):
-    if world.name() == "nccl_stand_in":
-        pytest.skip("torch finds no CPU backend of its own beside the stand-in")
     theirs = bench_cuda.torchs_group("gloo")
     options = argparse.Namespace(collectives=list(bench_cuda.COLLECTIVES), sizes=[4, 1 << 12], rounds=2)
     figures = bench_cuda.measure(options, theirs, torch.device("cpu"))
