@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +49,21 @@ def test_any_source_and_tags(rank, size):
         works = [dist.isend(torch.tensor([10.0 * tag]), 0, tag=tag) for tag in (1, 2)]
         for work in works:
             work.wait()
+
+
+def test_futures_of_messages_end_though_nobody_waits(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    received = torch.empty(3)
+    futures = [
+        dist.irecv(received, (rank - 1) % size).get_future(),
+        dist.isend(torch.full((3,), float(rank)), (rank + 1) % size).get_future(),
+    ]
+    deadline = time.monotonic() + 30
+    while not all(future.done() for future in futures):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    assert futures[0].value()[0].tolist() == [float((rank - 1) % size)] * 3
 
 
 def test_batch_with_neighbours_and_oneself(rank, size):

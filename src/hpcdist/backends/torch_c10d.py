@@ -7,7 +7,9 @@ same result on all ranks.
 
 from __future__ import annotations
 
+import threading
 import warnings
+from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,8 +45,17 @@ class C10dWork(Work):
         self._inner = inner
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
+        self._turn = allocate_lock()  # one thread at a time concludes
 
     def _block(self, seconds: float | None) -> bool:
+        if not self._turn.acquire(timeout=-1 if seconds is None else seconds):
+            return False
+        try:
+            return self._done or self._block_inside(seconds)
+        finally:
+            self._turn.release()
+
+    def _block_inside(self, seconds: float | None) -> bool:
         try:
             self._inner.wait(timedelta(seconds=seconds)) if seconds is not None else self._inner.wait()
         except RuntimeError as error:
@@ -66,6 +77,9 @@ class C10dWork(Work):
     def _poll(self) -> None:
         if self._inner.is_completed():
             self._block(None)
+
+    def _pursue(self) -> None:
+        threading.Thread(target=self._block, args=(None,), name="hpcdist-message", daemon=True).start()
 
     def source_rank(self) -> int:
         """Return the sender of a receive."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed
 
 from hpcdist.core import hooks, profiling, world
+from hpcdist.core.buffers import as_tensor
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin_receive, begin_send, incoming, outgoing, title
@@ -180,9 +182,8 @@ class P2POp:
                 f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
                 "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
             )
-        from hpcdist.core.buffers import as_tensor
-
-        as_tensor(tensor, "tensor")
+        if tensor.__class__ is not torch.Tensor:
+            as_tensor(tensor, "tensor")
         return object.__new__(cls)
 
     def __init__(
@@ -232,13 +233,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     if any(each.group is not group for each in p2p_op_list):
         raise ValueError("All ops need to use the same group.")
     with group.grouped():
-        begun = [each.op(each.tensor, group=group, tag=each.tag, **peer_of(each)) for each in p2p_op_list]
+        begun = [each.op(each.tensor, each.peer, group, each.tag) for each in p2p_op_list]
     works = [work for work in begun if work is not None]
     if len(works) != len(begun):
         raise DistBackendError(f"{len(begun) - len(works)} of {len(begun)} operations did not begin")
     return works
-
-
-def peer_of(each: P2POp) -> dict[str, int]:
-    """Return the peer as the keyword of the op."""
-    return {"group_dst" if each.op is isend else "group_src": each.group_peer}

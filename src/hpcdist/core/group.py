@@ -5,8 +5,7 @@ What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,8 @@ from hpcdist.core.journal import Journal
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
     from hpcdist.core.call import Call
+
+UNGROUPED = nullcontext()
 
 
 class Group:
@@ -123,13 +124,15 @@ class Group:
             raise errors.destroyed(self)
         return next(iter(self.backends.values()))
 
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
+    def grouped(self) -> AbstractContextManager[Any]:
         """Launch the calls begun inside together, on the backends that can."""
+        able = [backend for backend in self.backends.values() if backend.has_groups]
+        if not able:
+            return UNGROUPED
         with ExitStack() as groups:
-            for backend in self.backends.values():
+            for backend in able:
                 groups.enter_context(backend.grouped())
-            yield
+            return groups.pop_all()
 
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""

@@ -290,6 +290,7 @@ class Queue:
         self._alarm.acquire()
         self._is_asleep = False
         self._is_used = False  # since the worker's last look
+        self._begun = 0  # how many calls have been begun
         self._is_urgent = False  # whether the worker is to carry out at once what it finds
         self._closing = False
         self.running: QueuedWork | None = None
@@ -451,6 +452,7 @@ class Queue:
         ``torch.no_grad()``. Both modes belong to a thread.
         """
         run, work._run = work._run, None
+        self._begun += 1
         if run is None or work._done:  # given up
             return
         is_inference, has_grad = work._modes
@@ -472,39 +474,34 @@ class Queue:
     # -- the worker thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        seen = 0  # which call was the next one at the last look
-        nap, idle = SHORTEST_NAP, 0
+        seen = -1  # how many calls had been begun at the last look, if one was queued then
+        nap, idle, gave_way = SHORTEST_NAP, 0, False
         while True:
-            following = self._next()
-            if following and (following == seen or self._is_urgent or self._closing) and self._turn.acquire(False):
+            is_old = seen == self._begun or self._is_urgent or self._closing
+            if self._calls and is_old and self._turn.acquire(False):
                 self._carry_out_all()
-                nap, idle = SHORTEST_NAP, 0
+                seen, nap, idle, gave_way = -1, SHORTEST_NAP, 0, False
                 continue
-            if following and following != seen:
-                seen = following
-                self._alarm.acquire(timeout=SHORTEST_NAP)
-                continue
-            if self._closing:
+            if self._calls:
+                seen, idle = self._begun, 0
+                # where others have come for what was left to them, they are left more time
+                gave_way = not gave_way
+                self._alarm.acquire(timeout=SHORTEST_NAP if gave_way else nap)
+            elif self._closing:
                 return
-            idle = 0 if following or self._is_used else idle + 1
-            self._is_used = False
-            self._is_urgent = self._is_urgent and following != 0
-            if idle < IDLE_LOOKS:
-                self._alarm.acquire(timeout=nap)
-                nap = min(2 * nap, LONGEST_NAP)
-                continue
-            self._is_asleep = True
-            if not self._calls and not self._closing:
-                self._alarm.acquire()
-            self._is_asleep = False
-            nap, idle = SHORTEST_NAP, 0
-
-    def _next(self) -> int:
-        """Return what tells the next call from others, without holding it; 0 if nothing is queued."""
-        try:
-            return id(self._calls[0])
-        except IndexError:
-            return 0
+            else:
+                seen, idle, gave_way = -1, 0 if self._is_used else idle + 1, False
+                self._is_used = self._is_urgent = False
+                if idle < IDLE_LOOKS:
+                    self._alarm.acquire(timeout=nap)
+                else:
+                    self._is_asleep = True
+                    if not self._calls and not self._closing:
+                        self._alarm.acquire()
+                    self._is_asleep = False
+                    nap, idle = SHORTEST_NAP, 0
+                    continue
+            nap = min(2 * nap, LONGEST_NAP)
 
     def _carry_out_all(self) -> None:
         self._carrier = get_ident()

@@ -29,6 +29,8 @@ pg_to_tag, group_count, default_pg)
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
 ``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
+``torch.testing``'s ``fake_pg``,                       ``hpcdist bench`` times torch's own part of a call  2.13.0
+``distributed._functional_collectives``
 ``cuda._sleep``                                       ``hpcdist bench`` keeps a GPU busy meanwhile        2.14.1
 the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
                                                       has no ``_ControlCollectives, _StoreCollectives``
@@ -37,6 +39,7 @@ the underscore names of ``torch.distributed``         handed on by ``c10d.torch_
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -320,6 +323,19 @@ def gloo_at(host: str, store: Any, rank: int, size: int, timeout: timedelta) -> 
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
     return gloo(store, rank, size, options)
+
+
+def fake_group() -> Any:
+    """Return a group of torch's with the ranks of its default group that sends nothing; every rank calls this."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    return dist.new_group(backend="fake")
+
+
+def all_reduce_functionally(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the sum over all ranks by torch's functional collectives, waited for."""
+    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+    summed: torch.Tensor = functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
+    return summed
 
 
 def current_group() -> Any:

@@ -1,4 +1,4 @@
-"""MPI's requests as c10d's Work: how a message under way is waited for."""
+"""Work of a message under way: an MPI request as c10d's Work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.probed import ProbedReceive
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.work import Work
+from hpcdist.core.work import Work, init_torch_work
 
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at a request while a limit runs
 
@@ -29,11 +29,12 @@ class RequestWork(Work):
         result: list[torch.Tensor],
         finish: Callable[[], None] | None,
     ) -> None:
-        super().__init__(result)
+        init_torch_work(self)
+        self._result = result
         self._request = request
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
-        self._status = MPI.Status()
+        self._status = MPI.Status() if result else None  # a send has nothing to tell
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
 
     def _conclude(self, error: BaseException | None = None) -> None:
@@ -41,6 +42,20 @@ class RequestWork(Work):
             self._when_done()
         self._buffer = self._when_done = None
         self._finish(error)
+
+    def _carry_out(self) -> bool:
+        """Complete the request, if this is the only wait on the group, as ``_await`` and ``_block`` do."""
+        call = self._call
+        if call is not None and (journal := call[0]).current is None and self._turn.acquire(False):
+            self._limit = None
+            journal.current, journal.waited = call, self
+            try:
+                if not self._done:
+                    self._complete(self._request.Wait)
+            finally:
+                self._turn.release()
+                journal.current = journal.waited = None
+        return self._done
 
     def _block(self, seconds: float | None) -> bool:
         if seconds is None:
@@ -72,7 +87,7 @@ class RequestWork(Work):
         self._request.Cancel()
         return True
 
-    def _complete(self, call: Callable[[MPI.Status], bool]) -> None:
+    def _complete(self, call: Callable[..., bool]) -> None:
         try:
             if not call(self._status):
                 return
@@ -81,7 +96,7 @@ class RequestWork(Work):
             failure.__cause__ = error
             self._conclude(failure)
         else:
-            if self._reason is not None and self._status.Is_cancelled():
+            if self._reason is not None and self._status is not None and self._status.Is_cancelled():
                 self._when_done = None
                 self._conclude(DistBackendError(self._reason))
             else:
@@ -95,4 +110,5 @@ class RequestWork(Work):
         if not self._result:
             return super().source_rank()
         self.wait()
+        assert self._status is not None
         return self._status.Get_source()

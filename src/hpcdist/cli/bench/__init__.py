@@ -21,6 +21,7 @@ from hpcdist.cli.job_arguments import JobParser
 # subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
 SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
+    "latency": "hpcdist.cli.bench.latency",
     "p2p": "hpcdist.cli.bench.p2p",
     "objects": "hpcdist.cli.bench.objects",
     "groups": "hpcdist.cli.bench.groups",
