@@ -1,6 +1,6 @@
 """The tests of ``tests/mpi`` with their ranks on several hosts.
 
-Nearly all of them are of groups, wherever their ranks are. Those that take the communicator ``of_host`` are of one node:
+Nearly all of them are of groups, wherever their ranks are. Those that take the communicator ``of_host`` are of a node:
 ``test_shared_memory.py``, and what waits in a window. Each host's ranks run these by themselves.
 """
 
