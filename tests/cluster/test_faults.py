@@ -79,6 +79,9 @@ def assert_ended(job: Job, seconds: float) -> int:
         ((2, 2), "async", 8),
         ((2, 2), "async", LARGE),
         ((2, 2), "broadcast", 8),
+        ((2, 2), "broadcast", LARGE),
+        ((1, 1, 1), "all_reduce", LARGE),
+        ((1, 1, 1), "broadcast", LARGE),
         ((2, 2), "all_gather_object", 8),
         ((1, 2), "all_reduce", 8),
         ((2, 1), "all_reduce", LARGE),
@@ -141,8 +144,11 @@ def test_nobody_waits_for_a_rank_that_left_without_a_word(
     settings = {"FAULT_SHRINK": "1", "FAULT_LEAVE": "0", "FAULT_TIMEOUT": "90"}
     with start(cluster, launcher, slots, "leave", "all_reduce", **settings) as job:
         raised = job.wait("raised", sum(slots) - 1, 40)
+        texts = [each["text"] for each in raised]
         known = ("rank 2 of the group died", "its process has ended")  # by MPI, or by the watchdog
-        assert all(any(text in each["text"] for text in known) for each in raised)
+        assert any(text in texts[0] + texts[1] for text in known), texts
+        # the news of the death may come to one of them later than that of the revocation
+        assert all(any(text in each for text in (*known, "another rank gave the group up")) for each in texts), texts
         status = assert_ended(job, 40)
         assert status != 0 or len(job.events("shrunk")) == sum(slots) - 1, job.stderr()
 

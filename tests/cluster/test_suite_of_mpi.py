@@ -1,4 +1,8 @@
-"""The tests of ``tests/mpi`` with their ranks on several hosts."""
+"""The tests of ``tests/mpi`` with their ranks on several hosts.
+
+Nearly all of them are of groups, wherever their ranks are. Those that take the communicator ``of_host`` are of a node:
+``test_shared_memory.py``, and what waits in a window. Each host's ranks run these by themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,12 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
-CASES = [pytest.param(name, slots, id=f"{name}-{slots}") for name in FILES for slots in ((1, 2), (2, 2))]
+IN_SMOKE = ("test_collectives.py", (1, 2))
+CASES = [
+    pytest.param(name, slots, id=f"{name}-{slots}", marks=[pytest.mark.smoke] if (name, slots) == IN_SMOKE else [])
+    for name in FILES
+    for slots in ((1, 2), (2, 2))
+]
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
