@@ -219,6 +219,19 @@ def test_a_callback_may_call_and_wait_for_what_is_queued_behind_its_call(queue):
     assert seen in (["first", "inner", "second", "callback"], ["first", "second", "inner", "callback"])
 
 
+def test_a_callback_may_end_the_queue(queue):
+    seen = []
+    first = queue.put(lambda: None, [])
+    last = [queue.put(lambda: None, []) for _ in range(5)][-1]
+
+    def end(_):
+        queue.close()
+        seen.append(last.is_completed())  # before the communicator is freed
+
+    first.get_future().then(end).wait()
+    assert seen == [True]
+
+
 def switches(thread):
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     return int(status.split("voluntary_ctxt_switches:")[1].split()[0])

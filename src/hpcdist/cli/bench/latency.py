@@ -36,7 +36,7 @@ def all_reduces(bench: Bench, nbytes: int) -> None:
     tensor, send = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4).numpy()
     tensors = [torch.zeros(nbytes // 4) for _ in range(SEVERAL)]
     received = [torch.zeros(nbytes // 4).numpy() for _ in range(SEVERAL)]
-    comm, wait_all = bench.comm, runtime.load().Request.Waitall
+    comm, gloo, wait_all = bench.comm, bench.gloo, runtime.load().Request.Waitall
 
     def synchronous() -> None:
         dist.all_reduce(tensor)
@@ -66,7 +66,12 @@ def all_reduces(bench: Bench, nbytes: int) -> None:
         bench,
         "all_reduce, async_op and wait",
         nbytes,
-        {"hpcdist": asynchronous, "synchronous": synchronous, "mpi4py": raw_asynchronous},
+        {
+            "hpcdist": asynchronous,
+            "synchronous": synchronous,
+            "mpi4py": raw_asynchronous,
+            "gloo": lambda: gloo.allreduce([tensor]).wait(),
+        },
     )
     compare(
         bench,
