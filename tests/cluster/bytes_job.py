@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
 
@@ -12,20 +13,24 @@ from hpcdist.cli.bench.wire import Wire
 CALLS = 3
 NBYTES = 8 << 20  # of the larger buffer
 
-dist.init_process_group()
-comm = dist.get_mpi_comm()
-wire = Wire(comm)
-size = comm.size
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    whole = torch.ones(NBYTES // dtype.itemsize, dtype=dtype)
-    part = torch.ones(whole.numel() // size, dtype=dtype)
-    calls = {
+
+def calls(whole: torch.Tensor, part: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return the calls by their names."""
+    return {
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
     }
-    for name, call in calls.items():
+
+
+dist.init_process_group()
+comm = dist.get_mpi_comm()
+wire = Wire(comm)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    whole = torch.ones(NBYTES // dtype.itemsize, dtype=dtype)
+    part = torch.ones(whole.numel() // comm.size, dtype=dtype)
+    for name, call in calls(whole, part).items():
         call()
         comm.Barrier()
         before = wire.sent()
