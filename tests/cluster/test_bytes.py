@@ -1,0 +1,38 @@
+"""Bytes on the wire: large collectives send the least that there can be, half types too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import launch
+from tests.cluster.hosts import Cluster
+from tests.faults.launch import LIBRARY
+
+pytestmark = [
+    pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
+    pytest.mark.timeout(300),
+]
+# what a host has to send of S bytes on N hosts, as a part of S (N - 1) / N; of a broadcast the root sends S
+LEAST = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+TARGET = 1.1  # TCP's headers, acknowledgements and what else the ranks say to each other
+
+
+@pytest.mark.parametrize("slots", [pytest.param((2, 2), marks=pytest.mark.smoke), (1, 1, 1, 1)], ids=str)
+def test_no_more_is_sent_than_must_be(cluster: Cluster, slots: tuple[int, ...]) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("bytes_job.py"))]
+    done = launch.run(cluster, slots, command, seconds=200)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 12, done.stdout
+    for line in lines:
+        nodes = line["nodes"]
+        assert nodes == len(slots)
+        if line["call"] == "broadcast":
+            least = line["nbytes"]
+        else:
+            least = LEAST[line["call"]] * line["nbytes"] * (nodes - 1) / nodes
+        assert line["sent"] < TARGET * least, line
