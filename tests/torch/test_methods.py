@@ -287,3 +287,16 @@ def test_works_are_forgotten_by_cxx(rank):
     for _ in range(200):
         functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0
     assert alive() - before < 10
+
+
+def test_what_a_group_cannot_do_it_says(world):
+    with pytest.raises(RuntimeError, match="does not support merge_remote_group"):
+        world.merge_remote_group(torch_dist.HashStore(), 2)
+
+
+def test_pending_calls_can_be_waited_for(world, size):
+    tensors = [torch.ones(4) for _ in range(10)]
+    works = [world.allreduce([each], torch_dist.AllreduceOptions()) for each in tensors]
+    world._wait_for_pending_works()
+    assert all(work.is_completed() for work in works)
+    assert [each.tolist() for each in tensors] == [[size] * 4] * 10

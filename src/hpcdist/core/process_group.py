@@ -69,6 +69,23 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         description = group_desc or f"{self.group_desc}:split"
         return ProcessGroup(global_ranks, ranks.index(self.rank()), by_device, self.config, name, description, limit)
 
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
+        """Raise: the ranks of an MPI world are those that it started with.
+
+        Raises:
+            RuntimeError: always; c10d's class for what a backend does not support.
+        """
+        raise RuntimeError(
+            f"backend {self.config!r} does not support merge_remote_group: a group is made of ranks of one world; start "
+            "all ranks together and use new_group or split_group"
+        )
+
+    def _wait_for_pending_works(self) -> None:
+        """Wait for the asynchronous calls of this rank on the group, as c10d's backends do."""
+        for backend in self.backends.values():
+            for work in backend.pending():
+                work.wait()
+
     def shutdown(self) -> None:
         """Free the communicators; every rank of the group calls it, and torch's destroy does."""
         try:
