@@ -76,8 +76,8 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             RuntimeError: always; c10d's class for what a backend does not support.
         """
         raise RuntimeError(
-            f"backend {self.config!r} does not support merge_remote_group: a group is made of ranks of one world; start "
-            "all ranks together and use new_group or split_group"
+            f"backend {self.config!r} does not support merge_remote_group: a group is made of ranks of one world; "
+            "start all ranks together and use new_group or split_group"
         )
 
     def _wait_for_pending_works(self) -> None:
