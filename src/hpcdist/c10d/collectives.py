@@ -31,6 +31,8 @@ from hpcdist.core.table import (
 )
 from hpcdist.core.work import NO_TIMEOUT, Work
 
+A_BARRIER = Call(BARRIER)  # all barriers are one call
+
 
 def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
     """Combine the tensors of all ranks and write the result to ``tensor`` on every rank, bitwise the same.
@@ -260,15 +262,15 @@ def barrier(
             f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
         )
     if timeout is None and not device_ids:
-        return issue_any(Call(BARRIER), group, async_op)
+        return issue_any(A_BARRIER, group, async_op)
     pg = world.joined(group, "barrier")
     if pg is None:
         return None
     work: Work | None
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
-        work = dispatch(pg, pg.backend("cuda"), Call(BARRIER), True)
+        work = dispatch(pg, pg.backend("cuda"), A_BARRIER, True)
     else:
-        work = issue_any(Call(BARRIER), pg, True)
+        work = issue_any(A_BARRIER, pg, True)
     if work is None or async_op:
         return work
     work.wait(NO_TIMEOUT if timeout is None else timeout)

@@ -35,8 +35,8 @@ def has_no_modes() -> int:
     return 0
 
 
-def need_not_dispatch(*values: Any) -> bool:
-    """Return False: nobody knows of dispatch modes."""
+def knows_no_wrapper(values: Any) -> bool:
+    """Return False: nobody knows of wrappers."""
     return False
 
 
@@ -60,10 +60,10 @@ compare: Callable[..., None] | None = None
 # takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug
 listen: Callable[[tuple[Any, ...]], None] | None = None
 
-# how many dispatch modes are active; whether one is, or a tensor among the values is a wrapper of others; and what
-# carries out a call, a group's, asynchronously or not, so that these see it; ``torch_bridge.dispatch`` sets them
+# how many dispatch modes are active; whether a tensor among some values wraps others; and what carries out a call, a
+# group's, asynchronously or not, so that these see it; ``torch_bridge.dispatch`` sets them
 has_modes: Callable[[], int] = has_no_modes
-must_dispatch: Callable[..., bool] = need_not_dispatch
+has_wrapper: Callable[[Any], bool] = knows_no_wrapper
 dispatch: Callable[[Any, Any, bool], Any]
 
 # says where the other ranks are, for the message of a wait that timed out; ``watch`` sets it

@@ -159,7 +159,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if pg.coalescing is not None:
         pg.coalescing.append(call)
         return None
-    if hooks.must_dispatch(send, recv):
+    if hooks.has_modes() or (row.buffers and hooks.has_wrapper((send, recv))):
         return hooks.dispatch(call, pg, async_op)
     if row.buffers == 0:
         return dispatch(pg, pg.any_backend(), call, async_op)

@@ -96,11 +96,6 @@ def has_wrapper(values: Iterable[Any]) -> bool:
     return False
 
 
-def must_dispatch(*values: Any) -> bool:
-    """Tell whether a mode is active, or a tensor among the values or their lists is a wrapper."""
-    return _len_torch_dispatch_stack() > 0 or has_wrapper(values)
-
-
 class LowestMode(TorchDispatchMode):
     """The mode below all others: carries a group's call out when all others have seen its operator."""
 
@@ -267,4 +262,4 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     return DoneWork(call.result or []) if async_op else None
 
 
-hooks.has_modes, hooks.must_dispatch, hooks.dispatch = _len_torch_dispatch_stack, must_dispatch, dispatch
+hooks.has_modes, hooks.has_wrapper, hooks.dispatch = _len_torch_dispatch_stack, has_wrapper, dispatch
