@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
-
-if TYPE_CHECKING:
-    pass
 
 REASON_LENGTH = 200  # of an error's text that travels
 TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
