@@ -19,7 +19,7 @@ from hpcdist.c10d.lists import rooted
 from hpcdist.core import lists, world
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.issue import dispatch, issue, issue_any
+from hpcdist.core.issue import dispatch, issue
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
@@ -30,8 +30,6 @@ from hpcdist.core.table import (
     REDUCE_SCATTER_SINGLE,
 )
 from hpcdist.core.work import NO_TIMEOUT, Work
-
-A_BARRIER = Call(BARRIER)  # all barriers are one call
 
 
 def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
@@ -229,10 +227,7 @@ def all_to_all_single(
         RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
         ValueError: dtypes that differ.
     """
-    pg = world.joined(group, "all_to_all_single")
-    if pg is None:
-        return None
-    return lists.all_to_all_single(pg, output, input, output_split_sizes, input_split_sizes, async_op)
+    return lists.all_to_all_single(group, output, input, output_split_sizes, input_split_sizes, async_op)
 
 
 def barrier(
@@ -262,15 +257,15 @@ def barrier(
             f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
         )
     if timeout is None and not device_ids:
-        return issue_any(A_BARRIER, group, async_op)
+        return issue(BARRIER, group, None, None, None, None, async_op)
     pg = world.joined(group, "barrier")
     if pg is None:
         return None
     work: Work | None
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
-        work = dispatch(pg, pg.backend("cuda"), A_BARRIER, True)
+        work = dispatch(pg, pg.backend("cuda"), Call(BARRIER), True)
     else:
-        work = issue_any(A_BARRIER, pg, True)
+        work = issue(BARRIER, pg, None, None, None, None, True)
     if work is None or async_op:
         return work
     work.wait(NO_TIMEOUT if timeout is None else timeout)

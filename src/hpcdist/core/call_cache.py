@@ -41,7 +41,7 @@ class CachedCall:
         in_place: whether one tensor is input and output.
         is_like: tells whether tensors look like those of this call: class, dtype, device, shape, strides, and nothing
             lazy about them. It takes one tensor where the call is in place, else two.
-        shape: of the input, for the record.
+        shape: of the input, for the record; None for a barrier.
         dtype: of both.
         is_large: whether the worker is woken at once where the call is asynchronous.
         run: runs the call on tensors that look the same.
@@ -51,8 +51,8 @@ class CachedCall:
     root: int | None
     in_place: bool
     is_like: Likeness
-    shape: torch.Size
-    dtype: torch.dtype
+    shape: torch.Size | None
+    dtype: torch.dtype | None
     is_large: bool
     run: Callable[..., Any]
 
@@ -78,3 +78,12 @@ class CallCache(dict["Row | str", Any]):
             is_like = hooks.likeness(send) if recv is send else hooks.likeness(send, recv)
             is_large = max(send.nbytes, recv.nbytes) >= LARGE_BYTES
             self[what] = CachedCall(op, root, recv is send, is_like, shape, dtype, is_large, prepare())
+
+    def keep(self, row: Row, run: Callable[..., Any]) -> None:
+        """Remember a call without tensors, which is the same each time."""
+        self[row] = CachedCall(None, None, True, is_unobserved, None, None, False, run)
+
+
+def is_unobserved(_: None) -> bool:
+    """Tell whether a call without tensors may skip what looks at calls: the modes of torch's dispatcher."""
+    return not hooks.has_modes()

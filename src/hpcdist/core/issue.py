@@ -54,8 +54,8 @@ def issue(
         group: a Group, None for the default one, or NON_GROUP_MEMBER.
         send: the tensor to read; the same object as ``recv`` for a call in place, None if this rank does not send.
         recv: the tensor to write; None if this rank does not receive.
-        op: how values are combined, for rows that reduce.
-        root: a rank of the group, for rooted rows.
+        op: how values are combined, for rows that reduce; None for others.
+        root: a rank of the group, for rooted rows; None for others.
         async_op: begin only, and return a Work.
         counts: elements to and from each rank, for rows of shape COUNTED.
 
@@ -88,7 +88,8 @@ def issue(
                 call = (journal, number, row, shape, dtype, root)
                 journal.push(call)
                 queue = backend.queue if backend.queue is not None else backend.open_queue()
-                return queue.put(partial(known.run, send, recv), [recv], known.is_large, call)
+                result = [recv] if row.buffers else []
+                return queue.put(partial(known.run, send, recv), result, known.is_large, call)
         elif (
             send.__class__ in PLAIN_TYPES  # ``is_plain`` of this one, without a call
             and send.is_contiguous()
@@ -162,7 +163,10 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if hooks.has_modes() or (row.buffers and hooks.has_wrapper((send, recv))):
         return hooks.dispatch(call, pg, async_op)
     if row.buffers == 0:
-        return dispatch(pg, pg.any_backend(), call, async_op)
+        backend = pg.any_backend()
+        if backend is pg.cpu:
+            pg.known.keep(row, backend.prepare(call))
+        return dispatch(pg, backend, call, async_op)
     in_place = send is recv
     # only a rooted call leaves one side out, on some ranks
     output = None if recv is None and row.rooted else as_tensor(recv, "tensor", writable=True)

@@ -13,8 +13,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from hpcdist.core import hooks
+from hpcdist.core import hooks, world
 from hpcdist.core.buffers import (
     as_splits,
     as_tensor,
@@ -134,25 +135,29 @@ def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> 
 
 
 def all_to_all_single(
-    pg: Group, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool
+    group: Any, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool
 ) -> Work | None:
     """Send a share of one tensor to every rank and receive one from each.
 
     Splits are rows of dimension 0, None or empty for equal shares. Some ranks may give them and others not: the same
     call of the library carries both.
     """
+    if (
+        output_splits is None
+        and input_splits is None
+        and output.__class__ is input.__class__ is Tensor
+        and output.dim() == input.dim() == 1
+    ):  # elements are rows, which ``issue`` counts
+        return issue(ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op)
+    pg = world.joined(group, "all_to_all_single")
+    if pg is None:
+        return None
     size = len(pg.ranks)
-    if output_splits is not None or input_splits is not None:
-        output_splits, input_splits = as_splits(output_splits), as_splits(input_splits)
-    if not output_splits and not input_splits:
-        if output.__class__ is not torch.Tensor or output.dim() != 1:  # of one dimension, its elements are its rows
-            rows_of(as_tensor(output, "output"), None, size, "output")
-        if input.__class__ is not torch.Tensor or input.dim() != 1:
-            rows_of(as_tensor(input, "input"), None, size, "input")
-        return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op)
+    output_splits, input_splits = as_splits(output_splits), as_splits(input_splits)
     sent = rows_of(as_tensor(input, "input"), input_splits, size, "input")
     received = rows_of(as_tensor(output, "output"), output_splits, size, "output")
-    return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op, (sent, received))
+    counts = (sent, received) if output_splits or input_splits else None
+    return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op, counts)
 
 
 # -- many small all_reduces in few calls -----------------------------------------------------------------

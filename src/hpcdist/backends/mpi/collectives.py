@@ -239,7 +239,9 @@ class Collectives:
         """
         row, send, recv, op, root, *_ = call
         run: Run | None
-        if self.is_shared(row, send.dtype, op, max(send.nbytes, recv.nbytes)):
+        if row.buffers == 0:
+            run = self._barrier
+        elif self.is_shared(row, send.dtype, op, max(send.nbytes, recv.nbytes)):
             run = self._through_window(row, op, root) if recv is send else None
         elif recv is send:
             run = self._in_place(row, send, op, root)
@@ -255,6 +257,12 @@ class Collectives:
             self._communicator.check(row.name)
 
         return run_and_check
+
+    def _barrier(self, _: Any, __: Any) -> None:
+        try:
+            self._comm.Barrier()
+        except MPI.Exception as error:
+            raise self._communicator.failure("barrier", error) from error
 
     def _in_place(self, row: Row, tensor: torch.Tensor, op: Any, root: int | None) -> Run | None:
         """Return what runs a call whose input is its output; None if it is more than one call of MPI."""
