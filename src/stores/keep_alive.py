@@ -6,10 +6,9 @@ would fail with an internal assert.
 
 :class:`KeptAlive` is the remedy, a base class for any class that derives from one of torch's pybind11
 classes with intrusive reference counts (Store, Work, Backend). When Python drops such an object, the
-reference count of its C++ half is read. Above one, C++ still has it, and the object goes into a table of
-kept objects. Once C++ has let go, the next look at the table removes it. The table is looked at when an
-object is made or dropped and after garbage collections; a look is skipped until the events since the last
-one are a fraction of the table, so that many kept objects do not cost a scan each.
+reference count of its C++ half is read. Above one, C++ still has it, and the object goes into a queue of
+kept objects. Whenever an object is made or kept, and after garbage collections, the first few of the queue are
+looked at: those that C++ has let go of leave it, the others go to its end. A full garbage collection looks at all.
 
 pybind11 has no name for that count, so it is read from the object itself, at a place that is verified on
 import with real stores. If a later torch lays it out differently, objects that Python drops are kept until
@@ -21,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +34,7 @@ _HALF = object.__basicsize__
 _FLAGS = _HALF + 4 * _POINTER
 _IS_SIMPLE = 2  # the flag that tells the two layouts apart
 
-_SHARE = 16  # a look at the table is due once the events since the last one are a 16th of its entries
+_LOOKS = 2  # at kept objects at each event, so that the queue grows shorter if one of two has been let go of
 
 
 def _words(address: int, kind: Any) -> memoryview:
@@ -51,15 +51,14 @@ _COUNTS = _words(_POINTER, "I")
 _TO_POINTERS = (_POINTER - 1).bit_length()
 _TO_COUNTS = 2
 
-_kept: dict[int, Any] = {}
-_events = 0
+_kept: deque[Any] = deque()
 
 
 def _count_owners(kept: object) -> int:
-    half = ctypes.c_size_t.from_address(id(kept) + _HALF).value
-    if half and not ctypes.c_uint8.from_address(id(kept) + _FLAGS).value & _IS_SIMPLE:
-        half = ctypes.c_size_t.from_address(half).value
-    return ctypes.c_uint32.from_address(half + _POINTER).value if half else 1
+    half = _HALVES[id(kept) >> _TO_POINTERS]
+    if half and not _HALVES[(id(kept) + _FLAGS - _HALF) >> _TO_POINTERS] & _IS_SIMPLE:
+        half = _HALVES[(half - _HALF) >> _TO_POINTERS]
+    return _COUNTS[half >> _TO_COUNTS] if half else 1
 
 
 def _is_readable() -> bool:
@@ -115,30 +114,28 @@ class KeptAlive:
         if _READABLE and (half := halves[id(self) >> _TO_POINTERS]) and counts[half >> _TO_COUNTS] == 1:
             return
         if is_held_by_cpp(self):
-            if not _kept and _READABLE:
+            _kept.append(self)
+            if _after_collection not in gc.callbacks:
                 gc.callbacks.append(_after_collection)
-            _kept[id(self)] = self
             release()
 
 
 def release(at_once: bool = False) -> None:
-    """Let go of the objects that C++ has let go of.
+    """Let go of objects that C++ has let go of.
 
     Args:
-        at_once: Look even if there were few events since the last look.
+        at_once: Look at all kept objects, not only at the first few.
     """
-    global _events
-    _events += 1
-    if not _kept or not _READABLE or (_events * _SHARE < len(_kept) and not at_once):
+    if not _READABLE:
         return
-    _events = 0
-    for key in list(_kept):
-        kept = _kept.get(key)
-        # three references are the table's, this function's and the call's: nobody else in Python has it
-        if kept is not None and sys.getrefcount(kept) <= 3 and not is_held_by_cpp(kept):
-            _kept.pop(key, None)
-    if not _kept and _after_collection in gc.callbacks:
-        gc.callbacks.remove(_after_collection)
+    for _ in range(len(_kept) if at_once else min(_LOOKS, len(_kept))):
+        try:
+            kept = _kept.popleft()
+        except IndexError:  # another thread has looked, or the end of an object that others depended on
+            return
+        # two references are this function's and the call's: nobody else in Python has it
+        if sys.getrefcount(kept) > 2 or is_held_by_cpp(kept):
+            _kept.append(kept)
 
 
 def _after_collection(
