@@ -29,6 +29,7 @@ SUBJECTS: dict[str, str] = {
     "init": "hpcdist.cli.bench.init",
     "crossover": "hpcdist.cli.bench.crossover",
     "ddp": "hpcdist.cli.bench.ddp",
+    "torch": "hpcdist.cli.bench.torch_libraries",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -1,0 +1,142 @@
+"""Subject ``torch``: time of a step of torch's own distributed libraries, on our group and on stock gloo.
+
+Each row does the same work on both: a training step of DDP, of FSDP2, of a tensor-parallel block and of a pipeline, a
+redistribution of a DTensor, and a save of a sharded state by ``torch.distributed.checkpoint``. The side "torch's part"
+is the same step with nothing sent, on torch's "fake" group or, for DDP, under ``no_sync``; where peers have
+to answer, as in a pipeline, there is none. The files of a save go to the folder for temporary files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hpcdist as dist
+from hpcdist import torch_bridge
+from hpcdist.cli.bench import ddp
+from hpcdist.cli.bench.timing import Bench
+
+PARAMETERS = 10e6  # of the models of DDP, FSDP2 and the checkpoint
+WIDTH = 256  # of a layer of the tensor-parallel block and of a pipeline's stage
+BATCH = 8
+MICROBATCHES = 4
+
+checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")  # which declares no exports
+
+Step = Callable[[], Any]
+
+
+def measure(bench: Bench) -> None:
+    """Time each library's step on both groups; every rank calls this."""
+    ours, gloo = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")
+    fake = torch_bridge.fake_group()
+    parent = bench.comm.bcast(tempfile.mkdtemp() if bench.rank == 0 else None)
+    rows: list[tuple[str, float, Callable[[Any], Step], Step | None]] = [
+        ("DDP step", PARAMETERS, ddp_step, ddp_step(ours, is_synced=False)),
+        ("FSDP2 step", PARAMETERS, fsdp_step, fsdp_step(fake)),
+        ("DTensor redistribute", WIDTH * WIDTH, redistribution, redistribution(fake)),
+        ("tensor-parallel block", BATCH * WIDTH, tensor_parallel_step, tensor_parallel_step(fake)),
+        ("pipeline step", BATCH * WIDTH, pipeline_step, None),
+        ("checkpoint save", PARAMETERS, partial(save, parent=parent), None),
+    ]
+    try:
+        for what, nbytes, make, alone in rows:
+            sides = {"hpcdist": make(ours), "gloo": make(gloo), **({"torch's part": alone} if alone else {})}
+            bench.compare(what, "float32", int(4 * nbytes), sides)
+    finally:
+        dist.barrier()
+        if bench.rank == 0:
+            shutil.rmtree(parent)
+
+
+def ddp_step(group: Any, is_synced: bool = True) -> Step:
+    """Return a training step of DistributedDataParallel."""
+    return ddp.stepper(Namespace(parameters=PARAMETERS, batch=1, bucket_mb=25), group, is_synced)[0]
+
+
+def mesh_of(group: Any) -> DeviceMesh:
+    """Return the one-dimensional mesh of a group."""
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def trainer(model: nn.Module, width: int) -> Step:
+    """Return a training step of a model on random samples."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    samples = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(samples).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def fsdp_step(group: Any) -> Step:
+    """Return a training step of a model that FSDP2 has sharded, layer by layer, with its gradients clipped."""
+    model: Any = ddp.perceptron(PARAMETERS)
+    mesh = mesh_of(group)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step = trainer(model, model[0].in_features)
+
+    def step_and_clip() -> None:
+        step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    return step_and_clip
+
+
+def redistribution(group: Any) -> Step:
+    """Return a redistribution of a DTensor from rows to all of it, to columns, and back to rows."""
+    mesh = mesh_of(group)
+    rows = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0)])
+
+    def redistribute() -> None:
+        rows.redistribute(mesh, [Replicate()]).redistribute(mesh, [Shard(1)]).redistribute(mesh, [Shard(0)])
+
+    return redistribute
+
+
+def tensor_parallel_step(group: Any) -> Step:
+    """Return a training step of two layers, the first cut by columns and the second by rows."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+    return trainer(parallelize_module(block, mesh_of(group), {"0": ColwiseParallel(), "2": RowwiseParallel()}), WIDTH)
+
+
+def pipeline_step(group: Any) -> Step:
+    """Return a training step of a pipeline of one stage a rank, by the schedule GPipe."""
+    torch.manual_seed(0)
+    rank, size = group.rank(), group.size()
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), rank, size, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    samples = torch.randn(BATCH, WIDTH)
+    inputs = (samples,) if rank == 0 else ()
+    target = samples if rank == size - 1 else None
+    return lambda: schedule.step(*inputs, target=target)
+
+
+def save(group: Any, parent: str) -> Step:
+    """Return a save of a state of which each rank holds a shard, over the last one."""
+    warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+    weights = torch.ones(dist.get_world_size(), int(PARAMETERS) // dist.get_world_size())
+    state = {"weights": distribute_tensor(weights, mesh_of(group), [Shard(0)])}
+    return lambda: checkpoint.save(state, checkpoint_id=parent, process_group=group)
