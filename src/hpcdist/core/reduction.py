@@ -18,6 +18,7 @@ SUM, AVG, PRODUCT, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, Redu
 BAND, BOR, BXOR, PREMUL_SUM = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM
 ALL_OPS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM)
 
+NAMES = {op: str(op).rsplit(".", 1)[-1] for op in ALL_OPS}
 ARITHMETIC = (SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM)
 KINDS: dict[str, tuple[Any, ...]] = {
     "float": ARITHMETIC,
@@ -61,13 +62,12 @@ LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # what
 
 
 def name_of(op: Any) -> str:
-    """Return an op's name in torch, such as ``SUM``."""
-    return str(getattr(op, "op", op)).rsplit(".", 1)[-1]
+    """Return an op's name in torch, such as ``SUM``; one with a factor is named by its kind."""
+    return NAMES[getattr(op, "op", op)]
 
 
-def combining(dtype: torch.dtype, op: Any) -> str:
+def combining(dtype: torch.dtype, name: str) -> str:
     """Return the name of the op that combines the values: of AVG and PREMUL_SUM the sum, of bool a bitwise one."""
-    name = name_of(op)
     if dtype is torch.bool:
         return LOGICAL.get(name, name)
     return "SUM" if name in ("AVG", "PREMUL_SUM") else name
@@ -127,7 +127,7 @@ def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     Takes what ``check`` lets pass, less AVG and PREMUL_SUM, in dtypes that torch computes with.
     """
     dtype = values[0].dtype
-    name = combining(dtype, op)
+    name = combining(dtype, name_of(op))
     signed = SIGNED.get(dtype)  # torch lacks arithmetic on these; the bits agree, in uint64's order too
     if signed is None:
         total = values[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.distributed import ReduceOp
@@ -33,19 +34,24 @@ def all_reduce_sparse(
 
     Raises:
         RuntimeError: another op than SUM.
-        ValueError: the ranks' tensors differ in shape.
+        ValueError: the ranks' tensors differ in shape or in their number of sparse dimensions.
     """
     if op != ReduceOp.SUM:
         raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     size = pg.size()
-    facts = torch.tensor([indices.size(1), *tensor.shape], device=tensor.device)
+    form = (tuple(tensor.shape), mine.sparse_dim())
+    facts = torch.tensor([indices.size(1), crc32(repr(form).encode())], device=tensor.device)
     all_facts = torch.empty(size * facts.numel(), dtype=torch.int64, device=tensor.device)
     issue(ALL_GATHER_SINGLE, pg, facts, all_facts)
     table = all_facts.view(size, -1)
-    if not bool((table[:, 1:] == facts[1:]).all()):
-        raise ValueError(f"all_reduce of sparse tensors of different shapes: {table[:, 1:].tolist()}, one row a rank")
+    if len(set(table[:, 1].tolist())) > 1:
+        forms = pg.any_backend().objects.all_gather(form)
+        raise ValueError(
+            "all_reduce of sparse tensors that differ in shape or number of sparse dimensions: "
+            + "; ".join(f"rank {rank}: {shape}, {dims} sparse" for rank, (shape, dims) in enumerate(forms))
+        )
     counts: list[int] = table[:, 0].tolist()
     all_indices = gathered(issue, pg, indices.t().contiguous(), counts).t()
     all_values = gathered(issue, pg, values, counts)

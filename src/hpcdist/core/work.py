@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -446,22 +447,13 @@ class Queue:
             self._stolen = before
 
     def _carry_out(self, work: QueuedWork) -> None:
-        """Run a call in the modes of autograd in which it was made, and end its Work.
-
-        Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
-        ``torch.no_grad()``. Both modes belong to a thread.
-        """
+        """Run a call in the modes of autograd in which it was made, and end its Work."""
         run, work._run = work._run, None
         self._begun += 1
         if run is None or work._done:  # given up
             return
-        is_inference, has_grad = work._modes
         try:
-            if is_inference_mode_enabled() is is_inference and is_grad_enabled() is has_grad:
-                run()
-            else:
-                with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
-                    run()
+            run_in(work._modes, run)
         except BaseException as error:
             del run  # the buffers belong to the caller again
             work._finish(error)
@@ -515,18 +507,20 @@ class Queue:
         self._turn.release()
 
 
-def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
-    """Return a call that runs in this thread's modes of autograd wherever it is carried out.
+def run_in(modes: Modes, call: Callable[[], None]) -> None:
+    """Run a call in the modes of autograd of another thread.
 
     Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
     ``torch.no_grad()``. Both modes belong to a thread.
     """
-    is_inference = is_inference_mode_enabled()
-    if not is_inference and is_grad_enabled():
-        return call  # as any thread begins
-
-    def run() -> None:
-        with torch.inference_mode() if is_inference else torch.no_grad():
+    is_inference, has_grad = modes
+    if is_inference_mode_enabled() is is_inference and is_grad_enabled() is has_grad:
+        call()
+    else:
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
             call()
 
-    return run
+
+def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a call that runs in this thread's modes of autograd wherever it is carried out."""
+    return partial(run_in, (is_inference_mode_enabled(), is_grad_enabled()), call)

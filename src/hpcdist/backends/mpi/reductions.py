@@ -29,10 +29,10 @@ MPI_OPS = {
 LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no bitwise op for its C++ bool
 
 
-def mpi_op(dtype: torch.dtype, op: Any) -> MPI.Op:
-    """Return the op of MPI that combines values of a dtype by an op of torch, or by the one of that name."""
+def mpi_op(dtype: torch.dtype, name: str) -> MPI.Op:
+    """Return the op of MPI that combines values of a dtype by torch's op of a name."""
     ops = LOGICAL_OPS if dtype is torch.bool else MPI_OPS
-    return ops[reduction.combining(dtype, op)]
+    return ops[reduction.combining(dtype, name)]
 
 
 class Reduction(NamedTuple):
@@ -67,7 +67,7 @@ def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
     factor = reduction.premultiplier(op) if premultiplies else None
     return Reduction(
         datatype=DATATYPES[wide or dtype],
-        op=mpi_op(dtype, op),
+        op=mpi_op(dtype, reduction.name_of(op)),
         wide=wide,
         factor=factor,
         averages=op == AVG,

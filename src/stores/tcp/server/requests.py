@@ -52,32 +52,35 @@ def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
     return stop
 
 
-def _set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    middle = _string(peer, data, pos, end, MAX_KEY)
-    if middle < 0:
-        return -1
-    stop = _string(peer, data, middle, end, MAX_VALUE)
-    if stop < 0:
-        return -1
-    key = data[pos + 8 : middle]
-    space.data[key] = data[middle + 8 : stop]
-    if key in space.waits:
-        space.tick_off(key)
-    return stop
+def _storing(store: Callable[[Space, bytes, bytes], None]) -> Handler:
+    """Return the handler of a request that has a key and a value, and no reply."""
+
+    def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+        middle = _string(peer, data, pos, end, MAX_KEY)
+        if middle < 0:
+            return -1
+        stop = _string(peer, data, middle, end, MAX_VALUE)
+        if stop >= 0:
+            store(space, data[pos + 8 : middle], data[middle + 8 : stop])
+        return stop
+
+    return handle
 
 
-def _append(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    middle = _string(peer, data, pos, end, MAX_KEY)
-    if middle < 0:
-        return -1
-    stop = _string(peer, data, middle, end, MAX_VALUE)
-    if stop < 0:
-        return -1
-    key = data[pos + 8 : middle]
-    space.data[key] = space.data.get(key, b"") + data[middle + 8 : stop]
+def _set(space: Space, key: bytes, value: bytes) -> None:
+    space.data[key] = value
     if key in space.waits:
         space.tick_off(key)
-    return stop
+
+
+def _append(space: Space, key: bytes, value: bytes) -> None:
+    _set(space, key, space.data.get(key, b"") + value)
+
+
+def _queue_push(space: Space, key: bytes, value: bytes) -> None:
+    space.queues.setdefault(key, deque()).append(value)
+    if key in space.waits:
+        space.tick_off_one(key)
 
 
 def _compare_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
@@ -94,9 +97,8 @@ def _compare_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out:
     expected = data[key_end + 8 : expected_end]
     value = space.data.get(key)
     if value == expected or (value is None and not expected):
-        value = space.data[key] = data[expected_end + 8 : stop]
-        if key in space.waits:
-            space.tick_off(key)
+        value = data[expected_end + 8 : stop]
+        _set(space, key, value)
     elif value is None:
         value = expected  # a missing key that was expected to hold something: nothing is stored
     out += (_pack_u64(len(value)), value)
@@ -261,20 +263,6 @@ def _ping(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[b
     return pos + 4
 
 
-def _queue_push(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    middle = _string(peer, data, pos, end, MAX_KEY)
-    if middle < 0:
-        return -1
-    stop = _string(peer, data, middle, end, MAX_VALUE)
-    if stop < 0:
-        return -1
-    key = data[pos + 8 : middle]
-    space.queues.setdefault(key, deque()).append(data[middle + 8 : stop])
-    if key in space.waits:
-        space.tick_off_one(key)
-    return stop
-
-
 def _queue_pop(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
     stop = _string(peer, data, pos, end, MAX_KEY)
     if stop < 0:
@@ -333,9 +321,10 @@ def _refuse(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list
     raise Refused(f"the unknown request {data[pos - 1]}")
 
 
+set_pair = _storing(_set)
 HANDLERS: list[Handler] = [_refuse] * 256
 for _request, _handler in {
-    Request.SET: _set,
+    Request.SET: set_pair,
     Request.COMPARE_SET: _compare_set,
     Request.GET: _get,
     Request.ADD: _add,
@@ -343,16 +332,15 @@ for _request, _handler in {
     Request.WAIT: _wait,
     Request.NUM_KEYS: _num_keys,
     Request.DELETE_KEY: _delete_key,
-    Request.APPEND: _append,
+    Request.APPEND: _storing(_append),
     Request.MULTI_GET: _multi_get,
     Request.MULTI_SET: _multi_set,
     Request.CANCEL_WAIT: _cancel_wait,
     Request.PING: _ping,
-    Request.QUEUE_PUSH: _queue_push,
+    Request.QUEUE_PUSH: _storing(_queue_push),
     Request.QUEUE_POP: _queue_pop,
     Request.QUEUE_LEN: _queue_len,
     Request.LIST_KEYS: _list_keys,
     Request.BARRIER: _barrier,
 }.items():
     HANDLERS[_request] = _handler
-set_pair = _set

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as c10d
 from torch.nn.functional import avg_pool2d
 
 Combine = Callable[..., Any]
@@ -93,19 +92,11 @@ SIGNED_TWINS: dict[torch.dtype, torch.dtype] = {
     torch.uint64: torch.int64,
 }
 
-OP_NAMES: dict[Any, str] = {
-    getattr(c10d.ReduceOp, name): name
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-}
+
 _SUMS = {"SUM", "AVG", "PREMUL_SUM"}
 _ACCUMULATING = {*_SUMS, "PRODUCT"}
 
 STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float32 sums stay in a core's first cache
-
-
-def op_name(op: Any) -> str:
-    """Name a reduce op: "SUM", "AVG", …; one with a factor compares by its kind."""
-    return OP_NAMES[getattr(op, "op", op)]
 
 
 class Fold:
@@ -113,7 +104,7 @@ class Fold:
 
     Args:
         dtype: the tensors' dtype.
-        op: the op's name, a key of `OP_NAMES`' values.
+        op: the op's name (`core.reduction.name_of`).
         ranks: how many contributions a result has; the divisor of AVG.
 
     Raises:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, op_name
+from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch
 from hpcdist.backends.mpi.node.places import Places, locate
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow
+from hpcdist.core.reduction import name_of
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
 DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
@@ -82,7 +83,7 @@ class NodeSlots:
         self.window.poll = check
 
     def _fold(self, dtype: torch.dtype, op: Any) -> Fold:
-        key = (dtype, op_name(op))
+        key = (dtype, name_of(op))
         fold = self._folds.get(key)
         if fold is None:
             fold = self._folds[key] = Fold(dtype, key[1], self.world_size)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, op_name
+from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch
 from hpcdist.backends.mpi.node.internode import (
     AHEAD,
     LINE_BYTES,
@@ -38,6 +38,7 @@ from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
 from hpcdist.backends.mpi.node.thresholds import MOST_NODES
 from hpcdist.backends.mpi.node.window import SLOT_BYTES
+from hpcdist.core.reduction import name_of
 
 BLOCK = 0  # tag
 STAGES = 8  # chunks reduced in the node that wait to be sent
@@ -168,7 +169,7 @@ class TwoLevel:
         Raises:
             TypeError: the dtype has no such reduction.
         """
-        inner, outer = self._levels(send.dtype, op_name(op))
+        inner, outer = self._levels(send.dtype, name_of(op))
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
         share = -(-send.nbytes // (self._owners * LINE_BYTES)) * LINE_BYTES  # of a slice; owner r has slice r
         with self._messages(send, recv) as messages:
@@ -265,7 +266,7 @@ class TwoLevel:
         Raises:
             TypeError: the dtype has no such reduction.
         """
-        inner, outer = self._levels(send.dtype, op_name(op))
+        inner, outer = self._levels(send.dtype, name_of(op))
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
         block, item, ranks = recv.nbytes, recv.itemsize, self._places.comm.Get_size()
         chunk = self._chunk(block, ranks)
