@@ -18,7 +18,7 @@ import torch
 
 from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
-from hpcdist.core.call import Call, Run
+from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.supervised import Supervised
 from hpcdist.core.work import LARGE_BYTES, Queue, Work
 
@@ -92,10 +92,14 @@ class Backend(Supervised):
         """Begin the thread that carries out the asynchronous calls for which nobody waits."""
         return Queue(self.name)
 
-    def prepare(self, call: Call) -> Run:
-        """Return what runs a collective again, on two tensors that look like this call's (see ``core.call_cache``)."""
+    def prepare(self, call: Call) -> tuple[Run, Start | None]:
+        """Return what runs a collective again, on two tensors that look like this call's (see ``core.call_cache``).
+
+        A library that queues calls on its device also returns what begins one; None for others, whose asynchronous
+        calls go to ``queue``.
+        """
         row, _, _, op, root, *_ = call
-        return lambda send, recv: self.run(Call(row, send, recv, op, root))
+        return lambda send, recv: self.run(Call(row, send, recv, op, root)), None
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the elements of small contiguous CPU tensors in one, and what copies its values back to them.

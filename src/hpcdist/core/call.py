@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     import torch
 
     from hpcdist.core.table import Counts, Row
+    from hpcdist.core.work import Work
 
 Run = Callable[["torch.Tensor", "torch.Tensor"], None]  # runs a call again: what it reads and what it writes
+Start = Callable[["torch.Tensor", "torch.Tensor"], "Work"]  # begins it again
 
 
 class Call(NamedTuple):

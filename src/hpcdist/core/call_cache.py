@@ -20,9 +20,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
-from hpcdist.core.work import LARGE_BYTES
+from hpcdist.core.call import Call
+from hpcdist.core.work import LARGE_BYTES, Work
 
 if TYPE_CHECKING:
+    from hpcdist.core.backend import Backend
     from hpcdist.core.table import Row
 
 Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is no tensor
@@ -44,7 +46,9 @@ class CachedCall:
         shape: of the input, for the record; None for a barrier.
         dtype: of both.
         is_large: whether the worker is woken at once where the call is asynchronous.
+        backend: carries the call.
         run: runs the call on tensors that look the same.
+        start: begins it and returns its Work, if the library queues calls on its device; else None.
     """
 
     op: Any
@@ -54,34 +58,32 @@ class CachedCall:
     shape: torch.Size | None
     dtype: torch.dtype | None
     is_large: bool
+    backend: Backend
     run: Callable[..., Any]
+    start: Callable[..., Work] | None
 
 
 class CallCache(dict["Row | str", Any]):
     """Of each collective on one group, a CachedCall, or what the group last saw of it."""
 
     def look(
-        self,
-        what: Row | str,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        op: Any,
-        root: int | None,
-        prepare: Callable[[], Callable[..., Any]],
+        self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None, backend: Backend
     ) -> None:
-        """Look at a call that has run on plain tensors; ``prepare`` returns what runs it again."""
+        """Look at a call that a backend has carried out on plain tensors."""
         shape, dtype = send.shape, send.dtype
         seen = (shape, dtype, op, root)
-        if self.get(what) != seen:
-            self[what] = seen
+        if self.get(row) != seen:
+            self[row] = seen
         elif hooks.likeness is not None and op.__class__ in PLAIN_OPS:
             is_like = hooks.likeness(send) if recv is send else hooks.likeness(send, recv)
             is_large = max(send.nbytes, recv.nbytes) >= LARGE_BYTES
-            self[what] = CachedCall(op, root, recv is send, is_like, shape, dtype, is_large, prepare())
+            run, start = backend.prepare(Call(row, send, recv, op, root))
+            self[row] = CachedCall(op, root, recv is send, is_like, shape, dtype, is_large, backend, run, start)
 
-    def keep(self, row: Row, run: Callable[..., Any]) -> None:
+    def keep(self, row: Row, backend: Backend) -> None:
         """Remember a call without tensors, which is the same each time."""
-        self[row] = CachedCall(None, None, True, is_unobserved, None, None, False, run)
+        run, start = backend.prepare(Call(row))
+        self[row] = CachedCall(None, None, True, is_unobserved, None, None, False, backend, run, start)
 
 
 def is_unobserved(_: None) -> bool:

@@ -6,6 +6,7 @@ call on plain CPU tensors takes the short way: no Work, no options object, no li
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,7 @@ def issue(
     pg = WORLD.default if group is None else group
     if (
         isinstance(pg, Group)
-        and (backend := pg.cpu) is not None
+        and pg.backends
         and pg.coalescing is None
         and (journal := pg.journal).before is None
         and not hooks.is_profiled()
@@ -82,16 +83,19 @@ def issue(
             and known.in_place is (recv is send)
             and (known.is_like(send) if recv is send else known.is_like(send, recv))
         ):
-            is_known, shape, dtype = True, known.shape, known.dtype
+            is_known, shape, dtype, backend = True, known.shape, known.dtype, known.backend
             if async_op and backend.has_threads:
                 journal.sequence = number = journal.sequence + 1
                 call = (journal, number, row, shape, dtype, root)
                 journal.push(call)
+                if known.start is not None:
+                    return begun(partial(known.start, send, recv), call)
                 queue = backend.queue if backend.queue is not None else backend.open_queue()
                 result = [recv] if row.buffers else []
                 return queue.put(partial(known.run, send, recv), result, known.is_large, call)
         elif (
-            send.__class__ in PLAIN_TYPES  # ``is_plain`` of this one, without a call
+            (cpu := pg.cpu) is not None
+            and send.__class__ in PLAIN_TYPES  # ``is_plain`` of this one, without a call
             and send.is_contiguous()
             and not send.requires_grad
             and not send.is_neg()
@@ -108,15 +112,18 @@ def issue(
             )
             and not hooks.has_modes()
         ):
-            is_known, shape = False, send.shape
+            is_known, shape, backend = False, send.shape, cpu
             if row.reduces and op.__class__ is not RedOpType:
                 op = canonical(op)
         else:
-            return issue_any(Call(row, send, recv, op, root, counts), group, async_op)
+            work = issue_any(Call(row, send, recv, op, root, counts), group, async_op)
+            if journal.sequence % LOOKS == 0 and counts is None and is_on_one_device(send, recv):
+                pg.known.look(row, send, recv, op, root, pg.backend(send.device))
+            return work
         if async_op:
             work = issue_any(Call(row, send, recv, op, root, counts), group, True)
             if not is_known and journal.sequence % LOOKS == 0 and counts is None:
-                pg.known.look(row, send, recv, op, root, partial(backend.prepare, Call(row, send, recv, op, root)))
+                pg.known.look(row, send, recv, op, root, backend)
             return work
         if backend.queue is not None:
             backend.queue.drain()
@@ -136,7 +143,7 @@ def issue(
         finally:
             journal.current = None
         if not is_known and number % LOOKS == 0 and counts is None:
-            pg.known.look(row, send, recv, op, root, partial(backend.prepare, Call(row, send, recv, op, root)))
+            pg.known.look(row, send, recv, op, root, backend)
         return None
     return issue_any(Call(row, send, recv, op, root, counts), group, async_op)
 
@@ -165,7 +172,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if row.buffers == 0:
         backend = pg.any_backend()
         if backend is pg.cpu:
-            pg.known.keep(row, backend.prepare(call))
+            pg.known.keep(row, backend)
         return dispatch(pg, backend, call, async_op)
     in_place = send is recv
     # only a rooted call leaves one side out, on some ranks
@@ -228,13 +235,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     record = journal.collective(call.row, call.tensor, call.root)
     event = profiling.begin(backend.name, call.row.name, call.send, call.recv) if hooks.is_profiled() else None
     if async_op and backend.has_threads:
-        # to begin may block where the library first has to find the other ranks; another thread may be in a wait
-        before, journal.current = journal.current, record
-        try:
-            work: Work = backend.start(call)
-        finally:
-            journal.current = before
-        work._call = record
+        work = begun(partial(backend.start, call), record)
         if event is not None:
             work._ends(event)
         return work
@@ -249,6 +250,23 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if call.finish is not None:
         call.finish()
     return DoneWork(call.result or []) if async_op else None
+
+
+def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
+    """Begin a call, which may block if the library first has to find the other ranks, and return its Work."""
+    journal = record[0]
+    before, journal.current = journal.current, record  # another thread may be in a wait
+    try:
+        work = start()
+    finally:
+        journal.current = before
+    work._call = record
+    return work
+
+
+def is_on_one_device(send: Any, recv: Any) -> bool:
+    """Tell whether a call's tensors are plain and on one device that is not the CPU."""
+    return is_plain(send) and not send.is_cpu and (recv is send or (is_plain(recv) and recv.device == send.device))
 
 
 def is_done_by_parts(op: Any) -> bool:

@@ -21,7 +21,7 @@ from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.call import Call, Run
+from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.work import Queue, Work
 
 
@@ -68,9 +68,9 @@ class MPIBackend(Backend):
         """Run one collective, by MPI's blocking call or through node-shared memory."""
         self.collectives.run(call)
 
-    def prepare(self, call: Call) -> Run:
+    def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what runs a collective again: only MPI's call, if that is all there is to do."""
-        return self.collectives.prepare(call)
+        return self.collectives.prepare(call), None
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return small tensors as one, copied by MPI."""

@@ -24,7 +24,7 @@ from hpcdist.backends.nccl.reductions import Reductions
 from hpcdist.backends.nccl.streams import Batch, StreamWork
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.call import Call
+from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row
@@ -147,6 +147,30 @@ class NCCLBackend(Backend):
         link = self._link_for(call)
         queue = self._queued(link, call)
         return self._launch(link, queue, call.finish, call.result or [], call.row.name, None, is_barrier)
+
+    def prepare(self, call: Call) -> tuple[Run, Start | None]:
+        """Return what queues a collective again, on the current stream and on the side stream."""
+        row, send, _, op, root, *_ = call
+        link = self.communicators.group
+        if link is None or row in EXCHANGES or send.dtype not in self._types or not send.numel():
+            return super().prepare(call)
+        streams, launch, name = link.streams, self.communicators.launch, row.name
+        number = self._reductions.prepare(send, op)[1] if row.reduces else None
+        rest = self._types[send.dtype], number, root, None
+        function = partial(self._calls[row], self._library, link.where)
+
+        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
+            if self._batch is not None:
+                self.run(Call(row, send, recv, op, root))
+                return
+            current = streams.current()
+            launch(name, partial(function, send, recv, *rest), current.cuda_stream)
+            streams.mark(current)
+
+        def start(send: torch.Tensor, recv: torch.Tensor) -> Work:
+            return self._launch(link, partial(function, send, recv, *rest), None, [recv], name, None)
+
+        return run, start
 
     def _link_for(self, call: Call) -> Link:
         link = self.communicators.group
