@@ -6,6 +6,7 @@ whatever the timing was.
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.backends.nccl.streams import SWEEP_EVERY
+from hpcdist.watch import calls_under_way
 
 SLEEP_CYCLES = 100_000_000
 COUNT = 30_000
@@ -212,9 +214,21 @@ def test_an_end_past_the_timeout_raises_c10ds_error(rank, size, device):
         group.backend("cuda").interrupt("it never came")
         dist.destroy_process_group(group)
     else:
+        seen, has_ended = [], threading.Event()
+
+        def look():
+            while not has_ended.wait(0.05):
+                seen.append([each.call.name for each in calls_under_way.under_way() if each.group is group])
+
         dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
+        observer = threading.Thread(target=look)
+        observer.start()
         with pytest.raises(dist.DistBackendError, match="has not entered all_reduce"):
             dist.destroy_process_group(group)
+        has_ended.set()
+        observer.join()
+        assert ["all_reduce"] in seen
+        assert all("destroy_process_group" not in names for names in seen if "all_reduce" in names), seen
         dist.barrier()
 
 

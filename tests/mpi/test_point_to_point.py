@@ -188,3 +188,13 @@ def test_ops_of_torch_in_a_batch(rank, size):
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert theirs.item() == (rank - 1) % size
+
+
+def test_a_look_at_a_message_that_another_thread_has_completed(rank, size):
+    received = torch.empty(1)
+    work, sent = dist.irecv(received, (rank - 1) % size), dist.isend(torch.ones(1), (rank + 1) % size)
+    assert work.wait()
+    assert sent.wait()
+    if hasattr(work, "_poll"):
+        work._poll()  # as by a thread that saw it under way; MPI knows no more who the sender was
+    assert work.source_rank() == (rank - 1) % size

@@ -204,6 +204,44 @@ def test_random_interleavings(node, comm):
             assert_same(tensor, expected("SUM", size, numel * size, dtype)[mine])
 
 
+def late(wait):
+    def wait_and_sleep(*given):
+        wait(*given)
+        time.sleep(0.01)
+
+    return wait_and_sleep
+
+
+@pytest.mark.parametrize("numel", [1000, 300_000])
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "mixed"])
+def test_nothing_is_overwritten_that_a_slow_mate_still_reads(node, comm, monkeypatch, call, numel):
+    size, rank = comm.size, comm.rank
+    if rank == size - 1:
+        for name in ("wait", "wait_for"):  # what was waited for is read later than anybody expects
+            monkeypatch.setattr(node.window, name, late(getattr(node.window, name)))
+    for value in range(2 * window.SLOTS):
+        mine = torch.full((numel,), float(value + rank))
+        total = torch.full((numel,), float(sum(value + each for each in range(size))))
+        for _ in range(window.SLOTS if call == "mixed" else 0):  # whose root waits for nobody
+            one = mine.clone()
+            node.broadcast(one, 0)
+            assert_same(one, torch.full((numel,), float(value)))
+        if call in ("all_reduce", "mixed"):
+            node.all_reduce(mine, mine, ReduceOp.SUM)
+            assert_same(mine, total)
+        elif call == "broadcast":
+            node.broadcast(mine, 0)
+            assert_same(mine, torch.full((numel,), float(value)))
+        elif call == "all_gather_single":
+            everything = torch.empty(size * numel)
+            node.all_gather_single(mine, everything)
+            assert_same(everything, torch.cat([torch.full((numel,), float(value + each)) for each in range(size)]))
+        else:
+            share = torch.empty(numel)
+            node.reduce_scatter_single(mine.repeat(size), share, ReduceOp.SUM)
+            assert_same(share, total)
+
+
 def test_more_threads_than_cores_are_warned_of(comm):
     cores = len(set().union(*comm.allgather(os.sched_getaffinity(0))))
     threads = torch.get_num_threads()

@@ -300,3 +300,14 @@ def test_pending_calls_can_be_waited_for(world, size):
     world._wait_for_pending_works()
     assert all(work.is_completed() for work in works)
     assert [each.tolist() for each in tensors] == [[size] * 4] * 10
+
+
+def test_several_tensors_are_combined_after_what_is_queued_before(world, size):
+    blocking = torch_dist.AllreduceOptions()
+    blocking.asyncOp = False
+    for _ in range(20):
+        one, other = torch.ones(4), torch.ones(4)
+        begun = world.allreduce([one], torch_dist.AllreduceOptions())  # nobody waits for it, so that it stays queued
+        world.allreduce([one, other], blocking)
+        assert one.tolist() == other.tolist() == [float(size * (size + 1))] * 4
+        begun.wait()

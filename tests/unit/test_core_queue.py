@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpcdist.core import work as work_module
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.work import AllWork, DoneWork, Queue
@@ -310,3 +311,38 @@ def test_no_wake_up_is_lost():
     assert not any(thread.is_alive() for thread in threads)
     assert not failures
     assert seen == list(range(100_000))
+
+
+def test_what_was_given_up_is_never_carried_out(queue):
+    gate, seen = Gate(), []
+    first = queue.put(gate, [], is_large=True)
+    later = queue.put(lambda: seen.append(1), [], is_large=True)
+    assert gate.has_begun.wait(20)
+    queue.fail(DistBackendError("a rank died"))
+    gate.is_open.set()
+    for work in (first, later):
+        with pytest.raises(DistBackendError, match="a rank died"):
+            work.wait()
+    deadline = time.monotonic() + 10
+    while queue.running is not None or queue._calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not seen
+
+
+def test_who_ends_its_turn_wakes_the_worker_that_was_to_have_it(monkeypatch):
+    for name in ("SHORTEST_NAP", "LONGEST_NAP"):
+        monkeypatch.setattr(work_module, name, 30.0)
+    queue = Queue("test")
+    gate, has_run = Gate(), threading.Event()
+    mine = queue.put(gate, [])
+    thief = threading.Thread(target=mine.wait)
+    thief.start()
+    assert gate.has_begun.wait(20)
+    assert queue.running is None, "the thread that waits carries the call out"
+    queue.put(has_run.set, [], is_large=True)
+    time.sleep(0.1)  # the worker looks, and naps, because the turn is taken
+    gate.is_open.set()
+    assert has_run.wait(10)
+    thief.join()
+    queue.close()

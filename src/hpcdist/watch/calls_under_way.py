@@ -21,6 +21,7 @@ from hpcdist.watch.call_states import Facts
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}mpi4py{os.sep}", f"{os.sep}contextlib.py", f"{os.sep}threading.py")
+DESTROY = "destroy_process_group"
 OURS = "hpcdist-"  # the names of this package's own threads begin so
 
 
@@ -65,11 +66,16 @@ class UnderWay(NamedTuple):
 
 
 def under_way() -> Iterator[UnderWay]:
-    """Return the calls that block now on each group: this rank's own, its worker threads', and its devices'."""
+    """Return the calls that block now on each group: this rank's own, its worker threads', and its devices'.
+
+    The end of a group waits for its devices. It is left out while one of them has a call, because to end that call
+    ends the wait, and MPI's part of the end could not be taken out of it.
+    """
     for group in list(WORLD.groups.values()):
         journal = group.journal
         current, waited = journal.current, journal.waited
         backends = dict.fromkeys(list(group.backends.values()))
+        is_ending = current is not None and current[2] == DESTROY
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
@@ -80,7 +86,7 @@ def under_way() -> Iterator[UnderWay]:
                     held._call = latest(group)  # a barrier, for which the host waits
                 if held._call is not None:
                     yield UnderWay(group, held._call, backend, held, True)
-                    if held._call is current:
+                    if held._call is current or is_ending:
                         current = None
         if current is not None and backends and not isinstance(waited, QueuedWork):
             backend = group.cpu if group.cpu is not None else next(iter(backends))
