@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -229,3 +231,30 @@ def test_poll_leaves_a_call(several, every, row):
         assert len(messages.ABANDONED) == before + 1
     every.Barrier()
     # the communicator is left as a lost group's is: freeing it would wait for the messages
+
+
+def test_memory_of_messages_that_were_left_is_kept(every):
+    """MPI still writes to it, as here after the call that it was for has raised."""
+
+    def interrupt():
+        raise dist.DistBackendError("interrupted")
+
+    tensor = torch.zeros(8)
+    if every.rank == 0:
+        left = messages.Messages(every, interrupt)
+        left.receive(1, 5, tensor.data_ptr(), tensor.nbytes, lambda: None)
+        with pytest.raises(dist.DistBackendError, match="interrupted"):
+            left.wait(lambda: False)
+        left.abandon([tensor])
+        kept, of_tensor = len(messages.ABANDONED), weakref.ref(tensor)
+        del left, tensor
+        gc.collect()
+        every.Barrier()
+        assert of_tensor() is not None
+        requests, (tensor,) = messages.ABANDONED.pop(kept - 1)
+        requests[0].Wait()
+        assert tensor.tolist() == [1.0] * 8
+    else:
+        every.Barrier()
+        if every.rank == 1:
+            every.Send(torch.ones(8).numpy(), 0, 5)
