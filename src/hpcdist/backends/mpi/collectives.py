@@ -55,11 +55,11 @@ class Collectives:
         Raises:
             DistBackendError: MPI failed, or a rank has died.
         """
-        row, send, recv, op, root, counts, *_ = call
+        row, send, recv, op, root, *_ = call
         try:
             if send is None:
                 if row.buffers:
-                    self._move(row, send, recv, root, counts)
+                    self._move(call)
                 else:
                     self._comm.Barrier()
             else:
@@ -72,9 +72,9 @@ class Collectives:
                             IN_PLACE, (address(send.data_ptr(), send.nbytes), how.datatype), how.op
                         )
                     else:
-                        self._reduce(row, send, recv, how, root, counts)
+                        self._reduce(call, how)
                 elif row.buffers == 2:
-                    self._move(row, send, recv, root, counts)
+                    self._move(call)
                 else:
                     assert root is not None
                     self._comm.Bcast(message(send), root)
@@ -104,99 +104,68 @@ class Collectives:
 
     # -- reducing ------------------------------------------------------------------------------------
 
-    def _reduce(
-        self,
-        row: Row,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        how: Reduction,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def _reduce(self, call: Call, how: Reduction) -> None:
+        _, send, recv, *_ = call
+        values = reduced = send
         if how.in_memory:
-            self._reduce_in_memory(row, send, recv, how, root, counts)
-            if how.averages and recv is not None:
-                how.after(recv, recv, self._size)
-            return
-        values = how.before(send)
-        if row.shape is Shape.SAME:
-            self._reduce_in_memory(row, values, values if recv is not None else None, how, root, counts)
-            if recv is not None:
-                how.after(values, recv, self._size)
-            return
-        assert recv is not None
-        reduced = torch.empty(recv.shape, dtype=values.dtype, device="cpu")
-        self._reduce_in_memory(row, values, reduced, how, root, counts)
-        how.after(reduced, recv, self._size)
+            reduced = recv
+        elif recv is not None:
+            values = how.before(send)
+            is_same = call.row.shape is Shape.SAME
+            reduced = values if is_same else torch.empty(recv.shape, dtype=values.dtype, device="cpu")
+        else:
+            values, reduced = how.before(send), None
+        self._reduce_in_memory(call._replace(send=values, recv=reduced), how)
+        if recv is not None and (how.averages or not how.in_memory):
+            how.after(reduced, recv, self._size)
 
-    def _reduce_in_memory(
-        self,
-        row: Row,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        how: Reduction,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def _reduce_in_memory(self, call: Call, how: Reduction) -> None:
+        row, send, recv, _, root, counts, *_ = call
         if send.numel() > COUNT_MAX:
-            self._reduce_large(row, send, recv, how, root, counts)
+            self._reduce_large(call, how)
             return
-        call = self._calls[row]
+        function = self._calls[row]
         if send is recv:
             sendbuf: Any = IN_PLACE
         else:
             if recv is not None and counts is None and not row.rooted:
                 buffers = apart(send, recv, how.datatype)
                 if buffers is not None:  # the short way, for latency
-                    call(*buffers, how.op)
+                    function(*buffers, how.op)
                     return
             if recv is not None and overlap(send, recv):
                 send = send.clone()
             sendbuf = [address(send.data_ptr(), send.nbytes), how.datatype]
-        recvbuf: Any = None
-        if recv is not None:
-            recvbuf = [address(recv.data_ptr(), recv.nbytes), how.datatype]
+        recvbuf = None if recv is None else [address(recv.data_ptr(), recv.nbytes), how.datatype]
         if row.rooted:
-            call(sendbuf, recvbuf, how.op, root)
+            function(sendbuf, recvbuf, how.op, root)
         elif counts is None:
-            call(sendbuf, recvbuf, how.op)
+            function(sendbuf, recvbuf, how.op)
         else:
-            call(sendbuf, recvbuf, counts[0], how.op)
+            function(sendbuf, recvbuf, counts[0], how.op)
 
-    def _reduce_large(
-        self,
-        row: Row,
-        send: torch.Tensor,
-        recv: torch.Tensor | None,
-        how: Reduction,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def _reduce_large(self, call: Call, how: Reduction) -> None:
         """Reduce more elements than MPI's int counts, piece by piece; a reduce_scatter is one reduce to each rank."""
+        row, send, recv, _, root, counts, *_ = call
         source = send.reshape(-1)
         target = recv.reshape(-1) if recv is not None else None
         if row.shape is Shape.SAME:
             for start in range(0, source.numel(), PIECE):
                 part = source[start : start + PIECE]
                 whole = part if send is recv else None if target is None else target[start : start + PIECE]
-                self._reduce_in_memory(row, part, whole, how, root, None)
+                self._reduce_in_memory(Call(row, part, whole, root=root), how)
             return
         assert target is not None
         lengths = counts[0] if counts else [target.numel()] * self._size
         for rank, (start, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
             part = source[start : start + length]
-            self._reduce_in_memory(REDUCE, part, target if rank == self._communicator.rank else None, how, rank, None)
+            whole = target if rank == self._communicator.rank else None
+            self._reduce_in_memory(Call(REDUCE, part, whole, root=rank), how)
 
     # -- moving --------------------------------------------------------------------------------------
 
-    def _move(
-        self,
-        row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
-        root: int | None,
-        counts: Counts | None,
-    ) -> None:
+    def _move(self, call: Call) -> None:
+        row, send, recv, _, root, counts, *_ = call
         if send is not None and recv is not None:
             if row in EXCHANGES:
                 exchange(self._comm, send.clone() if overlap(send, recv) else send, recv, counts)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as c10d
 
 import hpcdist as dist
+from hpcdist.cli.bench.report import WIDTH
 from hpcdist.cli.job_arguments import JobParser
 from hpcdist.torch_bridge import occupy_gpu
 
@@ -245,4 +246,4 @@ def report(figures: list[dict[str, Any]]) -> None:
             f"{whole['hpcdist']:.1f}",
             f"{whole['torch']:.1f}",
         )
-    Console().print(table)
+    Console(width=max(WIDTH, Console().width)).print(table)
