@@ -171,6 +171,8 @@ class MPIBackend(Backend):
         super().close()
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.collectives.close()
+            if not self.communicator.is_revoked():  # to free it would wait for the dead
+                self.objects.close()
             if self._bundler is not None:
                 self._bundler.close()
             self.comm.Free()
