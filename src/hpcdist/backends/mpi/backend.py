@@ -34,6 +34,7 @@ class MPIBackend(Backend):
     """
 
     name: ClassVar[str] = "mpi"
+    objects: MPIObjects
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds) -> None:
         self.communicator = Communicator(comm)
