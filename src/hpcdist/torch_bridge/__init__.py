@@ -273,11 +273,12 @@ MESH_ARGUMENTS = (
 )
 
 
-def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
+def split_meshes_by(make: Callable[[list[list[int]], str, bool], Any]) -> None:
     """Let DeviceMesh make all groups of a dimension in one step where the default group is ours.
 
     Args:
-        make: makes disjoint groups of global ranks, with a description, and returns this rank's or None.
+        make: makes disjoint groups of global ranks, with a description, numbered in ascending order or as given, and
+            returns this rank's or None.
     """
     stock = device_mesh.DeviceMesh._init_one_process_group
     if tuple(inspect.signature(stock).parameters) not in MESH_ARGUMENTS:
@@ -285,11 +286,12 @@ def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
 
     def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any, *keeps: bool) -> Any:
         default: Any = WORLD.default
-        is_ours = default is not None and c10d._world.default_pg is default and not any(keeps)
-        if not is_ours or tuple(backend_override) != (None, None) or sub_layout.numel() == dist.get_world_size():
+        if default is None or c10d._world.default_pg is not default or tuple(backend_override) != (None, None):
             return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)
         ranks = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
-        mine = make(ranks, f"mesh_{dim_name}")
+        if len(ranks[0]) == default.size() and (not any(keeps) or ranks[0] == list(range(default.size()))):
+            return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)  # the default group itself
+        mine = make(ranks, f"mesh_{dim_name}", not any(keeps))
         return mine.group_name if mine is not None else None
 
     setattr(device_mesh.DeviceMesh, "_init_one_process_group", staticmethod(init_one))  # noqa: B010  # for mypy
