@@ -19,6 +19,7 @@ pg_to_tag, group_count, default_pg)
 ``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become  2.13.0, 2.15.0
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
 ``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
+``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
 ``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, for all its groups  2.13.0, 2.15.0
 ``_mesh_layout._MeshLayout``                          which ranks the groups of that dimension have       2.13.0, 2.15.0
 ``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
@@ -216,6 +217,21 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
         STOCK["env"] = handlers["env"]
         handlers["env"] = by_launcher
     open_monitored_barrier()
+    keep_recorder_away()
+
+
+def keep_recorder_away() -> None:
+    """Keep torch 2.15 from attaching its flight recorder to groups of ours, which it cannot: ``watch`` records them."""
+    stock = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if stock is None or "recorder" in STOCK:
+        return
+    STOCK["recorder"] = stock
+
+    def attach(pg: Any, *args: Any) -> None:
+        if not isinstance(pg, ProcessGroup):
+            stock(pg, *args)
+
+    setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010  # for mypy
 
 
 def open_monitored_barrier() -> None:
