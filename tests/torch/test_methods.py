@@ -333,7 +333,7 @@ def complex_calls(pg, size, op):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_product_of_complex_numbers_is_refused_as_torch_does(call, pg, rank, size):
     for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX):
-        with pytest.raises((ValueError, RuntimeError), match="complex|op value"):  # 2.15 cannot say "max"
+        with pytest.raises((ValueError, RuntimeError), match=r"complex|op value"):  # 2.15 cannot say "max"
             complex_calls(pg, size, op)[call]()
     found = complex_calls(pg, size, dist.ReduceOp.SUM)[call]()  # the group goes on
     tensors = 2 if call == "several" else 1

@@ -35,6 +35,7 @@ def create(options: Any, pg_options: Any) -> Group:
     """
     ranks = tuple(options.global_ranks_in_group)
     if ranks and WORLD.default is not None:
+        registry.check_options(pg_options, [each.name for each in WORLD.default.backends.values()])
         return create_subgroup(WORLD.default, ranks, options)
     group = WORLD.default
     if group is None:
@@ -63,6 +64,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
         comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()
     store = None if is_mpi else options.store
+    registry.check_options(pg_options, carried(config).values())
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
