@@ -305,7 +305,7 @@ def split_meshes_by(make: Callable[[list[list[int]], str, bool], Any]) -> None:
         if default is None or c10d._world.default_pg is not default or tuple(backend_override) != (None, None):
             return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)
         ranks = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
-        if len(ranks[0]) == default.size() and (not any(keeps) or ranks[0] == list(range(default.size()))):
+        if sub_layout.numel() == dist.get_world_size() and (not any(keeps) or ranks[0] == sorted(ranks[0])):
             return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)  # the default group itself
         mine = make(ranks, f"mesh_{dim_name}", not any(keeps))
         return mine.group_name if mine is not None else None
