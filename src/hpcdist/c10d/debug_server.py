@@ -1,6 +1,6 @@
 """``torch.distributed.debug.start_debug_server`` under mpirun and srun.
 
-torch's server finds its ranks by a store and by variables that torchrun sets. Where there are none it gets both from the
+torch's server finds its ranks by a store and by variables that torchrun sets. If there are none it gets both from the
 default group: rank 0 opens a store of torch's, and the variables are set while the server starts.
 """
 
