@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
-import torch
+import torch.distributed as c10d
 
 from hpcdist.core.world import WORLD
 from hpcdist.launch import addresses, rendezvous
 
-STORES: list[torch.distributed.TCPStore] = []  # on rank 0; the servers in them live as long as these do
+STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
 
 
 @contextmanager
@@ -35,9 +35,11 @@ def torchruns_variables() -> Iterator[None]:
     carrier = group.any_backend()
     carrier.settle()
     networks = carrier.objects.all_gather(addresses.network())
-    hosts, port = (addresses.LOOPBACK,), 0
+    hosts: tuple[str, ...] = (addresses.LOOPBACK,)
+    port = 0
     if group.rank() == 0:
-        STORES.append(torch.distributed.TCPStore(addresses.LOOPBACK, 0, is_master=True, wait_for_workers=False))
+        server: Any = c10d.TCPStore  # type: ignore[attr-defined]  # missing from torch's stub
+        STORES.append(server(addresses.LOOPBACK, 0, is_master=True, wait_for_workers=False))
         hosts, port = addresses.own() or hosts, STORES[-1].port
     hosts, port = carrier.objects.broadcast((hosts, port), 0)
     if networks[group.rank()] == networks[0]:
