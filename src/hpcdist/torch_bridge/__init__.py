@@ -25,7 +25,8 @@ pg_to_tag, group_count, default_pg)
 ``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
 ``._set_process_group``
 ``autograd.profiler._is_profiler_enabled``            whether a profiler runs                             2.13.0
-``_C._profiler._RecordFunctionFast``,                 events of a profiler, with shapes                   2.13.0, 2.15.0
+``autograd._record_function_with_args_enter``,        asynchronous events of a profiler, with shapes      2.13.0, 2.15.0
+``ops.profiler._call_end_callbacks_on_jit_fut``,
 ``_C._distributed_c10d._get_comm_profiling_name``
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
@@ -43,7 +44,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
@@ -52,7 +55,6 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
-from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -68,6 +70,7 @@ NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group take
 DEVICES = ["cpu", "cuda"]
 DIVERTED = frozenset({"mpi", "gloo", "undefined", NAME})  # what `hpcdist run` carries itself
 
+autograd: Any = torch.autograd
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
 
 
@@ -410,11 +413,33 @@ def divert(launch: environment.Launch | None) -> None:
 # -- torch.profiler ----------------------------------------------------------------------------------------
 
 
+ENDER = ThreadPoolExecutor(1, "hpcdist-profiler")  # begins its thread when a call is profiled
+
+
+class AsynchronousEvent:
+    """A profiler's event that ends on another thread than it began on, by which torch tells an asynchronous one.
+
+    c10d's own are so, for synchronous calls too. The profiler takes note of an end on a thread that it does not watch
+    only if a future brings it there.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
+        self._end: torch.futures.Future[None] = torch.futures.Future()
+        self._thread = get_ident()
+        handle = autograd._record_function_with_args_enter(name, *inputs)
+        torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, self._end)
+
+    def __exit__(self, *_: object) -> None:
+        """End it, on this thread or, if it began here, on one of its own."""
+        if get_ident() == self._thread:
+            ENDER.submit(self._end.set_result, None).result()
+        else:
+            self._end.set_result(None)
+
+
 def record(name: str, inputs: Sequence[torch.Tensor]) -> hooks.Event:
     """Begin a profiler's event; ``record_comm``'s name goes before ours."""
-    event = _RecordFunctionFast(bindings._get_comm_profiling_name() or name, list(inputs))
-    event.__enter__()
-    return event
+    return AsynchronousEvent(bindings._get_comm_profiling_name() or name, inputs)
 
 
 def is_profiled() -> bool:
