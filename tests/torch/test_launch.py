@@ -52,6 +52,8 @@ TRAIN = """
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(tensor).sum().backward()
     who = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+    logged = model._get_ddp_logging_data()["backend_name"]
+    assert logged == {"mpi": "mpi"}.get(dist.get_backend(), "hpcdist"), logged  # "gloo" would be looked into in C++
     line = [*who, int(tensor[0]), type(dist.group.WORLD).__module__]
     os.write(1, (" ".join(map(str, line)) + "\\n").encode())
     dist.destroy_process_group()

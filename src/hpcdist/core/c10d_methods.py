@@ -120,6 +120,7 @@ class C10dMethods(Group):
     """The calls of torch's libraries on a group."""
 
     _begun: list[Work] | None = None  # the calls between _start_coalescing and _end_coalescing
+    logged_name = "hpcdist"  # of the backend; never "gloo" or "nccl"
 
     def _issue(
         self,
@@ -394,8 +395,8 @@ class C10dMethods(Group):
         return self.config
 
     def getBackendName(self) -> str:
-        """Return a name that is no backend of torch: DDP's logger would look inside "gloo" and "nccl" in C++."""
-        return "hpcdist"
+        """Return the name for DDP's logger, which would look inside "gloo" and "nccl" in C++."""
+        return self.logged_name
 
     def name(self) -> str:
         """Return the backend string."""
