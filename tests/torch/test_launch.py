@@ -89,6 +89,19 @@ def test_gloo_stays_gloo_without_run(tmp_path):
     assert lines == ["gloo torch.distributed.distributed_c10d False"] * 2
 
 
+def test_what_looks_for_nan_says_that_it_does_not_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    script = """
+        import os, warnings
+        import torch.distributed as dist
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dist.init_process_group("gloo")
+        os.write(1, f"{any('TORCH_DIST_NAN_CHECK' in str(each.message) for each in caught)}\\n".encode())
+    """
+    assert run(tmp_path, "alone", script, before=RUN) == ["True"]
+
+
 @pytest.mark.parametrize("backend", ["mpi", "gloo"], ids=["asks for mpi", "asks for gloo"])
 def test_an_unmodified_script(tmp_path, backend):
     lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)

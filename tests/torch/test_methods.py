@@ -352,6 +352,12 @@ def test_what_a_group_cannot_do_it_says(world):
         world.merge_remote_group(torch_dist.HashStore(), 2)
 
 
+def test_hooks_are_refused_and_not_forgotten(world):
+    for register in (world.register_pre_hook, world.register_post_hook):
+        with pytest.raises(RuntimeError, match="does not call hooks"):
+            register(1, print)
+
+
 def test_pending_calls_can_be_waited_for(world, size):
     tensors = [torch.ones(4) for _ in range(10)]
     works = [world.allreduce([each], torch_dist.AllreduceOptions()) for each in tensors]

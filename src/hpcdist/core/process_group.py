@@ -85,6 +85,19 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             "start all ranks together and use new_group or split_group"
         )
 
+    def _refuse_hook(self, *args: Any) -> None:
+        """Raise: torch calls such hooks below the methods that a group made in Python replaces.
+
+        Raises:
+            RuntimeError: always; else the hook would never be called.
+        """
+        raise RuntimeError(
+            f"backend {self.config!r} does not call hooks of register_pre_hook and register_post_hook; a "
+            "TorchDispatchMode sees its calls as operators, torch.profiler as events"
+        )
+
+    register_pre_hook = register_post_hook = _refuse_hook
+
     def _wait_for_pending_works(self) -> None:
         """Wait for the asynchronous calls of this rank on the group, as c10d's backends do."""
         for backend in self.backends.values():
