@@ -39,6 +39,7 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
+import hpcdist.c10d.debug_server
 import hpcdist.c10d.torch_init
 from hpcdist import dist2
 from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager

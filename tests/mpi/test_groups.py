@@ -283,3 +283,36 @@ def test_the_limit_of_a_group_is_set_and_its_backend_is_shown(world, rank, size)
         with pytest.raises(TypeError, match=r"datetime\.timedelta"):
             dist.set_timeout(wrong, group)
     dist.destroy_process_group(group)
+
+
+def gloos_options(**values):
+    options = dist.ProcessGroupGloo._Options()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+MAKERS = {
+    "new_group": lambda size, options: dist.new_group(pg_options=options),
+    "local": lambda size, options: dist.new_group(
+        list(range(size)), pg_options=options, use_local_synchronization=True
+    ),
+    "new_subgroups": lambda size, options: dist.new_subgroups(size, pg_options=options)[0],
+    "split_group": lambda size, options: dist.split_group(split_ranks=[list(range(size))], pg_options=options),
+    "method": lambda size, options: dist.group.WORLD.split_group(list(range(size)), opts=options),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_options_of_a_group(make, size):
+    theirs = dist.get_backend_impl(device=torch.device("cpu")).options
+    group = MAKERS[make](size, theirs)
+    assert group.size() == size
+    group.shutdown()
+    with pytest.warns(UserWarning, match="does not use these options of _?Options: .*_threads"):
+        group = MAKERS[make](size, gloos_options(_timeout=timedelta(seconds=3)))
+    assert group.timeout == dist.group.WORLD.timeout  # the argument timeout= says it, as in c10d
+    group.shutdown()
+    with pytest.raises(TypeError, match=r"got 42 of type int.*None or c10d's options"):
+        MAKERS[make](size, 42)
+    dist.barrier()

@@ -183,3 +183,149 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(call, rank, size
         mine = [payload(rank)]
         dist.broadcast_object_list(mine, who)
         assert equal(mine[0], who)
+
+
+# -- weights_only: what a peer sends cannot run code here --------------------------------------------------
+
+PLAIN = {"step": 3, "loss": 0.5, "names": ["a", None], "weights": torch.arange(5.0), 7: (True, b"x" * 9000)}
+
+
+RAN = []  # what malicious objects have run in this process
+
+
+def run(what):
+    RAN.append(what)
+
+
+class Malicious:
+    """Runs code in whoever unpickles it."""
+
+    def __reduce__(self):
+        return run, ("code",)
+
+
+def same(one):
+    return str(one) == str(PLAIN) and torch.equal(one["weights"], PLAIN["weights"])
+
+
+# each hands the root's value to some ranks, and returns there what arrived
+def all_gathered(value, root, weights_only):
+    objects = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, value, weights_only=weights_only)
+    return objects[root]
+
+
+def gathered(value, root, weights_only):
+    size = dist.get_world_size()
+    receiver = (root + 1) % size
+    objects = [None] * size if dist.get_rank() == receiver else None
+    dist.gather_object(value, objects, receiver, weights_only=weights_only)
+    return objects[root] if objects else None
+
+
+def broadcast(value, root, weights_only):
+    objects = [value if dist.get_rank() == root else None]
+    dist.broadcast_object_list(objects, root, weights_only=weights_only)
+    return objects[0]
+
+
+def scattered(value, root, weights_only):
+    objects = [None]
+    values = [value] * dist.get_world_size() if dist.get_rank() == root else None
+    dist.scatter_object_list(objects, values, root, weights_only=weights_only)
+    return objects[0]
+
+
+def sent(value, root, weights_only):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    receiver, objects = (root + 1) % size, [value]
+    if rank == root:
+        dist.send_object_list(objects, receiver, weights_only=weights_only)
+    elif rank == receiver:
+        objects = [None]
+        dist.recv_object_list(objects, root if root % 2 else None, weights_only=weights_only)
+        return objects[0]
+    return None
+
+
+CALLS = [all_gathered, gathered, broadcast, scattered, sent]
+
+
+def receives(call, rank, root, size):
+    if call in (gathered, sent):
+        return rank == (root + 1) % size
+    return call is all_gathered or call is scattered or rank != root
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_weights_only_takes_tensors_and_plain_values(call, rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    for root in range(size):
+        found = call(PLAIN, root, True)
+        assert not receives(call, rank, root, size) or same(found)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_weights_only_refuses_what_runs_code(call, is_saved, rank, size):
+    """Both if the sender writes it by torch.save and if it writes an ordinary pickle, which it may read itself."""
+    if size < 2:
+        pytest.skip("needs two ranks")
+    for root in range(size):
+        RAN.clear()
+        is_trusting = rank == root and not is_saved
+        value = Malicious() if rank == root else "fine"
+        if receives(call, rank, root, size) and not is_trusting:
+            with pytest.raises(pickle.UnpicklingError, match="weights_only=True"):
+                call(value, root, True)
+        else:
+            call(value, root, not is_trusting)
+        assert ["code"] * (is_trusting and call in (all_gathered, scattered)) == RAN
+        assert same(all_gathered(PLAIN, root, False))  # the group goes on
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ranks_may_differ_in_weights_only(call, rank, size):
+    """A rank without it reads both; one with it refuses ordinary pickles; nobody waits."""
+    if size < 2:
+        pytest.skip("needs two ranks")
+    for root in range(size):
+        for careful in range(size):
+            is_careful = rank == careful
+            if is_careful and receives(call, rank, root, size) and (careful != root or call is all_gathered):
+                with pytest.raises(pickle.UnpicklingError, match="ordinary pickle"):
+                    call(PLAIN, root, is_careful)
+            else:
+                found = call(PLAIN, root, is_careful)
+                assert not receives(call, rank, root, size) or same(found)
+            dist.barrier()
+
+
+def test_weights_only_of_an_object_that_cannot_be_pickled(rank, size):
+    value = (lambda: None) if rank == 0 else 1
+    expected = (pickle.PicklingError, AttributeError) if rank == 0 else RuntimeError
+    with pytest.raises(expected, match="pickle"):
+        dist.all_gather_object([None] * size, value, weights_only=True)
+
+
+def test_registered_classes_are_taken_by_weights_only(rank, size):
+    with torch.serialization.safe_globals([Point]):
+        objects = [None] * size
+        dist.all_gather_object(objects, Point(rank), weights_only=True)
+    assert objects == [Point(r) for r in range(size)]
+
+
+def test_objects_of_many_buffers_and_layouts(rank, size):
+    arrays = [np.asfortranarray(np.arange(6.0).reshape(2, 3) + r) for r in range(40)]
+    arrays.append(np.broadcast_to(np.arange(3), (4, 3)))
+    arrays[0].flags.writeable = False
+    for root in range(size):
+        objects = [arrays if rank == root else None]
+        dist.broadcast_object_list(objects, root)
+        everything = [None] * size
+        dist.all_gather_object(everything, arrays)
+        for found in (objects[0], *everything):
+            assert all(np.array_equal(one, other) for one, other in zip(found, arrays, strict=True))
+        everything[rank][1] += 1  # its own copy
+        assert arrays[1][0, 0] == 1

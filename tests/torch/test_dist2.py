@@ -43,6 +43,8 @@ def test_a_group_of_a_communicator(rank, size):
 def test_unknown_options_and_backends():
     with pytest.raises(KeyError, match="Unknown option colour"):
         dist2.new_group("mpi", LIMIT, "cpu", colour="red")
+    with pytest.raises(KeyError, match="Unknown option options of backend nccl"):
+        dist2.new_group("nccl", LIMIT, "cuda", options=object())
     with pytest.raises(ValueError, match="not registered"):
         dist2.new_group("pigeon", LIMIT, "cpu")
     with pytest.raises(ValueError, match="carries"):

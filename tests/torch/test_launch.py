@@ -52,6 +52,8 @@ TRAIN = """
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(tensor).sum().backward()
     who = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+    logged = model._get_ddp_logging_data()["backend_name"]
+    assert logged == {"mpi": "mpi"}.get(dist.get_backend(), "hpcdist"), logged  # "gloo" would be looked into in C++
     line = [*who, int(tensor[0]), type(dist.group.WORLD).__module__]
     os.write(1, (" ".join(map(str, line)) + "\\n").encode())
     dist.destroy_process_group()
@@ -85,6 +87,19 @@ def test_gloo_stays_gloo_without_run(tmp_path):
     """
     lines = run(tmp_path, "torchrun", script)
     assert lines == ["gloo torch.distributed.distributed_c10d False"] * 2
+
+
+def test_what_looks_for_nan_says_that_it_does_not_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    script = """
+        import os, warnings
+        import torch.distributed as dist
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dist.init_process_group("gloo")
+        os.write(1, f"{any('TORCH_DIST_NAN_CHECK' in str(each.message) for each in caught)}\\n".encode())
+    """
+    assert run(tmp_path, "alone", script, before=RUN) == ["True"]
 
 
 @pytest.mark.parametrize("backend", ["mpi", "gloo"], ids=["asks for mpi", "asks for gloo"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as torch_dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import hpcdist as dist
+from hpcdist.c10d.device_mesh import make_dimension
 
 
 @pytest.fixture
@@ -50,21 +53,60 @@ def test_groups_communicate(grid, rank, size):
         assert mine.item() == sum(ranks)
 
 
-def test_one_split_a_dimension(size, monkeypatch):
+@pytest.fixture
+def splits(world, monkeypatch):
+    """How many groups each split has made."""
     backend = dist.group.WORLD.any_backend()
-    splits = []
+    made = []
     original = type(backend).split
 
     def counted(self, subgroups, *args):
-        splits.append(len(subgroups))
+        made.append(len(subgroups))
         return original(self, subgroups, *args)
 
     monkeypatch.setattr(type(backend), "split", counted)
+    return made
+
+
+def test_one_split_a_dimension(size, splits):
     shape = (2, size // 2) if size % 2 == 0 else (1, size)
     mesh = dist.init_device_mesh("cpu", shape)
     theirs = torch_dist.init_device_mesh("cpu", shape)
     assert splits == 2 * [size // each for each in shape if each != size]
     assert mesh.shape == theirs.shape
+
+
+def test_groups_of_a_dimension_keep_the_order_asked_for(rank, size, splits):
+    backwards = list(range(size))[::-1]
+    group = make_dimension([backwards], "backwards", False)
+    assert (group.rank(), dist.get_process_group_ranks(group)) == (size - 1 - rank, backwards)
+    assert make_dimension([backwards], "forwards", True).rank() == rank
+    assert splits == [1, 1]
+    received = [None] * size
+    dist.all_gather_object(received, rank, group)
+    assert received == backwards
+
+
+@pytest.mark.skipif(
+    "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters, reason="of torch 2.15 and later"
+)
+def test_preserve_rank_order(rank, size, splits):
+    backwards = list(range(size))[::-1]
+    for keeps in (True, False):
+        mesh = DeviceMesh("cpu", backwards, preserve_rank_order=keeps)
+        expected = backwards if keeps else sorted(backwards)
+        assert torch_dist.get_process_group_ranks(mesh.get_group()) == expected
+        mine = torch.tensor([float(rank)])
+        torch_dist.broadcast(mine, group=mesh.get_group(), group_src=0)
+        assert mine.item() == expected[0]
+    assert DeviceMesh("cpu", list(range(size)), preserve_rank_order=True).get_group() is dist.group.WORLD
+    assert splits == [1] * (size > 1)
+    if size % 2 == 0 and size > 2:
+        rows = torch.tensor(backwards).view(2, -1)
+        grid = DeviceMesh("cpu", rows, mesh_dim_names=("rows", "columns"), preserve_rank_order=True)
+        row = next(each for each in rows.tolist() if rank in each)
+        assert torch_dist.get_process_group_ranks(grid.get_group("columns")) == row
+        assert splits == [1, size // 2, 2]
 
 
 def test_slices_and_flattening(grid, size):

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
+import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import AllgatherOptions
 
 import hpcdist as dist
@@ -289,9 +290,72 @@ def test_works_are_forgotten_by_cxx(rank):
     assert alive() - before < 10
 
 
+def complex_calls(pg, size, op):
+    """Return every way to a group by which torch combines complex numbers, each as a function that returns a result."""
+
+    def number():
+        return torch.full((size,), complex(1, 2))
+
+    def of(name):
+        kind = getattr(torch._C._distributed_c10d, name)()
+        kind.reduceOp = op
+        return kind
+
+    def method(call, result):
+        call().wait()
+        return result
+
+    one, whole, listed = torch.empty(1, dtype=torch.complex64), number(), number()
+    lists = [list(listed.split(1))]
+    reducing, scattering = of("AllreduceOptions"), of("ReduceScatterOptions")
+    return {
+        "allreduce": lambda: method(lambda: pg.allreduce([whole], reducing), whole),
+        "allreduce with op": lambda: method(lambda: pg.allreduce(whole, op), whole),
+        "several": lambda: method(lambda: pg.allreduce([whole, listed], reducing), whole),
+        "allreduce_coalesced": lambda: method(
+            lambda: pg.allreduce_coalesced([torch.ones(1), whole], of("AllreduceCoalescedOptions")), whole
+        ),
+        "reduce": lambda: method(lambda: pg.reduce([whole], of("ReduceOptions")), whole),
+        "reduce with op": lambda: method(lambda: pg.reduce(whole, 0, op), whole),
+        "reduce_scatter": lambda: method(lambda: pg.reduce_scatter([one], lists, scattering), one),
+        "reduce_scatter_single": lambda: method(lambda: pg.reduce_scatter_single(one, listed, scattering), one),
+        "_reduce_scatter_base": lambda: method(lambda: pg._reduce_scatter_base(one, listed, scattering), one),
+        "torch all_reduce": lambda: torch_dist.all_reduce(whole, op, group=pg) or whole,
+        "torch reduce": lambda: torch_dist.reduce(whole, 0, op, group=pg) or whole,
+        "torch reduce_scatter": lambda: torch_dist.reduce_scatter(one, lists[0], op, group=pg) or one,
+        "torch reduce_scatter_single": lambda: torch_dist.reduce_scatter_single(one, listed, op, group=pg) or one,
+        "torch all_reduce_coalesced": lambda: torch_dist.all_reduce_coalesced([whole], op, group=pg) or whole,
+        "functional": lambda: functional.all_reduce(whole, op.name.lower(), pg) + 0,
+    }
+
+
+@pytest.mark.parametrize("call", complex_calls(None, 1, dist.ReduceOp.SUM))
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_product_of_complex_numbers_is_refused_as_torch_does(call, pg, rank, size):
+    for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX):
+        with pytest.raises((ValueError, RuntimeError), match=r"complex|op value"):  # 2.15 cannot say "max"
+            complex_calls(pg, size, op)[call]()
+    found = complex_calls(pg, size, dist.ReduceOp.SUM)[call]()  # the group goes on
+    tensors = 2 if call == "several" else 1
+    if rank == 0:  # the root of a reduce
+        assert found[0] == size * tensors * complex(1, 2)
+
+
+def test_the_product_of_complex_numbers_by_our_names(pg, size):
+    tensor = torch.full((2,), complex(1, 2))
+    dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, group=pg)
+    torch.testing.assert_close(tensor, torch.full((2,), complex(1, 2) ** size))
+
+
 def test_what_a_group_cannot_do_it_says(world):
     with pytest.raises(RuntimeError, match="does not support merge_remote_group"):
         world.merge_remote_group(torch_dist.HashStore(), 2)
+
+
+def test_hooks_are_refused_and_not_forgotten(world):
+    for register in (world.register_pre_hook, world.register_post_hook):
+        with pytest.raises(RuntimeError, match="does not call hooks"):
+            register(1, print)
 
 
 def test_pending_calls_can_be_waited_for(world, size):

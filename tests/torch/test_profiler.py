@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import hpcdist as dist
@@ -47,6 +48,29 @@ def test_every_collective_leaves_an_event(backend, rank, size):
         "gather": [[7]],
     }
     assert {name: found[f"{backend}:{name}"].input_shapes for name in shapes} == shapes
+    assert all(found[f"{backend}:{name}"].is_async for name in shapes)
+
+
+CALLS = {
+    "facade": lambda **way: dist.all_reduce(torch.ones(2, 2), **way),
+    "torch": lambda **way: torch_dist.all_reduce(torch.ones(2, 2), **way),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, CommDebugMode])
+def test_an_asynchronous_call_is_one_asynchronous_event(backend, call, is_late, mode):
+    def run():
+        with mode():
+            work = CALLS[call](async_op=True)
+            if is_late:
+                time.sleep(0.02)  # its thread has carried it out
+            work.wait()
+
+    event = events(run)[f"{backend}:all_reduce"]
+    assert (event.input_shapes, event.is_async, event.count) == ([[2, 2]], True, 1)
+    assert event.cpu_time >= 0
 
 
 def test_torchs_own_functions_too(backend):
@@ -79,6 +103,29 @@ def test_messages(backend, rank, size):
     found = events(run)
     assert found[f"{backend}:send"].input_shapes == [[3]]
     assert found[f"{backend}:recv"].input_shapes == [[3]]
+    assert found[f"{backend}:send"].is_async
+    assert found[f"{backend}:recv"].is_async
+
+
+def test_blocking_messages(backend, rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    for library in (dist, torch_dist):
+
+        def run(library=library):
+            if rank == 0:
+                library.send(torch.ones(3), dst=1)
+                library.recv(torch.empty(2), src=1)
+            elif rank == 1:
+                library.recv(torch.empty(3), src=0)
+                library.send(torch.ones(2), dst=0)
+
+        found = events(run)
+        if rank < 2:
+            assert found[f"{backend}:send"].input_shapes == [[3 - rank]]
+            assert found[f"{backend}:recv"].input_shapes == [[2 + rank]]
+            assert found[f"{backend}:send"].is_async
+            assert found[f"{backend}:recv"].is_async
 
 
 def test_a_name_of_its_own(backend):

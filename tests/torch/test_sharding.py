@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import hpcdist as dist
+from hpcdist.core.journal import RING
 
 
 def perceptron(width=16):
@@ -79,6 +80,25 @@ def test_a_bfloat16_reduction(rank, size):
     train(model, inputs(size)[rank])
     for name, each in expected.named_parameters():
         torch.testing.assert_close(whole(model)[name], each, rtol=0.1, atol=0.03)
+
+
+def test_no_reduce_dtype_equals_gloo(rank, size, gloo):
+    """torch reduces in the dtype of the computation; from 2.15 on in the gradient's, which is the parameter's."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    trained = []
+    for mesh in (DeviceMesh.from_group(gloo, "cpu"), dist.init_device_mesh("cpu", (size,))):
+        RING.calls.clear()
+        model = perceptron()
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        trained.append(whole(train(model, inputs(size)[rank])))
+    reduced = {each[4] for each in RING.calls if str(each[2]).startswith("reduce_scatter")}
+    is_later = torch.__version__.split(".")[:2] >= ["2", "15"]
+    assert reduced == {torch.float32 if is_later else torch.bfloat16}
+    theirs, ours = trained
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-2)
 
 
 def test_hybrid_shards(rank, size):

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
 from hpcdist import torch_bridge
-from hpcdist.c10d.groups import new_subgroups_by_enumeration
+from hpcdist.c10d.groups import check_ranks, make
 from hpcdist.c10d.lifecycle import init_process_group
-from hpcdist.core.world import WORLD
+from hpcdist.core.world import WORLD, default_group
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
@@ -53,9 +53,14 @@ def init_device_mesh(
     return torch_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
 
 
-def make_dimension(ranks_per_subgroup: list[list[int]], description: str) -> Any:
-    """Make the groups of one dimension in one step and return this rank's, or None."""
-    return new_subgroups_by_enumeration(ranks_per_subgroup, group_desc=description)[0]
+def make_dimension(ranks_per_subgroup: list[list[int]], description: str, is_sorted: bool) -> Any:
+    """Make the groups of one dimension in one step and return this rank's, or None.
+
+    Unless ``is_sorted`` the ranks of each are numbered as they stand there (``preserve_rank_order``, since torch 2.15).
+    """
+    default = default_group()
+    subgroups = [check_ranks(ranks, is_sorted, default.size()) for ranks in ranks_per_subgroup]
+    return make(default, subgroups, None, None, None, description, None)
 
 
 torch_bridge.split_meshes_by(make_dimension)

@@ -64,7 +64,7 @@ def new_group(
         ranks: global ranks; None for all.
         timeout: the limit of each call on the group; None for the default group's.
         backend: a backend string; None for the default group's.
-        pg_options: options of the backend.
+        pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         use_local_synchronization: only the members call (``MPI_Comm_create_group``).
         group_desc: what the group is for.
         device_id: the device that the group is bound to.
@@ -76,7 +76,7 @@ def new_group(
 
     Raises:
         ValueError: before init, duplicate ranks, or ranks out of range.
-        TypeError: a timeout that is no timedelta.
+        TypeError: a timeout that is no timedelta, or options that are not c10d's.
     """
     default = world.default_group()
     check_timeout(timeout)
@@ -86,6 +86,7 @@ def new_group(
         return NON_GROUP_MEMBER if made is None else made
     if default.rank() not in chosen:
         return None
+    registry.check_options(pg_options, [each.name for each in default.backends.values()])
     name = local_name(chosen)
     backends = {
         each: each.create_group(chosen, name, timeout or default.timeout)
@@ -196,7 +197,7 @@ def split_group(
         parent_pg: the group to split; None for the default one.
         split_ranks: for each subgroup, ranks of the parent.
         timeout: the limit of each call on the subgroup; None for the parent's.
-        pg_options: options of the backend.
+        pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         group_desc: what the groups are for; by default the parent's description and ``:split:``.
         backend: a part of the parent's backend string, to keep only those.
 
@@ -282,6 +283,7 @@ def make(
         named = BackendConfig(backend).get_device_backend_map()
         wanted = named if ":" in backend else {d: n for d, n in named.items() if d in wanted} or named
     by_name = {each.name: each for each in parent.backends.values()}
+    registry.check_options(options, wanted.values())
     made: dict[str, Communicator | None] = {}
     with parent.journal.during("new_group"):
         for name in dict.fromkeys(wanted.values()):

@@ -58,7 +58,7 @@ def init_process_group(
         world_size, rank: how many processes and which one, where no launcher and no MPI says so.
         store: the store to find the others through, in place of ``init_method``.
         group_name: taken as c10d takes it, and ignored.
-        pg_options: options of the backend.
+        pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         device_id: the GPU of this process; binds it and connects NCCL at once.
         _ranks: what the default group's name is made from, where this world is a part of a larger one.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
@@ -90,6 +90,7 @@ def init_process_group(
     device_backends = carried(config)
     for name in device_backends.values():
         registry.check(name)  # before the processes look for each other
+    registry.check_options(pg_options, device_backends.values())
     limit = timeout if timeout is not None else default_pg_timeout
     bootstrap = prepare(device_backends, launch, init_method, store, rank, world_size, comm, limit)
     bootstrap = bootstrap._replace(device_id=device, options=pg_options)

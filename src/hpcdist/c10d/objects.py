@@ -3,6 +3,11 @@
 Every rank of the group calls the collective ones. Objects are pickled, and unpickling runs code: take them
 from ranks that you trust, which the ranks of your own job are. Over MPI they go by pickle protocol 5 with
 out-of-band buffers, so that arrays inside are not copied into the pickle, and may be larger than 2 GiB.
+
+With ``weights_only=True`` (c10d's since torch 2.14) a rank writes its objects by ``torch.save`` and reads what it
+receives by ``torch.load(weights_only=True)``, which runs no code of the sender's: tensors, numbers, texts, containers
+of such, and classes given to ``torch.serialization.add_safe_globals``. It refuses the rest, ordinary pickles among it.
+Give it on all ranks. If ranks differ, each reads as it says itself; one with False still reads what the others send.
 """
 
 from __future__ import annotations
@@ -35,17 +40,19 @@ def check_list(value: Any, name: str, length: int, what: str) -> None:
         raise ValueError(f"`{name}` has {len(value)} entries; expected {length}, {what}")
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False) -> None:
     """Gather every rank's object into ``object_list`` on all ranks.
 
     Args:
         object_list: the output, one entry a rank, written in place.
         obj: this rank's picklable object.
         group: the group; None for the default one.
+        weights_only: read nothing but tensors, plain values and registered classes (see this module).
 
     Raises:
         TypeError: no list, or an object that cannot be pickled.
         ValueError: a list shorter than the group.
+        UnpicklingError: with ``weights_only``, what could run code.
     """
     pg = world.joined(group, "all_gather_object")
     if pg is None:
@@ -56,7 +63,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     journal = pg.journal
     journal.current = journal.collective("all_gather_object")  # in line: a ``with`` of ``during`` takes 0.2 µs more
     try:
-        object_list[:size] = backend.objects.all_gather(obj)
+        object_list[:size] = backend.objects.all_gather(obj, weights_only)
     finally:
         journal.current = None
 
@@ -67,6 +74,7 @@ def gather_object(
     dst: int | None = None,
     group: Group | None = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Gather every rank's object into a list on one rank.
 
@@ -76,9 +84,11 @@ def gather_object(
         dst: the destination as a global rank; rank 0 where neither this nor ``group_dst`` is given.
         group: the group; None for the default one.
         group_dst: the destination as a rank of the group.
+        weights_only: read nothing but tensors, plain values and registered classes (see this module).
 
     Raises:
         ValueError: a list on another rank than the destination, none there, or one too short.
+        UnpicklingError: with ``weights_only``, what could run code.
     """
     way = rooted(group, "gather_object", dst, group_dst)
     if way is None:
@@ -92,7 +102,7 @@ def gather_object(
         raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
     backend = carrier(pg, "gather_object")
     with pg.journal.during("gather_object", root):
-        gathered = backend.objects.gather(obj, root)
+        gathered = backend.objects.gather(obj, root, weights_only)
     if gathered is not None and object_gather_list is not None:
         object_gather_list[: len(pg.ranks)] = gathered
 
@@ -103,6 +113,7 @@ def broadcast_object_list(
     group: Group | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Write one rank's list of objects to ``object_list`` on all ranks.
 
@@ -112,10 +123,12 @@ def broadcast_object_list(
         group: the group; None for the default one.
         device: taken as c10d takes it; the group's backend says where the bytes travel.
         group_src: the source as a rank of the group.
+        weights_only: read nothing but tensors, plain values and registered classes (see this module).
 
     Raises:
         TypeError: no list, or an object that cannot be pickled.
         RuntimeError: lists of different lengths.
+        UnpicklingError: with ``weights_only``, what could run code.
     """
     way = rooted(group, "broadcast_object_list", src, group_src)
     if way is None:
@@ -124,7 +137,7 @@ def broadcast_object_list(
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "broadcast_object_list")
     with pg.journal.during("broadcast_object_list", root):
-        objects = backend.objects.broadcast(object_list, root)
+        objects = backend.objects.broadcast(object_list, root, weights_only)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"broadcast_object_list: the source's list has {len(objects)} entries, `object_list` on rank "
@@ -139,6 +152,7 @@ def scatter_object_list(
     src: int | None = None,
     group: Group | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Hand each rank its object of one rank's list, as entry 0 of the output list.
 
@@ -148,9 +162,11 @@ def scatter_object_list(
         src: the source as a global rank; rank 0 where neither this nor ``group_src`` is given.
         group: the group; None for the default one.
         group_src: the source as a rank of the group.
+        weights_only: read nothing but tensors, plain values and registered classes (see this module).
 
     Raises:
         ValueError: no output list of at least one entry, or an input list that does not fit.
+        UnpicklingError: with ``weights_only``, what could run code.
     """
     way = rooted(group, "scatter_object_list", src, group_src)
     if way is None:
@@ -166,7 +182,7 @@ def scatter_object_list(
         )
     backend = carrier(pg, "scatter_object_list")
     with pg.journal.during("scatter_object_list", root):
-        scatter_object_output_list[0] = backend.objects.scatter(scatter_object_input_list, root)
+        scatter_object_output_list[0] = backend.objects.scatter(scatter_object_input_list, root, weights_only)
 
 
 def send_object_list(
@@ -176,6 +192,7 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Send a list of picklable objects to one rank.
 
@@ -186,9 +203,11 @@ def send_object_list(
         device: taken as c10d takes it; the group's backend says where the bytes travel.
         group_dst: the receiver as a rank of the group.
         use_batch: taken as c10d takes it; it makes no difference here.
+        weights_only: read nothing but tensors, plain values and registered classes (see this module).
 
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself.
+        UnpicklingError: with ``weights_only``, what could run code.
     """
     way = world.route(group, "send_object_list", dst, group_dst)
     if way is None:
@@ -201,7 +220,7 @@ def send_object_list(
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "send_object_list")
     with pg.journal.during("send_object_list", peer):
-        backend.objects.send(object_list, peer)
+        backend.objects.send(object_list, peer, weights_only)
 
 
 def recv_object_list(
@@ -211,6 +230,7 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Receive a list of objects into ``object_list`` and return the sender.
 
@@ -221,6 +241,7 @@ def recv_object_list(
         device: taken as c10d takes it; the group's backend says where the bytes travel.
         group_src: the sender as a rank of the group.
         use_batch: taken as c10d takes it; it makes no difference here.
+        weights_only: read nothing but tensors, plain values and registered classes (see this module).
 
     Returns:
         The sender's global rank; -1 on ranks outside the group.
@@ -228,6 +249,7 @@ def recv_object_list(
     Raises:
         ValueError: two senders, or one outside the group.
         RuntimeError: lists of different lengths.
+        UnpicklingError: with ``weights_only``, what could run code.
     """
     way = world.origin(group, "recv_object_list", src, group_src)
     if way is None:
@@ -236,7 +258,7 @@ def recv_object_list(
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "recv_object_list")
     with pg.journal.during("recv_object_list", source):
-        objects, sender = backend.objects.recv(source)
+        objects, sender = backend.objects.recv(source, weights_only)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"recv_object_list: the list sent has {len(objects)} entries, `object_list` {len(object_list)}"

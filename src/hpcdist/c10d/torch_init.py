@@ -6,6 +6,8 @@ torch calls ``create`` once for the default group and, on its members, once for 
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 from hpcdist import torch_bridge
@@ -35,6 +37,7 @@ def create(options: Any, pg_options: Any) -> Group:
     """
     ranks = tuple(options.global_ranks_in_group)
     if ranks and WORLD.default is not None:
+        registry.check_options(pg_options, [each.name for each in WORLD.default.backends.values()])
         return create_subgroup(WORLD.default, ranks, options)
     group = WORLD.default
     if group is None:
@@ -51,6 +54,8 @@ def create(options: Any, pg_options: Any) -> Group:
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
     logs.set_up()
+    if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
+        warnings.warn("TORCH_DIST_NAN_CHECK=1: torch does not look for NaN in calls of hpcdist's groups", stacklevel=2)
     launch = torch_bridge.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi
@@ -63,6 +68,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
         comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()
     store = None if is_mpi else options.store
+    registry.check_options(pg_options, carried(config).values())
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)

@@ -21,7 +21,7 @@ from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin_receive, begin_send
-from hpcdist.core.reduction import SUM
+from hpcdist.core.reduction import PRODUCT, SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -37,15 +37,27 @@ REDUCING: frozenset[type[Any]] = frozenset({
 })  # fmt: skip
 
 
-def asked(opts: Any, op: Any = None) -> tuple[Any, bool]:
-    """Return the op and whether the call is asynchronous; ``opts`` may be an options object or the op itself."""
+def asked(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[Any, bool]:
+    """Return the op and whether the call is asynchronous; ``opts`` may be an options object or the op itself.
+
+    Raises:
+        ValueError, RuntimeError: the product of complex numbers, which c10d's methods have never computed.
+    """
     if opts.__class__ in REDUCING and op is None:
         given = opts.reduceOp
-        return SUM if given == SUM else given, opts.asyncOp
-    given = getattr(opts, "reduceOp", None)
-    if given is None and opts is not None and not hasattr(opts, "asyncOp"):
-        given = opts
-    return given if given is not None else op if op is not None else ReduceOp.SUM, getattr(opts, "asyncOp", True)
+        if given == SUM:
+            return SUM, opts.asyncOp
+    else:
+        given = getattr(opts, "reduceOp", None)
+        if given is None and opts is not None and not hasattr(opts, "asyncOp"):
+            given = opts
+        given = given if given is not None else op if op is not None else ReduceOp.SUM
+    if given == PRODUCT and isinstance(tensor, torch.Tensor) and tensor.is_complex():
+        raise MismatchError(
+            f"{call} does not support PRODUCT on complex tensors as a method of a group, nor does torch.distributed; "
+            "hpcdist.all_reduce, reduce and reduce_scatter do"
+        )
+    return given, getattr(opts, "asyncOp", True)
 
 
 def only(call: str, tensors: Any, what: str) -> torch.Tensor:
@@ -108,6 +120,7 @@ class C10dMethods(Group):
     """The calls of torch's libraries on a group."""
 
     _begun: list[Work] | None = None  # the calls between _start_coalescing and _end_coalescing
+    logged_name = "hpcdist"  # of the backend; never "gloo" or "nccl"
 
     def _issue(
         self,
@@ -143,8 +156,8 @@ class C10dMethods(Group):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
-        how, is_async = asked(opts, op)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        how, is_async = asked("allreduce", given[0] if len(given) else None, opts, op)
         if len(given) == 1:
             return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
         several.check_alike("allreduce", given)
@@ -153,8 +166,9 @@ class C10dMethods(Group):
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place."""
-        op, is_async = asked(opts)
         given = list(tensors)
+        is_complex = next((each for each in given if each.is_complex()), None)
+        op, is_async = asked("allreduce_coalesced", is_complex, opts)
         return self._note(AllWork(lists.reduce_together(self, given, op, is_async), given))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
@@ -162,7 +176,7 @@ class C10dMethods(Group):
         tensor = only("reduce", tensors, "tensor list")
         target = self._root("reduce", opts, root)
         check_root_tensor("reduce", opts, 1)
-        how, is_async = asked(None if isinstance(opts, int) else opts, op)
+        how, is_async = asked("reduce", tensor, None if isinstance(opts, int) else opts, op)
         recv = tensor if self.rank() == target else None
         return self._issue(table.REDUCE, tensor, recv, [tensor], how, target, is_async)
 
@@ -170,10 +184,10 @@ class C10dMethods(Group):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Work:
         """Combine lists over all ranks and leave each rank its entry."""
-        how, is_async = asked(opts, op)
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("reduce_scatter", output_tensors, input_tensors)
+        how, is_async = asked("reduce_scatter", output_tensors[0], opts, op)
         if len(output_tensors) == 1:
             issued = lists.reduce_scatter(self, output_tensors[0], input_tensors[0], how, is_async)
             return self._begin(issued, list(output_tensors))
@@ -186,7 +200,7 @@ class C10dMethods(Group):
     @as_torch
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks and leave each rank its share."""
-        op, is_async = asked(opts)
+        op, is_async = asked("reduce_scatter_single", inputTensor, opts)
         return self._issue(table.REDUCE_SCATTER_SINGLE, inputTensor, outputTensor, [outputTensor], op, None, is_async)
 
     _reduce_scatter_base = as_torch(reduce_scatter_single, "_reduce_scatter_base")
@@ -381,8 +395,8 @@ class C10dMethods(Group):
         return self.config
 
     def getBackendName(self) -> str:
-        """Return a name that is no backend of torch: DDP's logger would look inside "gloo" and "nccl" in C++."""
-        return "hpcdist"
+        """Return the name for DDP's logger, which would look inside "gloo" and "nccl" in C++."""
+        return self.logged_name
 
     def name(self) -> str:
         """Return the backend string."""

@@ -6,9 +6,11 @@ buffers (``backends.mpi.objects``).
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,46 +19,65 @@ from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER,
 
 REASON_LENGTH = 200  # of an error's text that travels
 TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
+SAVED = b"PK"  # what torch.save writes begins with it, and no pickle of protocol 5 does
+UNPICKLABLE = b"!"  # nor with this; what follows is the rank that could not pickle its object, and why
+REFUSAL = (
+    "with weights_only=True only what torch.load(weights_only=True) takes is read: tensors, numbers, texts, containers "
+    "of such, and the classes given to torch.serialization.add_safe_globals"
+)
 
-
-class Unpicklable(NamedTuple):
-    """What travels in place of an object that its rank could not pickle, so that no one waits for that rank."""
-
-    rank: int
-    reason: str
+Packed = tuple[bytes, list[memoryview]]
 
 
 def packed(
-    value: Any, rank: int, *, is_whole: bool = False
-) -> tuple[bytes, list[pickle.PickleBuffer], Exception | None]:
+    value: Any, rank: int, *, is_whole: bool = False, weights_only: bool = False
+) -> tuple[bytes, list[memoryview], Exception | None]:
     """Pickle an object that other ranks wait for.
 
     Args:
         value: the object.
         rank: this rank, for the message on the others.
         is_whole: leave no buffer out of the pickle.
+        weights_only: write it by ``torch.save``, for ``torch.load(weights_only=True)``.
 
     Returns:
-        The pickle, the buffers apart from it, and what this rank is to raise once the others have their answer.
+        The bytes, the buffers apart from them, and what this rank is to raise once the others have their answer.
     """
     apart: list[pickle.PickleBuffer] = []
     try:
-        return pickle.dumps(value, 5, buffer_callback=None if is_whole else apart.append), apart, None
+        if weights_only:
+            file = io.BytesIO()
+            torch.save(value, file)
+            return file.getvalue(), [], None
+        data = pickle.dumps(value, 5, buffer_callback=None if is_whole else apart.append)
+        return data, [each.raw() for each in apart], None
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return pickle.dumps(Unpicklable(rank, reason[:REASON_LENGTH]), 5), [], error
+        reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
+        return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error
 
 
-def unpacked(data: Any, *apart: Any) -> Any:
-    """Return the object of a pickle and the buffers apart from it.
+def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
+    """Return the object of some bytes and the buffers apart from them, as ``packed`` returns them.
+
+    Ranks of one call may differ in ``weights_only``: the bytes say how they were written, and the receiver alone
+    decides what it reads.
 
     Raises:
         RuntimeError: its rank could not pickle it.
+        pickle.UnpicklingError: with ``weights_only``, what could run code.
     """
-    value = pickle.loads(data, buffers=apart)
-    if isinstance(value, Unpicklable):
-        raise RuntimeError(f"rank {value.rank} of the group could not pickle its object: {value.reason}")
-    return value
+    begins = bytes(data[:2])
+    if begins[:1] == UNPICKLABLE:
+        rank, reason = json.loads(bytes(data[1:]))
+        raise RuntimeError(f"rank {rank} of the group could not pickle its object: {reason}")
+    if begins == SAVED:
+        try:
+            return torch.load(io.BytesIO(data), weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{REFUSAL}: {error}") from error
+    if weights_only:
+        raise pickle.UnpicklingError(f"{REFUSAL}. Its sender wrote an ordinary pickle (without weights_only=True)")
+    return pickle.loads(data, buffers=apart)
 
 
 def as_bytes(data: bytes) -> torch.Tensor:
@@ -64,43 +85,47 @@ def as_bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def unpickled(data: torch.Tensor) -> Any:
+def unpickled(data: torch.Tensor, weights_only: bool) -> Any:
     """Return the object that a tensor of bytes holds."""
-    return unpacked(data.cpu().numpy().data)
+    return unpacked(data.cpu().numpy().data, weights_only=weights_only)
 
 
-def packed_list(values: list[Any], rank: int) -> tuple[list[tuple[bytes, list[pickle.PickleBuffer]]], Exception | None]:
+def packed_list(values: list[Any], rank: int, *, weights_only: bool) -> tuple[list[Packed], Exception | None]:
     """Pickle the objects of a scatter; if one cannot be, nobody gets an object."""
-    made = [packed(value, rank) for value in values]
+    made = [packed(value, rank, weights_only=weights_only) for value in values]
     bad = next((each for each in made if each[2] is not None), None)
     return [(bad or each)[:2] for each in made], None if bad is None else bad[2]
 
 
 class Objects(ABC):
-    """The object calls of a backend; a rank that cannot pickle its object keeps nobody waiting."""
+    """The object calls of a backend; a rank that cannot pickle its object keeps nobody waiting.
+
+    With ``weights_only`` an object is written by ``torch.save``, and nothing that this rank receives is read in another
+    way than by ``torch.load(weights_only=True)``. The library's calls are the same, so that ranks may differ in it.
+    """
 
     @abstractmethod
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
         """Gather every rank's object on all ranks."""
 
     @abstractmethod
-    def gather(self, value: Any, root: int) -> list[Any] | None:
+    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""
 
     @abstractmethod
-    def broadcast(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
         """Hand the root's object to all ranks."""
 
     @abstractmethod
-    def scatter(self, values: list[Any] | None, root: int) -> Any:
+    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
         """Hand each rank its object of the root's list."""
 
     @abstractmethod
-    def send(self, value: Any, dst: int) -> None:
+    def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
         """Send an object."""
 
     @abstractmethod
-    def recv(self, src: int | None) -> tuple[Any, int]:
+    def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
 
 
@@ -139,8 +164,8 @@ class TensorObjects(Objects):
         """Where the bytes travel."""
         return self._calls.device
 
-    def _packed(self, value: Any) -> tuple[torch.Tensor, Exception | None]:
-        data, _, failure = packed(value, self.rank, is_whole=True)
+    def _packed(self, value: Any, weights_only: bool) -> tuple[torch.Tensor, Exception | None]:
+        data, _, failure = packed(value, self.rank, is_whole=True, weights_only=weights_only)
         return as_bytes(data).to(self.device), failure
 
     def _lengths(self, length: int) -> list[int]:
@@ -149,19 +174,19 @@ class TensorObjects(Objects):
         self._calls.run(Call(ALL_GATHER_SINGLE, mine, lengths))
         return lengths.tolist()
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
         """Gather every rank's object on all ranks."""
-        data, failure = self._packed(value)
+        data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         everything = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         self._calls.run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
         if failure is not None:
             raise failure
-        return [unpickled(part) for part in everything.split(lengths)]
+        return [unpickled(part, weights_only) for part in everything.split(lengths)]
 
-    def gather(self, value: Any, root: int) -> list[Any] | None:
+    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""
-        data, failure = self._packed(value)
+        data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         longest = max(lengths)  # GATHER moves equal shares
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
@@ -174,12 +199,12 @@ class TensorObjects(Objects):
         if everything is None:
             return None
         parts = everything.split(longest)
-        return [unpickled(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+        return [unpickled(part[:length], weights_only) for part, length in zip(parts, lengths, strict=True)]
 
-    def broadcast(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
         """Hand the root's object to all ranks."""
         is_root = self.rank == root
-        data, failure = self._packed(value) if is_root else (None, None)
+        data, failure = self._packed(value, weights_only) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self.device)
         self._calls.run(Call(BROADCAST, length, length, root=root))
         if data is None:
@@ -187,13 +212,13 @@ class TensorObjects(Objects):
         self._calls.run(Call(BROADCAST, data, data, root=root))
         if failure is not None:
             raise failure
-        return value if is_root else unpickled(data)
+        return value if is_root else unpickled(data, weights_only)
 
-    def scatter(self, values: list[Any] | None, root: int) -> Any:
+    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
         """Hand each rank its object of the root's list."""
         parts, failure = None, None
         if values is not None and self.rank == root:
-            made = [self._packed(value) for value in values]
+            made = [self._packed(value, weights_only) for value in values]
             bad = next((each for each in made if each[1] is not None), None)  # nobody gets an object then
             failure = bad[1] if bad is not None else None
             parts = [(bad or each)[0] for each in made]
@@ -211,18 +236,20 @@ class TensorObjects(Objects):
         self._calls.run(Call(SCATTER, everything, mine, root=root))
         if failure is not None:
             raise failure
-        return unpickled(mine[: int(lengths[self.rank])])
+        return unpickled(mine[: int(lengths[self.rank])], weights_only)
 
-    def send(self, value: Any, dst: int) -> None:
+    def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
         """Send an object."""
-        data = as_bytes(pickle.dumps(value, 5)).to(self.device)
+        data, failure = self._packed(value, weights_only)
+        if failure is not None:
+            raise failure
         self._calls.send(torch.tensor([data.numel()], device=self.device), dst, TAG)
         self._calls.send(data, dst, TAG)
 
-    def recv(self, src: int | None) -> tuple[Any, int]:
+    def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         sender = self._calls.recv(length, src, TAG)
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self._calls.recv(data, sender, TAG)
-        return unpickled(data), sender
+        return unpickled(data, weights_only), sender

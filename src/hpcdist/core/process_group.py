@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from hpcdist.core import registry
 from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.world import WORLD
 from stores.keep_alive import KeptAlive
@@ -47,14 +48,18 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         Args:
             ranks: ranks of this group, in the order of their ranks in the new one.
             timeout: the limit of each call; None for this group's.
-            opts: taken as c10d takes it; a communicator is made like this group's.
+            opts: c10d's options of the backend; a communicator is made like this group's.
             group_name: a name that is unique on its members; None makes one of this group's and the ranks.
             group_desc: what the group is for.
             device_types: keep only the backends of these.
 
         Returns:
             The group; None on a rank that is not in it.
+
+        Raises:
+            TypeError: other options.
         """
+        registry.check_options(opts, [each.name for each in self.backends.values()])
         if self.rank() not in ranks:
             return None
         limit = timeout or self.timeout
@@ -79,6 +84,19 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             f"backend {self.config!r} does not support merge_remote_group: a group is made of ranks of one world; "
             "start all ranks together and use new_group or split_group"
         )
+
+    def _refuse_hook(self, *args: Any) -> None:
+        """Raise: torch calls such hooks below the methods that a group made in Python replaces.
+
+        Raises:
+            RuntimeError: always; else the hook would never be called.
+        """
+        raise RuntimeError(
+            f"backend {self.config!r} does not call hooks of register_pre_hook and register_post_hook; a "
+            "TorchDispatchMode sees its calls as operators, torch.profiler as events"
+        )
+
+    register_pre_hook = register_post_hook = _refuse_hook
 
     def _wait_for_pending_works(self) -> None:
         """Wait for the asynchronous calls of this rank on the group, as c10d's backends do."""

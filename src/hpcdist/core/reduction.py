@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist.core.errors import MismatchError
+
 if TYPE_CHECKING:
     from hpcdist.core.table import Row
 
@@ -77,7 +79,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
     """Raise c10d's error where an op has no meaning for a dtype.
 
     Raises:
-        ValueError: an ordering or bitwise op on complex numbers.
+        ValueError, RuntimeError: an ordering or bitwise op on complex numbers.
         RuntimeError: a dtype that nothing reduces, or another op that its kind lacks.
     """
     kind = KIND_OF.get(dtype)
@@ -90,7 +92,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
         return
     choices = ", ".join(name_of(known) for known in KINDS[kind])
     if kind == "complex":
-        raise ValueError(f"{row.name} does not support {name_of(op)} on complex tensors (choices: {choices})")
+        raise MismatchError(f"{row.name} does not support {name_of(op)} on complex tensors (choices: {choices})")
     raise RuntimeError(f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}")
 
 

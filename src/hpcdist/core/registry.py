@@ -6,7 +6,8 @@ Names are looked up only here; a backend that cannot be imported says what to in
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend, Bootstrap
@@ -60,6 +61,34 @@ def check(name: str) -> None:
     """Raise if a backend is unknown or its library is missing (see ``load``)."""
     if name not in PLUGINS:
         load(name)
+
+
+# what the options of all of c10d's backends have, which the arguments of the calls decide
+COMMON_OPTIONS = ("_timeout", "backend", "enable_reconfigure", "global_ranks_in_group", "group_name")
+
+
+def check_options(options: Any, names: Iterable[str]) -> None:
+    """Check the options of a new group's backends: ours have none; what ``register_backend`` was given takes any.
+
+    c10d's own options are taken, since they say what the arguments say too (the time limit, the name, the ranks). What
+    they tune beside that (gloo's threads, NCCL's streams) changes no result and is not used, which a warning says.
+
+    Raises:
+        TypeError: something else.
+    """
+    if options is None or any(name in PLUGINS for name in names):
+        return
+    if not hasattr(options, "_timeout") or not hasattr(options, "global_ranks_in_group"):
+        raise TypeError(
+            f"options of a group: got {options!r} of type {type(options).__name__}; backend {', '.join(names)} takes "
+            "None or c10d's options (ProcessGroupGloo.Options, ProcessGroupNCCL.Options)"
+        )
+    kept = [name for name in dir(options) if name not in COMMON_OPTIONS and not name.startswith(("__", "_pybind11"))]
+    if kept:
+        warnings.warn(
+            f"hpcdist does not use these options of {type(options).__name__}: {', '.join(kept)}; results are the same",
+            stacklevel=4,
+        )
 
 
 def connect(name: str, bootstrap: Bootstrap) -> Backend:

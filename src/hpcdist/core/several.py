@@ -20,7 +20,7 @@ from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import canonical, issue_any
 from hpcdist.core.lists import in_one
-from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE, Row
 from hpcdist.core.work import Work
 
 Tensors = Sequence[torch.Tensor]
@@ -44,9 +44,10 @@ def check_alike(call: str, tensors: Tensors) -> None:
             )
 
 
-def combined(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
+def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
     """Return this rank's tensors combined, in memory of their own."""
     same_dtype(*tensors)
+    reduction.check(row, tensors[0].dtype, op)
     if not async_op:
         pg.backend(tensors[0].device).settle()  # what is queued may still write to them
     if len(tensors) == 1:
@@ -66,7 +67,7 @@ def combined(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> torch.Tens
 def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to each of them."""
     how = canonical(op)
-    total = combined(pg, tensors, how, async_op)
+    total = combined(pg, ALL_REDUCE, tensors, how, async_op)
 
     def copy() -> None:
         for tensor in tensors:
@@ -78,7 +79,7 @@ def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | N
 def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to one tensor of one rank."""
     how = canonical(op)
-    total = combined(pg, tensors, how, async_op)
+    total = combined(pg, REDUCE, tensors, how, async_op)
     recv = total if pg.rank() == root else None
 
     def copy() -> None:
@@ -117,7 +118,8 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
 def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:
     """Combine the lists of all tensors of all ranks and leave each output its entry."""
     how, device = canonical(op), outputs[0].device
-    total = combined(pg, [joined([tensor.to(device) for tensor in each]) for each in inputs], how, async_op)
+    joint = [joined([tensor.to(device) for tensor in each]) for each in inputs]
+    total = combined(pg, REDUCE_SCATTER_SINGLE, joint, how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
     then = scattering(mine, list(outputs))
     return issue_any(Call(REDUCE_SCATTER_SINGLE, total, mine, how, finish=then, result=list(outputs)), pg, async_op)

@@ -19,12 +19,14 @@ pg_to_tag, group_count, default_pg)
 ``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become  2.13.0, 2.15.0
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
 ``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
+``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
 ``device_mesh.DeviceMesh._init_one_process_group``    one MPI_Comm_split a dimension, for all its groups  2.13.0, 2.15.0
 ``_mesh_layout._MeshLayout``                          which ranks the groups of that dimension have       2.13.0, 2.15.0
 ``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
 ``._set_process_group``
 ``autograd.profiler._is_profiler_enabled``            whether a profiler runs                             2.13.0
-``_C._profiler._RecordFunctionFast``,                 events of a profiler, with shapes                   2.13.0, 2.15.0
+``autograd._record_function_with_args_enter``,        asynchronous events of a profiler, with shapes      2.13.0, 2.15.0
+``ops.profiler._call_end_callbacks_on_jit_fut``,
 ``_C._distributed_c10d._get_comm_profiling_name``
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
@@ -42,7 +44,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
@@ -51,7 +55,6 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as bindings
 import torch.distributed as dist
-from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -67,6 +70,7 @@ NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group take
 DEVICES = ["cpu", "cuda"]
 DIVERTED = frozenset({"mpi", "gloo", "undefined", NAME})  # what `hpcdist run` carries itself
 
+autograd: Any = torch.autograd
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
 
 
@@ -216,6 +220,21 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
         STOCK["env"] = handlers["env"]
         handlers["env"] = by_launcher
     open_monitored_barrier()
+    keep_recorder_away()
+
+
+def keep_recorder_away() -> None:
+    """Keep torch 2.15 from attaching its flight recorder to groups of ours, which it cannot: ``watch`` records them."""
+    stock = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if stock is None or "recorder" in STOCK:
+        return
+    STOCK["recorder"] = stock
+
+    def attach(pg: Any, *args: Any) -> None:
+        if not isinstance(pg, ProcessGroup):
+            stock(pg, *args)
+
+    setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010  # for mypy
 
 
 def open_monitored_barrier() -> None:
@@ -273,11 +292,12 @@ MESH_ARGUMENTS = (
 )
 
 
-def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
+def split_meshes_by(make: Callable[[list[list[int]], str, bool], Any]) -> None:
     """Let DeviceMesh make all groups of a dimension in one step where the default group is ours.
 
     Args:
-        make: makes disjoint groups of global ranks, with a description, and returns this rank's or None.
+        make: makes disjoint groups of global ranks, with a description, numbered in ascending order or as given, and
+            returns this rank's or None.
     """
     stock = device_mesh.DeviceMesh._init_one_process_group
     if tuple(inspect.signature(stock).parameters) not in MESH_ARGUMENTS:
@@ -285,11 +305,12 @@ def split_meshes_by(make: Callable[[list[list[int]], str], Any]) -> None:
 
     def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any, *keeps: bool) -> Any:
         default: Any = WORLD.default
-        is_ours = default is not None and c10d._world.default_pg is default and not any(keeps)
-        if not is_ours or tuple(backend_override) != (None, None) or sub_layout.numel() == dist.get_world_size():
+        if default is None or c10d._world.default_pg is not default or tuple(backend_override) != (None, None):
             return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)
         ranks = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
-        mine = make(ranks, f"mesh_{dim_name}")
+        if sub_layout.numel() == dist.get_world_size() and (not any(keeps) or ranks[0] == sorted(ranks[0])):
+            return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)  # the default group itself
+        mine = make(ranks, f"mesh_{dim_name}", not any(keeps))
         return mine.group_name if mine is not None else None
 
     setattr(device_mesh.DeviceMesh, "_init_one_process_group", staticmethod(init_one))  # noqa: B010  # for mypy
@@ -374,6 +395,8 @@ def divert(launch: environment.Launch | None) -> None:
         if carried and group in c10d._world.pg_map:
             asked = NAME if str(backend) == "undefined" else str(backend)
             c10d._world.pg_map[group] = (asked, store)
+            if asked != "gloo":
+                group.logged_name = asked
         return made
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
@@ -392,11 +415,33 @@ def divert(launch: environment.Launch | None) -> None:
 # -- torch.profiler ----------------------------------------------------------------------------------------
 
 
+ENDER = ThreadPoolExecutor(1, "hpcdist-profiler")  # begins its thread when a call is profiled
+
+
+class AsynchronousEvent:
+    """A profiler's event that ends on another thread than it began on, by which torch tells an asynchronous one.
+
+    c10d's own are so, for synchronous calls too. The profiler takes note of an end on a thread that it does not watch
+    only if a future brings it there.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
+        self._end: torch.futures.Future[None] = torch.futures.Future()
+        self._thread = get_ident()
+        handle = autograd._record_function_with_args_enter(name, *inputs)
+        torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, self._end)
+
+    def __exit__(self, *_: object) -> None:
+        """End it, on this thread or, if it began here, on one of its own."""
+        if get_ident() == self._thread:
+            ENDER.submit(self._end.set_result, None).result()
+        else:
+            self._end.set_result(None)
+
+
 def record(name: str, inputs: Sequence[torch.Tensor]) -> hooks.Event:
     """Begin a profiler's event; ``record_comm``'s name goes before ours."""
-    event = _RecordFunctionFast(bindings._get_comm_profiling_name() or name, list(inputs))
-    event.__enter__()
-    return event
+    return AsynchronousEvent(bindings._get_comm_profiling_name() or name, inputs)
 
 
 def is_profiled() -> bool:

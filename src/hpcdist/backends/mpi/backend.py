@@ -34,6 +34,7 @@ class MPIBackend(Backend):
     """
 
     name: ClassVar[str] = "mpi"
+    objects: MPIObjects
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds) -> None:
         self.communicator = Communicator(comm)
@@ -171,6 +172,8 @@ class MPIBackend(Backend):
         super().close()
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.collectives.close()
+            if not self.communicator.is_revoked():  # to free it would wait for the dead
+                self.objects.close()
             if self._bundler is not None:
                 self._bundler.close()
             self.comm.Free()

@@ -1,24 +1,28 @@
-"""Object collectives over MPI: pickle protocol 5 with out-of-band buffers, through ``mpi4py.util.pkl5``.
+"""Object collectives over MPI: pickle protocol 5 with out-of-band buffers.
 
-Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
-Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
-begins with a zero says that its object needs more, or could not be pickled, so that all ranks see alike whether another
-round follows, and how large the slots of the next call are. An object is pickled before anyone else is asked: mpi4py
-would raise on that rank only, between two messages that the others wait for.
+Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB. What MPI
+moves are bytes (``parts``), so that the receiver decides how they are read: a call with ``weights_only`` unpickles
+nothing that could run code.
+
+Gathering small objects, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
+begins with a zero says that its object needs more, could not be pickled, or is for ``weights_only``, so that all ranks
+see alike whether another round follows, and how large the slots of the next call are. An object is pickled before
+anyone else is asked, so that nobody waits for a rank that cannot.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
+import threading
 from typing import Any
 
 from mpi4py import MPI
-from mpi4py.util import pkl5
 
+from hpcdist.backends.mpi import parts
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE
-from hpcdist.core.objects import Objects, packed, packed_list, unpacked
+from hpcdist.core.objects import TAG, Objects, packed, packed_list, unpacked
 
 LARGEST_SLOT = 4096  # bytes
 _head = struct.Struct("<xq")  # no pickle begins with a zero; then the bytes that it needs, 0 where that says nothing
@@ -45,80 +49,63 @@ class MPIObjects(Objects):
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
-        self._messages: Any = None
-        self._has_duplicate = False
+        self._exchange = parts.Exchange(self._comm, communicator.derived)
+        self._sending, self._receiving = threading.Lock(), threading.Lock()  # an object is several messages
         self._slots = Slots(256)
 
-    @property
-    def _pickling(self) -> Any:
-        """The communicator with mpi4py's calls for objects, large ones included; its messages need no one else."""
-        if self._messages is None:
-            self._messages = pkl5.Intracomm(self._comm)
-        return self._messages
-
-    @property
-    def _collective(self) -> Any:
-        """The same for its collectives, which every rank calls: they go over a duplicate, made by the first of them."""
-        if not self._has_duplicate:
-            # mpi4py duplicates with the GIL held: a rank that waited in there for a late one would stop its own
-            # watchdog, so all come together first
-            self._comm.Barrier()
-            self._communicator.derived.append(pkl5._commctx_intra(self._pickling)[0])  # type: ignore[attr-defined]
-            self._has_duplicate = True
-        return self._pickling
-
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
         """Gather every rank's object on all ranks."""
-        data, apart, failure = packed(value, self._rank)
+        data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         slots = self._slots
         size = slots.size
-        if len(data) <= size and not apart and failure is None:  # a pickle does not mind what follows its end
+        is_in_slot = not (apart or failure or weights_only)
+        if is_in_slot and len(data) <= size:  # a pickle does not mind what follows its end
             slot = data.ljust(size)
         else:
-            slot = _head.pack(0 if apart or failure else len(data)).ljust(size)
+            slot = _head.pack(len(data) if is_in_slot else 0).ljust(size)
         received = bytearray(size * self._size)
         gathered = None
         try:
             self._comm.Allgather((slot, BYTE), (received, BYTE))
-            if 0 in received[::size]:
+            if weights_only or 0 in received[::size]:  # this rank's own slot, if for weights_only
                 self._slots = slots.grown(received)
-                gathered = self._collective.allgather([pickle.PickleBuffer(data), *apart])
+                gathered = self._exchange.all_gather([data, *apart])
         except MPI.Exception as error:
             raise self._communicator.failure("all_gather_object", error) from error
         self._check("all_gather_object", failure)
         if gathered is None:
             return [_loads(each) for (each,) in slots.each(received)]
-        return [unpacked(*parts) for parts in gathered]
+        return [unpacked(*each, weights_only=weights_only) for each in gathered]
 
-    def gather(self, value: Any, root: int) -> list[Any] | None:
+    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""
-        data, apart, failure = packed(value, self._rank)
+        data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         with self._communicator.translating("gather_object"):
-            gathered = self._collective.gather([pickle.PickleBuffer(data), *apart], root)
+            gathered = self._exchange.gather([data, *apart], root)
         self._check("gather_object", failure)
-        return None if gathered is None else [unpacked(*parts) for parts in gathered]
+        return None if gathered is None else [unpacked(*each, weights_only=weights_only) for each in gathered]
 
-    def broadcast(self, value: Any, root: int) -> Any:
+    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
         """Hand the root's object to all ranks."""
-        parts, failure = None, None
+        given, failure = None, None
         if self._rank == root:
-            data, apart, failure = packed(value, root)
-            parts = [pickle.PickleBuffer(data), *apart]
+            data, apart, failure = packed(value, root, weights_only=weights_only)
+            given = [data, *apart]
         with self._communicator.translating("broadcast_object"):
-            received = self._collective.bcast(parts, root)
+            received = parts.broadcast(self._comm, given, root)
         self._check("broadcast_object", failure)
-        return value if self._rank == root else unpacked(*received)
+        return value if self._rank == root else unpacked(*received, weights_only=weights_only)
 
-    def scatter(self, values: list[Any] | None, root: int) -> Any:
+    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
         """Hand each rank its object of the root's list."""
-        parts, failure = None, None
+        given, failure = None, None
         if self._rank == root and values is not None:
-            each_packed, failure = packed_list(values, root)
-            parts = [[pickle.PickleBuffer(data), *apart] for data, apart in each_packed]
+            each_packed, failure = packed_list(values, root, weights_only=weights_only)
+            given = [[data, *apart] for data, apart in each_packed]
         with self._communicator.translating("scatter_object"):
-            received = self._collective.scatter(parts, root)
+            received = self._exchange.scatter(given, root)
         self._check("scatter_object", failure)
-        return unpacked(*received)
+        return unpacked(*received, weights_only=weights_only)
 
     def _check(self, call: str, failure: Exception | None) -> None:
         if self._communicator.is_checked:
@@ -126,14 +113,20 @@ class MPIObjects(Objects):
         if failure is not None:
             raise failure
 
-    def send(self, value: Any, dst: int) -> None:
+    def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
         """Send an object."""
-        with self._communicator.translating("send_object"):
-            self._pickling.send(value, dst)
+        data, apart, failure = packed(value, self._rank, weights_only=weights_only)
+        if failure is not None:
+            raise failure
+        with self._communicator.translating("send_object"), self._sending:
+            parts.send(self._comm.Send, [data, *apart], dst, TAG)
 
-    def recv(self, src: int | None) -> tuple[Any, int]:
+    def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
-        status = MPI.Status()
-        with self._communicator.translating("recv_object"):
-            value = self._pickling.recv(None, MPI.ANY_SOURCE if src is None else src, status=status)
-        return value, status.Get_source()
+        with self._communicator.translating("recv_object"), self._receiving:
+            received, sender = parts.receive(self._comm, MPI.ANY_SOURCE if src is None else src, TAG)
+        return unpacked(*received, weights_only=weights_only), sender
+
+    def close(self) -> None:
+        """Free what the calls made; every rank calls it."""
+        self._exchange.close()

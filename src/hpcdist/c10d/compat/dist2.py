@@ -51,7 +51,7 @@ class ProcessGroupFactory(Protocol):
 FACTORIES: dict[str, ProcessGroupFactory] = {}
 
 # the options that each of our backends takes
-OPTIONS: dict[str, tuple[str, ...]] = {"mpi": ("comm",), "gloo": (), "nccl": ("options",), "loopback": ()}
+OPTIONS: dict[str, tuple[str, ...]] = {"mpi": ("comm",), "gloo": (), "nccl": (), "loopback": ()}
 DEVICES: dict[str, tuple[str, ...]] = {"gloo": ("cpu",), "nccl": ("cuda",)}  # the others carry the device asked for
 COUNT = itertools.count()  # of groups made here; the same on all processes, which make them in the same order
 
@@ -114,7 +114,7 @@ def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootst
         comm = options.get("comm") or runtime.world(timeout)
         return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)
     store, rank, size = meet(timeout)
-    return Bootstrap(rank, size, timeout, store=store, options=options.get("options"))
+    return Bootstrap(rank, size, timeout, store=store)
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:

@@ -1,0 +1,132 @@
+"""Messages of several buffers over MPI: their lengths first, then the bytes of each, from where they are.
+
+What arrives are bytes and nothing else: nothing is unpickled here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.datatypes import BYTE, run
+
+Parts = Sequence[Any]  # buffers, each of any number of bytes
+HEAD = struct.Struct("16q")  # how many parts a broadcast has, and the lengths of so many as fit in here
+IN_HEAD = HEAD.size // 8 - 1
+
+
+def packed(lengths: Sequence[int]) -> bytes:
+    """Return lengths as bytes."""
+    return struct.pack(f"{len(lengths)}q", *lengths)
+
+
+def of(part: Any) -> list[Any]:
+    """Return a part as the buffer of an MPI call."""
+    view = memoryview(part)
+    return [view, *run(view.nbytes)]
+
+
+def lengths_of(parts: Parts) -> list[int]:
+    """Return how many bytes each part has."""
+    return [memoryview(part).nbytes for part in parts]
+
+
+def broadcast(comm: MPI.Intracomm, parts: Parts | None, root: int) -> Parts:
+    """Hand the root's parts to all ranks by MPI_Bcast (MPI 6.4); ``parts`` is not looked at elsewhere."""
+    sent = lengths_of(parts) if parts is not None and comm.rank == root else []
+    shown = sent[:IN_HEAD]
+    head = bytearray(HEAD.pack(len(sent), *shown, *[0] * (IN_HEAD - len(shown))))
+    comm.Bcast((head, BYTE), root)
+    count, *lengths = HEAD.unpack(head)
+    if count > IN_HEAD:
+        table = bytearray(packed(sent)) if sent else bytearray(8 * count)
+        comm.Bcast((table, BYTE), root)
+        lengths = list(struct.unpack(f"{count}q", table))
+    made = parts if parts is not None and comm.rank == root else list(map(MPI.buffer.allocate, lengths[:count]))
+    for part in made:
+        comm.Bcast(of(part), root)
+    return made
+
+
+def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[Any]:
+    """Send parts by a communicator's Send or Isend; return what it returned, and the table that must live as long."""
+    table = packed(lengths_of(parts))
+    return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
+
+
+def receive(comm: MPI.Intracomm, src: int, tag: int) -> tuple[Parts, int]:
+    """Receive parts; return them and their sender. One thread at a time may receive on a communicator."""
+    status = MPI.Status()
+    comm.Probe(src, tag, status)
+    src, tag = status.Get_source(), status.Get_tag()
+    table = bytearray(status.Get_count(BYTE))
+    comm.Recv((table, BYTE), src, tag)
+    parts = list(map(MPI.buffer.allocate, struct.unpack(f"{len(table) // 8}q", table)))
+    for part in parts:
+        comm.Recv(of(part), src, tag)
+    return parts, src
+
+
+class Exchange:
+    """Collectives on parts that are made of messages, over a communicator of their own.
+
+    Args:
+        comm: the group's communicator, which is duplicated when a rank first calls one; every rank calls each.
+        derived: takes the duplicate, so that it can be revoked with the group's.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, derived: list[MPI.Comm]) -> None:
+        self._given, self._derived = comm, derived
+        self._comm: MPI.Intracomm | None = None
+        self._rank, self._size = comm.rank, comm.size
+
+    def _opened(self) -> MPI.Intracomm:
+        if self._comm is None:
+            # mpi4py duplicates with the GIL held: a rank that waited in there for a late one would stop its own
+            # watchdog, so all come together first
+            self._given.Barrier()
+            self._comm = self._given.Dup()
+            self._derived.append(self._comm)
+        return self._comm
+
+    def _own(self, parts: Parts) -> Parts:
+        """Return this rank's own parts as another would receive them: in other memory."""
+        return [bytearray(part) for part in parts]
+
+    def all_gather(self, parts: Parts) -> list[Parts]:
+        """Gather every rank's parts on all ranks."""
+        comm, size = self._opened(), self._size
+        others = [(self._rank + step) % size for step in range(1, size)]
+        sent = [send(comm.Isend, parts, each, 0) for each in others]
+        gathered: list[Parts] = [receive(comm, r, 0)[0] if r != self._rank else self._own(parts) for r in range(size)]
+        self._finish(sent)
+        return gathered
+
+    def gather(self, parts: Parts, root: int) -> list[Parts] | None:
+        """Gather every rank's parts on the root."""
+        comm = self._opened()
+        if self._rank != root:
+            send(comm.Send, parts, root, 0)
+            return None
+        return [receive(comm, r, 0)[0] if r != root else self._own(parts) for r in range(self._size)]
+
+    def scatter(self, each: Sequence[Parts] | None, root: int) -> Parts:
+        """Hand each rank its parts of the root's list."""
+        comm = self._opened()
+        if self._rank != root or each is None:
+            return receive(comm, root, 0)[0]
+        self._finish([send(comm.Isend, parts, r, 0) for r, parts in enumerate(each) if r != root])
+        return self._own(each[root])
+
+    def _finish(self, sent: list[list[Any]]) -> None:
+        MPI.Request.Waitall([request for *requests, _ in sent for request in requests])
+
+    def close(self) -> None:
+        """Free the duplicate (MPI 7.4.3)."""
+        if self._comm is not None:
+            self._derived.remove(self._comm)
+            self._comm.Free()
+            self._comm = None

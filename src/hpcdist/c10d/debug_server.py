@@ -1,0 +1,78 @@
+"""``torch.distributed.debug.start_debug_server`` under mpirun and srun.
+
+torch's server finds its ranks by a store and by variables that torchrun sets. If there are none it gets both from the
+default group: rank 0 opens a store of torch's, and the variables are set while the server starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+import torch.distributed as c10d
+
+from hpcdist.core.world import WORLD
+from hpcdist.launch import addresses, rendezvous
+
+STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
+
+
+@contextmanager
+def torchruns_variables() -> Iterator[None]:
+    """Set the variables of torchrun, for a store that rank 0 opens; every rank of the default group calls this.
+
+    Raises:
+        ValueError: there is no default group.
+    """
+    group = WORLD.default
+    if group is None:
+        raise ValueError(
+            "start_debug_server: MASTER_ADDR and MASTER_PORT are not set; call init_process_group before, or set them"
+        )
+    carrier = group.any_backend()
+    carrier.settle()
+    networks = carrier.objects.all_gather(addresses.network())
+    hosts: tuple[str, ...] = (addresses.LOOPBACK,)
+    port = 0
+    if group.rank() == 0:
+        server: Any = c10d.TCPStore  # type: ignore[attr-defined]  # missing from torch's stub
+        STORES.append(server(addresses.LOOPBACK, 0, is_master=True, wait_for_workers=False))
+        hosts, port = addresses.own() or hosts, STORES[-1].port
+    hosts, port = carrier.objects.broadcast((hosts, port), 0)
+    if networks[group.rank()] == networks[0]:
+        hosts = (addresses.LOOPBACK,)
+    host = next((each for each in hosts if rendezvous.is_open(each, port)), hosts[0])
+    given = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": host, "MASTER_PORT": port}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update({name: str(value) for name, value in given.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def install() -> None:
+    """Let torch's function of that name work without torchrun."""
+    debug: Any = __import__("torch.distributed.debug", fromlist=["start_debug_server"])
+    stock = debug.start_debug_server
+
+    @wraps(stock)
+    def start_debug_server(*args: Any, **kwargs: Any) -> None:
+        if {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys():
+            stock(*args, **kwargs)
+            return
+        with torchruns_variables():
+            stock(*args, **kwargs)
+
+    debug.start_debug_server = start_debug_server
+
+
+with suppress(ImportError):  # a torch without it
+    install()
