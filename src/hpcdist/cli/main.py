@@ -18,6 +18,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "demo": Command("hpcdist.cli.demo", "train a small network on some ranks of this machine"),
     "doctor": Command(
         "hpcdist.cli.doctor", "test everything that a job needs on this machine, and say how to fix what fails"
     ),

@@ -95,6 +95,11 @@ def launcher() -> str | None:
     return shutil.which("mpirun") or (str(beside) if beside.exists() else None)
 
 
+def room_for_ranks(version: str) -> list[str]:
+    """Return the options with which the mpirun of a version text starts more ranks than there are cores."""
+    return ["--oversubscribe"] if family(version)[0] == "Open MPI" else []
+
+
 def look() -> Facts:
     """Load the library without starting it; if no launcher started this process, test mpirun too."""
     import warnings
@@ -130,7 +135,7 @@ def look_at_launcher(library: str) -> Facts:
     if mpirun is None:
         return {}
     _, version = output_of([mpirun, "--version"])
-    room = ["--oversubscribe"] if family(version)[0] == "Open MPI" else []
+    room = room_for_ranks(version)
     status, said = output_of([mpirun, *room, "-n", "2", sys.executable, "-c", WORLD_OF_TWO])
     facts: Facts = {
         "mpirun": mpirun,

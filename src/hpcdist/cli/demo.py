@@ -1,0 +1,82 @@
+"""The command ``demo``: trains a small network on scikit-learn's handwritten digits, on several ranks of this machine.
+
+``python -m hpcdist demo``. It starts the ranks by mpirun, or by torchrun (on gloo) if there is no MPI; under a launcher
+(``srun python -m hpcdist demo``) this process is one of them. The script is ``slurm/jobs/train_digits.py``, which is
+installed with the package; options that are not the demo's are the script's, such as ``--epochs 3``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from hpcdist.backends.mpi.process import runtime
+from hpcdist.cli.doctor import mpi_library
+from hpcdist.cli.job_arguments import JobParser
+from hpcdist.cli.slurm import CHECKOUT, PACKAGED
+from hpcdist.core.errors import DistBackendError
+from hpcdist.launch import environment
+
+SCRIPT = "train_digits.py"
+RANKS = 4
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in a container
+
+
+def parser() -> JobParser:
+    """Return the parser of the command line."""
+    made = JobParser(prog="python -m hpcdist demo", description=__doc__)
+    made.add_argument("--ranks", type=int, default=RANKS, help=f"how many to start if no launcher does ({RANKS})")
+    return made
+
+
+def script() -> Path:
+    """Return the script's file, of an installed package or of a checkout."""
+    packaged = PACKAGED / SCRIPT
+    return packaged if packaged.exists() else CHECKOUT / "jobs" / SCRIPT
+
+
+def has_mpi() -> bool:
+    """Tell whether mpi4py finds an MPI library."""
+    try:
+        runtime.load()
+    except DistBackendError:
+        return False
+    return True
+
+
+def command(ranks: int) -> list[str]:
+    """Return the command line that starts the ranks: mpirun's, or torchrun's if there is no MPI."""
+    mpirun = mpi_library.launcher()
+    if mpirun is None or not has_mpi():
+        return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    _, version = mpi_library.output_of([mpirun, "--version"])
+    return [mpirun, *mpi_library.room_for_ranks(version), "-n", str(ranks), sys.executable]
+
+
+def run(args: list[str]) -> int:
+    """Train on several ranks.
+
+    Args:
+        args: the command line after ``demo``.
+
+    Returns:
+        The exit status of the launcher; 2 if scikit-learn is missing or the number of ranks is not positive.
+    """
+    made = parser()
+    given, others = made.parse_known_args(args)
+    if given.ranks < 1:
+        made.error(f"--ranks is {given.ranks}; expected 1 or more")
+    if find_spec("sklearn") is None:
+        made.error("the demo needs scikit-learn: pip install 'hpcdist[demo]'")
+    if environment.detect() is not None:
+        sys.argv = [str(script()), *others]
+        runpy.run_path(str(script()), run_name="__main__")
+        return 0
+    line = [*command(given.ranks), str(script()), *others]
+    print("$", *line, flush=True)
+    # one thread a rank, because the ranks share the cores
+    return subprocess.run(line, env={"OMP_NUM_THREADS": "1", **AS_ROOT, **os.environ}, check=False).returncode

@@ -1,0 +1,46 @@
+"""The command ``demo`` on a machine with MPI, on one without, and under a launcher."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpcdist.cli import demo
+from hpcdist.cli.doctor import mpi_library
+from tests.programs import MPIRUN, mpirun
+
+needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+
+
+@needs_mpirun
+def test_it_starts_ranks_by_mpirun():
+    called = [sys.executable, "-m", "hpcdist", "demo", "--ranks", "2", "--epochs", "2"]
+    done = subprocess.run(called, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout.splitlines()
+    assert shown[0].startswith("$ ")
+    assert "mpirun" in shown[0]
+    assert shown[1].startswith("2 ranks on mpi,")
+    assert "after 2 epochs on 2 ranks" in shown[-1]
+
+
+@needs_mpirun
+def test_under_a_launcher_each_process_is_a_rank():
+    done = mpirun(2, ["-m", "hpcdist", "demo", "--epochs", "1"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks on mpi") == 1
+
+
+def test_without_mpi_it_starts_them_by_torchrun(monkeypatch, capfd):
+    monkeypatch.setattr(mpi_library, "launcher", lambda: None)
+    assert demo.run(["--ranks", "2", "--epochs", "1"]) == 0
+    shown = capfd.readouterr().out
+    assert "torch.distributed.run --nproc-per-node=2" in shown
+    assert "2 ranks on gloo" in shown
+
+
+def test_what_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="2"):
+        demo.run([])
+    assert "pip install 'hpcdist[demo]'" in capsys.readouterr().err
