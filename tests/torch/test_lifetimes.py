@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
+import queue
 import weakref
 
 import pytest
@@ -13,6 +15,8 @@ from torch._C import _distributed_c10d as bindings
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hpcdist as dist
+from hpcdist import torch_bridge
+from hpcdist.core.world import WORLD
 from stores import keep_alive
 
 CALLS = 100_000  # of two ranks; a fifth of more ranks than cores, and of calls through C++
@@ -123,3 +127,14 @@ def test_memory_stays_flat(rank, size, call):
         call(tensor)
     gc.collect()
     assert resident() - before < GROWTH
+
+
+def test_a_thread_of_cpps_own_does_not_open_the_worlds_store(world, rank, monkeypatch):
+    """torch's NCCL looks for a signal in it from such a thread, each rank when it likes; to open it takes all ranks."""
+    monkeypatch.setattr(WORLD, "store", None)
+    found = queue.SimpleQueue()
+    if rank == 0:
+        store = torch_dist.PrefixStore("prefix", torch_bridge.LATE_STORE)
+        _thread.start_new_thread(lambda: found.put(store.check(["signal"])), ())
+        assert found.get(timeout=20) is False
+    assert WORLD.store is None

@@ -44,6 +44,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import threading
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +177,16 @@ class LateStore(bindings.Store):
             WORLD.store = next(iter(rendezvous.rendezvous("mpi://")))[0]
         return WORLD.store
 
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether keys are there.
+
+        c10d's own threads look for a signal now and then, each rank when it likes. They do not open the store, which
+        takes all ranks: one that nobody has opened holds nothing.
+        """
+        if WORLD.store is None and isinstance(threading.current_thread(), threading._DummyThread):
+            return False
+        return bool(self.opened().check(keys))
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls wait; a store that is not open yet takes the world's limit when it opens."""
         if WORLD.store is not None:
@@ -183,7 +194,7 @@ class LateStore(bindings.Store):
 
 
 STORE_CALLS = (
-    "set", "get", "add", "check", "wait", "compare_set", "delete_key", "num_keys", "append", "multi_get",
+    "set", "get", "add", "wait", "compare_set", "delete_key", "num_keys", "append", "multi_get",
     "multi_set", "has_extended_api", "queue_push", "queue_pop", "queue_len", "list_keys", "barrier", "clone",
 )  # fmt: skip
 
