@@ -287,7 +287,7 @@ def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], ti
 
 
 def opened_by_rank_0(carrier: Any, open_port: Callable[[], int]) -> tuple[str, int]:
-    """Let rank 0 open a port, and return host and port by which this rank reaches it; every rank of ``carrier`` calls."""
+    """Let rank 0 open a port, and return host and port by which this rank reaches it; every rank calls this."""
     networks = carrier.objects.all_gather(addresses.network())
     given = (addresses.own(), open_port()) if carrier.rank == 0 else None
     hosts, port = carrier.objects.broadcast(given, 0)
