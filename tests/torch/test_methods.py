@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.tensor.debug import CommDebugMode
 
 import hpcdist as dist
 
@@ -345,6 +346,17 @@ def test_the_product_of_complex_numbers_by_our_names(pg, size):
     tensor = torch.full((2,), complex(1, 2))
     dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, group=pg)
     torch.testing.assert_close(tensor, torch.full((2,), complex(1, 2) ** size))
+    with CommDebugMode(), pytest.raises(ValueError, match="PRODUCT on complex"):  # goes through torch's operator
+        dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, group=pg)
+
+
+@pytest.mark.skipif(torch.__version__.split(".")[:2] < ["2", "15"], reason="torch wants a GPU for it until 2.15")
+def test_torchs_split_group(rank, size):
+    group = torch_dist.split_group(split_ranks=[[r] for r in range(size)])
+    tensor = torch.full((2,), float(rank))
+    torch_dist.all_reduce(tensor, group=group)
+    assert (group.size(), tensor[0]) == (1, rank)
+    torch_dist.destroy_process_group(group)
 
 
 def test_what_a_group_cannot_do_it_says(world):

@@ -15,9 +15,16 @@ from typing import Any
 import torch.distributed as c10d
 
 from hpcdist.core.world import WORLD
-from hpcdist.launch import addresses, rendezvous
+from hpcdist.launch import rendezvous
 
 STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
+
+
+def open_store() -> int:
+    """Open a store of torch's and return its port."""
+    server: Any = c10d.TCPStore  # type: ignore[attr-defined]  # missing from torch's stub
+    STORES.append(server("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return int(STORES[-1].port)
 
 
 @contextmanager
@@ -34,17 +41,7 @@ def torchruns_variables() -> Iterator[None]:
         )
     carrier = group.any_backend()
     carrier.settle()
-    networks = carrier.objects.all_gather(addresses.network())
-    hosts: tuple[str, ...] = (addresses.LOOPBACK,)
-    port = 0
-    if group.rank() == 0:
-        server: Any = c10d.TCPStore  # type: ignore[attr-defined]  # missing from torch's stub
-        STORES.append(server(addresses.LOOPBACK, 0, is_master=True, wait_for_workers=False))
-        hosts, port = addresses.own() or hosts, STORES[-1].port
-    hosts, port = carrier.objects.broadcast((hosts, port), 0)
-    if networks[group.rank()] == networks[0]:
-        hosts = (addresses.LOOPBACK,)
-    host = next((each for each in hosts if rendezvous.is_open(each, port)), hosts[0])
+    host, port = rendezvous.opened_by_rank_0(carrier, open_store)
     given = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": host, "MASTER_PORT": port}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update({name: str(value) for name, value in given.items()})

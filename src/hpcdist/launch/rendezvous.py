@@ -286,6 +286,16 @@ def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], ti
     return stores.TCPStore(host, port, None, False, timeout, wait_for_workers=False, secret=secret)
 
 
+def opened_by_rank_0(carrier: Any, open_port: Callable[[], int]) -> tuple[str, int]:
+    """Let rank 0 open a port, and return host and port by which this rank reaches it; every rank calls this."""
+    networks = carrier.objects.all_gather(addresses.network())
+    given = (addresses.own(), open_port()) if carrier.rank == 0 else None
+    hosts, port = carrier.objects.broadcast(given, 0)
+    if not hosts or networks[carrier.rank] == networks[0]:
+        return addresses.LOOPBACK, port
+    return next((host for host in hosts if is_open(host, port)), hosts[0]), port
+
+
 def store_of(group: Any) -> Store:
     """Return the store of the default group, opened by the first call if the group is MPI's; every rank of it calls."""
     from hpcdist.core.world import WORLD
