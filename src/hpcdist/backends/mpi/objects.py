@@ -3,7 +3,7 @@
 Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB.
 Gathering small ones, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
 begins with a zero says that its object needs more, or could not be pickled, so that all ranks see alike whether another
-round follows, and how large the slots of the next call are. An object is pickled before anyone else is asked: mpi4py
+round follows, and how large its slots are. An object is pickled before anyone else is asked: mpi4py
 would raise on that rank only, between two messages that the others wait for.
 """
 
@@ -33,10 +33,9 @@ class Slots:
         self.each = struct.Struct(f"{size}s").iter_unpack
 
     def grown(self, gathered: bytearray) -> Slots:
-        """Return the slots that would have held what some of these did not, or these if none would."""
+        """Return the slots that hold what these did not, or these if it has to go in another way."""
         heads = [_head.unpack_from(gathered, at)[0] for at in range(0, len(gathered), self.size) if not gathered[at]]
-        most = max(heads)
-        return Slots(1 << (most - 1).bit_length()) if self.size < most <= LARGEST_SLOT else self
+        return Slots(1 << (max(heads) - 1).bit_length()) if 0 < min(heads) <= max(heads) <= LARGEST_SLOT else self
 
 
 class MPIObjects(Objects):
@@ -70,25 +69,33 @@ class MPIObjects(Objects):
     def all_gather(self, value: Any) -> list[Any]:
         """Gather every rank's object on all ranks."""
         data, apart, failure = packed(value, self._rank)
-        slots = self._slots
-        size = slots.size
-        if len(data) <= size and not apart and failure is None:  # a pickle does not mind what follows its end
-            slot = data.ljust(size)
-        else:
-            slot = _head.pack(0 if apart or failure else len(data)).ljust(size)
-        received = bytearray(size * self._size)
+        is_whole = not apart and failure is None
         gathered = None
         try:
-            self._comm.Allgather((slot, BYTE), (received, BYTE))
-            if 0 in received[::size]:
+            slots, received = self._gather_slots(data, is_whole)
+            while 0 in received[:: slots.size]:
                 self._slots = slots.grown(received)
-                gathered = self._collective.allgather([pickle.PickleBuffer(data), *apart])
+                if self._slots is slots:
+                    gathered = self._collective.allgather([pickle.PickleBuffer(data), *apart])
+                    break
+                slots, received = self._gather_slots(data, is_whole)
         except MPI.Exception as error:
             raise self._communicator.failure("all_gather_object", error) from error
         self._check("all_gather_object", failure)
         if gathered is None:
             return [_loads(each) for (each,) in slots.each(received)]
         return [unpacked(*parts) for parts in gathered]
+
+    def _gather_slots(self, data: bytes, is_whole: bool) -> tuple[Slots, bytearray]:
+        slots = self._slots
+        size = slots.size
+        if is_whole and len(data) <= size:  # a pickle does not mind what follows its end
+            slot = data.ljust(size)
+        else:
+            slot = _head.pack(len(data) if is_whole else 0).ljust(size)
+        received = bytearray(size * self._size)
+        self._comm.Allgather((slot, BYTE), (received, BYTE))
+        return slots, received
 
     def gather(self, value: Any, root: int) -> list[Any] | None:
         """Gather every rank's object on the root."""
