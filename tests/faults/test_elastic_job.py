@@ -1,4 +1,4 @@
-"""Elastic jobs that lose ranks anywhere: they end with the result of a job that never failed, and leave nobody behind."""
+"""Elastic jobs that lose ranks anywhere: they end with the result of a job without failures, and leave none behind."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_job_that_loses_ranks_at_random_ends_with_the_right_result(launcher: s
 def test_a_job_that_cannot_go_on_says_why_on_all_ranks(launcher: str, plan: dict[str, Any], words: str) -> None:
     status, events, stderr = run(launcher, plan, 3)
     assert status != 0
-    assert stderr.count(f"the elastic job cannot go on: ") >= 1, stderr
+    assert stderr.count("the elastic job cannot go on: ") >= 1, stderr
     assert words in stderr
     assert not [each for each in events if each["event"] == "end"]
 

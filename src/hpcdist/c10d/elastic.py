@@ -16,14 +16,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hpcdist import torch_bridge
 from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
+from hpcdist.c10d.membership import Decision, Outcome, Report, Status, decide
 from hpcdist.c10d.snapshot import Snapshot, Stateful
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
@@ -44,37 +44,6 @@ CANNOT_SURVIVE = (
     "`mpirun --with-ft ulfm`"
 )
 LOOK_SECONDS = 0.005  # between two looks of a spare at whether it is called
-
-
-class Status(IntEnum):
-    """Why a process comes to a meeting; a spare's does not count."""
-
-    BEGINS = 0  # with its steps
-    FAILED = 1  # in a step
-    AGAIN = 2  # the last meeting has failed
-    FINISHED = 3  # all steps
-    LEFT = 4  # the loop, and cannot come back to it
-
-
-class Outcome(IntEnum):
-    """What a meeting has come to."""
-
-    GO_ON = 0
-    END = 1
-    ERROR = 2
-
-
-class Report(NamedTuple):
-    """What a process tells at a meeting; int64 each."""
-
-    id: int  # its rank in the job as it was started
-    status: int
-    epoch: int  # how many meetings it has seen go well
-    size: int  # of the default group that it knows
-    step: int  # how many steps its state has behind it; -1 for a spare that has none
-    made: int  # how many groups were made
-    changes: int  # of members
-    recent: int  # of those, within the last hour
 
 
 class Step:
@@ -106,6 +75,7 @@ class ElasticJob:
         self._spares, self._min_size, self._most = spares, min_size, max_changes_per_hour
         self.rank: int | None = None
         self.size = self.changes = 0
+        self._agreed_changes = 0
         self.survives = False
         self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
         self._members: list[int] = []  # ids of the default group's ranks, in order
@@ -140,7 +110,7 @@ class ElasticJob:
         self._id, self._members = default.rank(), list(range(size - self._spares))
         self.size = len(self._members)
         self.rank = self._id if self._id < self.size else None
-        if self._id == 0 and not self.survives:
+        if self._id == 0 and size > 1 and not self.survives:
             warnings.warn(CANNOT_SURVIVE, RuntimeWarning, stacklevel=2)
         if self.survives or self._spares:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
@@ -188,7 +158,9 @@ class ElasticJob:
                 with its last holder, or a step has failed though no rank was lost; on every process.
         """
         if snapshot_every < 1 or not 0 <= start <= stop:
-            raise ValueError(f"expected snapshot_every >= 1 and 0 <= start <= stop; got {snapshot_every}, {start}, {stop}")
+            raise ValueError(
+                f"expected snapshot_every >= 1 and 0 <= start <= stop; got {snapshot_every}, {start}, {stop}"
+            )
         self._snapshot = Snapshot(state if isinstance(state, Mapping) else {"state": state})
         self._setup, self._every, self._stops = setup, snapshot_every, False
         self._snapshot.take(start)
@@ -290,18 +262,18 @@ class ElasticJob:
             if had_failed and everyone.size == size:
                 raise DistBackendError("the elastic job cannot go on, though no more ranks were lost") from self._error
             size = everyone.size
-            found = self._agreed(lambda: self._confer(status))
-            if found is not None and self._agreed(lambda found=found: self._carry_out(*found)) is not None:
+            found = self._agreed(self._confer, status)
+            if found is not None and self._agreed(self._carry_out, *found) is not None:
                 return self._commit(found[0])
             had_failed = True
             if status not in (Status.FINISHED, Status.LEFT, Status.BEGINS):
                 status = Status.AGAIN
 
-    def _agreed(self, part: Callable[[], Any]) -> Any:
+    def _agreed(self, part: Callable[..., Any], *arguments: Any) -> Any:
         """Carry out a part of a meeting; return its result, or None if it failed on any process."""
         result = None
         try:
-            result = part()
+            result = part(*arguments)
         except RuntimeError as error:
             if not isinstance(error, DistBackendError) and not is_hit() and not self._everyone.is_revoked():
                 raise
@@ -322,7 +294,7 @@ class ElasticJob:
         everyone = self._everyone
         mine = Report(
             self._id, status, self._epoch, len(self._members), self._snapshot.step if self._holds else -1,
-            WORLD.count(), self.changes,
+            WORLD.count(), self._agreed_changes,
             sum(time.monotonic() - each < HOUR for each in self._changed),
         )  # fmt: skip
         told = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
@@ -348,6 +320,7 @@ class ElasticJob:
             WORLD.made = made
             if own is not None:
                 self._form(own)
+        self.changes = decision.changes
         if decision.outcome is Outcome.GO_ON and self._id in decision.members:
             self._take_over(default_group(), decision.source)
         return True
@@ -359,7 +332,7 @@ class ElasticJob:
         self._error = None
         self._epoch, self._members, self.size = decision.epoch, decision.members, len(decision.members)
         self.rank = self._members.index(self._id) if self._id in self._members else None
-        self.changes = decision.changes
+        self.changes = self._agreed_changes = decision.changes
         if decision.lost:
             self._changed.append(time.monotonic())
             LOG.info("lost %s; %d ranks go on", listed(decision.lost), self.size)
@@ -400,66 +373,6 @@ class ElasticJob:
         finally:
             for watchdog in RUNNING:
                 watchdog.meeting = None
-
-
-class Decision(NamedTuple):
-    """What follows from what the processes have told; the same on all of them."""
-
-    outcome: Outcome
-    epoch: int
-    members: list[int]  # ids of the ranks that go on, in order
-    lost: list[int]  # ranks of the last default group
-    source: int  # the rank whose state the others take over
-    changes: int
-    remakes: bool  # whether the default group is made anew
-    reason: str = ""
-
-
-def decide(reports: list[Report], members: list[int], min_size: int, most: int) -> Decision:
-    """Decide how a job goes on.
-
-    Args:
-        reports: what each living process has told.
-        members: ids of the default group's ranks so far, in order.
-        min_size: the least ranks to go on with.
-        most: how many changes of members there may be in an hour.
-    """
-    by_id = {report.id: report for report in reports}
-    lost = [rank for rank, each in enumerate(members) if each not in by_id]
-    survivors = [by_id[each] for each in members if each in by_id]
-    statuses = {Status(report.status) for report in survivors}
-    # first those that have taken the state over in a meeting that failed
-    waiting = iter(sorted(by_id.keys() - set(members), key=lambda each: (-by_id[each].step, each)))
-    filled = [each if each in by_id else next(waiting, None) for each in members]
-    chosen = [each for each in filled if each is not None]
-    has_ended = bool(statuses) and statuses <= {Status.FINISHED, Status.LEFT}
-    if has_ended:
-        chosen = [report.id for report in survivors]
-    farthest = max((by_id[each] for each in chosen), key=lambda report: report.step, default=None)
-    changes = max(report.changes for report in reports) + bool(lost)
-    reason = ""
-    if farthest is None or farthest.step < 0:
-        reason = f"all {len(members)} ranks of the job have died, and its state with them"
-    elif not has_ended:
-        if len(chosen) < min_size:
-            reason = f"{listed(lost)} of {len(members)} died and {len(chosen)} are left, fewer than min_size={min_size}"
-        elif lost and max(report.recent for report in reports) >= most:
-            reason = f"{listed(lost)} died after {most} other changes within an hour (max_changes_per_hour={most})"
-        elif Status.LEFT in statuses:
-            reason = "a rank has left the loop over the steps and others have not; use stop() on all ranks to end it"
-        elif not lost and Status.FAILED in statuses and not statuses & {Status.AGAIN, Status.BEGINS}:
-            reason = "a step has failed though no rank was lost; see the error of the rank where it did"
-    outcome = Outcome.ERROR if reason else Outcome.END if has_ended else Outcome.GO_ON
-    return Decision(
-        outcome,
-        max(report.epoch for report in reports) + 1,
-        chosen,
-        lost,
-        0 if farthest is None else chosen.index(farthest.id),
-        changes,
-        not reason and (bool(lost) or bool(statuses & {Status.FAILED, Status.AGAIN})),
-        f"the elastic job cannot go on: {reason}" if reason else "",
-    )
 
 
 def is_hit() -> bool:

@@ -30,7 +30,7 @@ class Stateful(Protocol):
 class Place(NamedTuple):
     """Stands for a tensor in what is pickled."""
 
-    index: int
+    number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str  # its type: the number of a GPU is each rank's own
@@ -98,7 +98,7 @@ class Snapshot:
         """Bring the objects to this state."""
         rest = pickle.loads(self._rest)
         # a copy each: an optimizer keeps the tensors that it is given
-        found = mapped(rest, lambda value: self._tensors[value.index].clone() if isinstance(value, Place) else value)
+        found = mapped(rest, lambda value: self._tensors[value.number].clone() if isinstance(value, Place) else value)
         for name, each in self._state.items():
             each.load_state_dict(found[name])
 

@@ -1,8 +1,9 @@
 """Bound of a meeting: the processes of an elastic job wait in MPI for all that live, and not all of them may come.
 
-Nothing takes a process out of MPI_Comm_shrink or MPI_Comm_agree. So those that keep it from ending are ended: a process
-of this node that is stopped is killed, whereupon MPI goes on without it. One that has ended, and that MPI does not
-count as dead (``os._exit`` with a status, under Open MPI), or one that is late by more than the timeout, aborts the job.
+Nothing takes a process out of MPI_Comm_shrink or MPI_Comm_agree. So what keeps them from ending is ended: a process of
+this node that is stopped is killed, whereupon MPI goes on without it. The job is aborted for a process that has ended
+and that MPI does not count as dead (``os._exit`` with a status, under Open MPI), for one that has left the program, and
+for one that is late by more than the timeout.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ class Communicator:
             time.sleep(0.005)
             dead = self.failed()
         who = (
-            f"{listed(dead)} of the group died" if dead else "another rank gave the group up (timeout, lost process, revoke_process_group)"
+            f"{listed(dead)} of the group died"
+            if dead
+            else "another rank gave the group up (timeout, lost process, revoke_process_group)"
         )
         return DistBackendError(
             f"{call} on rank {self.rank} of {self.size} failed: "
