@@ -4,8 +4,8 @@
     python train_digits.py                             # alone
     mpirun --with-ft ulfm -n 5 python train_digits.py --elastic --spares 1    # goes on when ranks die
 
-SIGTERM or SIGUSR1 to any rank (Slurm's --signal) ends it after the epoch, with the checkpoint saved. An epoch in which a
-rank dies is made again.
+SIGTERM or SIGUSR1 to any rank (Slurm's --signal) ends it after the epoch, with the checkpoint saved. An epoch in which
+a rank dies is made again.
 
 Each global batch is divided among the ranks and the gradients are summed, so that the result does not
 depend on how many ranks there are.

@@ -1,4 +1,4 @@
-"""A job that saves its state by DCP's async_save, on a group of its own, while it goes on: python checkpoint_job.py FOLDER.
+"""A job that saves its state to a folder by DCP's async_save, on a group of its own, while it goes on.
 
 Started again, on any number of ranks, it goes on from the last whole checkpoint; that is a folder with a ``.metadata``,
 which DCP writes last. The values of a step follow from its number, so that a checkpoint of two steps mixed would show.

@@ -125,6 +125,8 @@ def main() -> None:
                 if setups_seen != setups:
                     setups_seen = setups
                     tell("resumed", step=number, size=job.size)
+        if job.rank is not None:
+            dist.all_reduce(torch.ones(1))  # the group is there until all have left the block
         right = torch.equal(training.weights, expected(training.sizes, count)) if job.rank is not None else None
         tell("end", now=job.rank, size=job.size, changes=job.changes, sizes=training.sizes, right=right)
 

@@ -104,23 +104,27 @@ def test_a_job_that_loses_ranks_at_random_ends_with_the_right_result(launcher: s
 @pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize(
     ("plan", "words"),
-    [
-        ({"min_size": 3, "die": {"2": {"step": 3}}}, "rank 2 of 3 died and 2 are left, fewer than min_size=3"),
-        *some(
-            [
-                ({"limit": 0, "die": {"1": {"step": 3}}}, "rank 1 died after 0 other changes within an hour"),
-                ({"die": {"1": {"step": 3}}, "signal": "SIGABRT", "spares": 1, "min_size": 1, "limit": 0}, "within an"),
-            ],
-            0,
-        ),
-    ],
+    some(
+        [
+            ({"min_size": 3, "die": {"2": {"step": 3}}}, "rank 2 of 3 died and 2 are left, fewer than min_size=3"),
+            ({"limit": 0, "die": {"1": {"step": 3}}}, "rank 1 died after 0 other changes within an hour"),
+        ],
+        1,
+    ),
 )
-def test_a_job_that_cannot_go_on_says_why_on_all_ranks(launcher: str, plan: dict[str, Any], words: str) -> None:
-    status, events, stderr = run(launcher, plan, 3)
-    assert status != 0
-    assert stderr.count("the elastic job cannot go on: ") >= 1, stderr
-    assert words in stderr
+def test_a_job_that_cannot_go_on_says_why(launcher: str, plan: dict[str, Any], words: str) -> None:
+    """The status is mpirun's, which returns 0 now and then after a death."""
+    _, events, stderr = run(launcher, plan, 3)
+    assert f"the elastic job cannot go on: {words}" in stderr
     assert not [each for each in events if each["event"] == "end"]
+
+
+@pytest.mark.parametrize("launcher", some(ULFM, 0))
+def test_a_stopped_rank_is_killed_and_replaced(launcher: str) -> None:
+    plan = {"spares": 1, "timeout": 3, "signal": "SIGSTOP", "die": {"1": {"step": 5}}}
+    status, events, stderr = run(launcher, plan, 4)
+    assert status == 0, stderr
+    assert [each["rank"] for each in ends(events, stderr)] == [0, 3, 2]
 
 
 @pytest.mark.parametrize("launcher", PLAIN)

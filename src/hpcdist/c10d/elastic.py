@@ -190,8 +190,8 @@ class ElasticJob:
             self._come(Status.LEFT)
         if WORLD.default is None:
             return
-        if self.changes or WORLD.default.any_backend().knows_death():
-            clear("the job has ended")
+        if is_hit():
+            clear("a rank died when the job had ended")
         else:
             destroy_process_group()
 

@@ -175,8 +175,8 @@ class Work(KeptAlive, torch.distributed.Work):
         """Return a future of the output tensors."""
         future: torch.futures.Future | None = self._future
         if future is None:
-            # ``set_exception`` would hand C++ the exception as a value, and DDP's reducer crashes on it: a callback that
-            # raises is what makes an error of C++'s
+            # ``set_exception`` would hand C++ the exception as a value, on which DDP's reducer crashes: a callback that
+            # raises is what makes an error of C++'s own
             promise: torch.futures.Future = torch.futures.Future()
             made = promise.then(self._outcome)
             future = self.__dict__.setdefault("_future", made)
