@@ -40,7 +40,7 @@ def test_a_spare_that_has_the_state_saves_the_job_if_all_ranks_have_died():
     [
         ([report(0)], 2, 20, "rank 1 of 2 died and 1 are left, fewer than min_size=2"),
         ([report(0, recent=4)], 1, 4, "rank 1 died after 4 other changes within an hour"),
-        ([report(0, Status.LEFT)] + [report(1)], 1, 20, "a rank has left the loop"),
+        ([report(0, Status.LEFT), report(1)], 1, 20, "a rank has left the loop"),
         ([report(0), report(1, Status.FINISHED)], 1, 20, "a step has failed though no rank was lost"),
     ],
 )
