@@ -23,6 +23,7 @@ CHAPTERS = {
     "names": "Backends",
     "device_mesh": "Ranks in several dimensions",
     "shrink": "Going on without some ranks",
+    "elastic": "Going on without some ranks",
     "debug": "Looking into a job, and stopping it",
     "rendezvous": "Finding the other processes",
     "multigpu": "Legacy: several devices a process",

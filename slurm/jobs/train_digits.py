@@ -2,9 +2,10 @@
 
     mpirun -n 4 python train_digits.py                 # or srun, or torchrun --nproc-per-node 4
     python train_digits.py                             # alone
-    mpirun --with-ft ulfm -n 4 python train_digits.py --elastic    # goes on without a rank that dies
+    mpirun --with-ft ulfm -n 5 python train_digits.py --elastic --spares 1    # goes on when ranks die
 
-SIGTERM or SIGUSR1 to any rank (Slurm's --signal) ends it after the epoch, with the checkpoint saved.
+SIGTERM or SIGUSR1 to any rank (Slurm's --signal) ends it after the epoch, with the checkpoint saved. An epoch in which
+a rank dies is made again.
 
 Each global batch is divided among the ranks and the gradients are summed, so that the result does not
 depend on how many ranks there are.
@@ -16,6 +17,7 @@ import argparse
 import os
 import tempfile
 import time
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the state after each epoch")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
-    parser.add_argument("--elastic", action="store_true", help="go on without a rank that dies (mpirun --with-ft ulfm)")
+    parser.add_argument("--elastic", action="store_true", help="go on when a rank dies (mpirun --with-ft ulfm)")
+    parser.add_argument("--spares", type=int, default=0, help="ranks that wait to take a dead one's place")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a call may take")
     parser.add_argument("--init-method", help="without MPI: tcp://host:port, file:///path, slurm://")
     parser.add_argument("--rank", type=int, default=-1, help="with --init-method, where no launcher says it")
@@ -107,14 +110,13 @@ def save(path: Path, state: dict) -> None:
 
 
 def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load rank 0's checkpoint on every rank and return the first epoch to run."""
-    state = [torch.load(path) if dist.get_rank() == 0 and path.exists() else None]
-    dist.broadcast_object_list(state, 0)
-    if state[0] is None:
+    """Load the checkpoint on rank 0, whose state the others take over, and return the first epoch to run."""
+    if dist.get_rank() != 0 or not path.exists():
         return 0
-    model.load_state_dict(state[0]["model"])
-    optimizer.load_state_dict(state[0]["optimizer"])
-    return state[0]["epoch"] + 1
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"] + 1
 
 
 def train_epoch(model, optimizer, loader, global_batch: int, clock: Clock) -> float:
@@ -144,8 +146,8 @@ def divide(train: TensorDataset, options) -> tuple[DistributedSampler, DataLoade
     return sampler, DataLoader(train, share, sampler=sampler, drop_last=True), share * size
 
 
-def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset, checkpoint: Path | None) -> float:
-    """Train for one epoch, print its figures, save the state, and return the accuracy."""
+def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset, checkpoint: Path | None) -> None:
+    """Train for one epoch, print its figures, and save the state."""
     sampler, loader, batch = data
     size = dist.get_world_size()
     sampler.set_epoch(epoch)
@@ -164,25 +166,6 @@ def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset, checkpoin
             state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save(checkpoint, state)
     dist.barrier()  # nobody goes on before the checkpoint is safe
-    return reached
-
-
-def recover(error: dist.DistBackendError, epoch: int, model, optimizer) -> int:
-    """Go on without the ranks that died, from rank 0's state; return the epoch to run again.
-
-    The call that failed may have ended on some ranks, which then have made a step that others have not.
-    """
-    lost = dist.failed_ranks()
-    if not lost:
-        raise error
-    dist.shrink_group(lost)
-    state = [{"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}]
-    dist.broadcast_object_list(state, 0)
-    model.load_state_dict(state[0]["model"])
-    optimizer.load_state_dict(state[0]["optimizer"])
-    if dist.get_rank() == 0:
-        print(f"lost rank {lost}, going on with {dist.get_world_size()} from epoch {state[0]['epoch'] + 1}", flush=True)
-    return state[0]["epoch"]
 
 
 def main() -> None:
@@ -193,39 +176,41 @@ def main() -> None:
         rank=options.rank,
         world_size=options.world_size,
     )
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size() - options.spares
     if options.global_batch % size and not options.elastic:
         raise SystemExit(f"--global-batch {options.global_batch} does not divide among {size} ranks")
+    if not options.elastic:
+        warnings.filterwarnings("ignore", "this job ends when a rank dies")
     torch.manual_seed(options.seed + rank)  # every rank starts elsewhere, until rank 0's parameters arrive
     train, test = load_data()
     model = network()
-    for parameter in model.parameters():
-        dist.broadcast(parameter, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
-    epoch = resume(options.checkpoint, model, optimizer) if options.resume and options.checkpoint else 0
-    data = divide(train, options)
+    first = resume(options.checkpoint, model, optimizer) if options.resume and options.checkpoint else 0
     if rank == 0:
         print(f"{size} ranks on {dist.get_backend()}, {len(train)} training and {len(test)} test samples")
         print(f"{'epoch':>5} {'loss':>9} {'accuracy':>9} {'samples/s':>10} {'in communication':>17}")
-    reached = accuracy(model, test)
-    while epoch < options.epochs:
-        try:
-            reached = run_epoch(epoch, model, optimizer, data, test, options.checkpoint)
-            epoch += 1
-            stops = dist.stop_requested()
-        except dist.DistBackendError as error:
-            if not options.elastic:
-                raise
-            epoch = recover(error, epoch, model, optimizer)
-            data = divide(train, options)
-            continue
-        if stops:
-            break
-    if dist.get_rank() == 0:
-        if epoch < options.epochs:
-            print("stopped by a signal; --resume goes on from the checkpoint")
-        print(f"held-out accuracy {reached:.4f} after {epoch} epochs on {dist.get_world_size()} ranks")
-    dist.destroy_process_group()
+    done, data = first, None
+
+    def setup() -> None:
+        nonlocal data
+        data = divide(train, options)
+        if job.changes and job.rank == 0:
+            print(f"a rank has died, going on with {job.size}", flush=True)
+
+    with dist.elastic(options.spares) as job:
+        state = {"model": model, "optimizer": optimizer}
+        for step in job.steps(state, max(first, options.epochs), start=first, setup=setup):
+            with step as epoch:
+                run_epoch(epoch, model, optimizer, data, test, options.checkpoint)
+                done = epoch + 1
+                if dist.stop_requested():
+                    job.stop()
+        if job.rank is not None:
+            reached = accuracy(model, test)
+        if job.rank == 0:
+            if done < options.epochs:
+                print("stopped by a signal; --resume goes on from the checkpoint")
+            print(f"held-out accuracy {reached:.4f} after {done} epochs on {job.size} ranks")
 
 
 if __name__ == "__main__":

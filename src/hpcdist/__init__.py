@@ -75,6 +75,7 @@ from hpcdist.c10d.debug import (
     stop_requested,
 )
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
+from hpcdist.c10d.elastic import ElasticJob, elastic
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
@@ -118,7 +119,7 @@ from hpcdist.c10d.queries import (
     is_initialized,
     reduce_op,
 )
-from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, shrink_group
+from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
 from hpcdist.c10d.torch_names import (
     _DEFAULT_FIRST_BUCKET_BYTES,
     BuiltinCommHookType,
@@ -168,6 +169,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "ElasticJob",
     "FileStore",
     "GatherOptions",
     "GradBucket",
@@ -209,6 +211,7 @@ __all__ = [
     "destroy_process_group",
     "dist2",
     "dist_backend",
+    "elastic",
     "failed_ranks",
     "gather",
     "gather_into_tensor",
@@ -257,6 +260,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "register_rendezvous_handler",
     "rendezvous",
+    "revoke_process_group",
     "scatter",
     "scatter_object_list",
     "send",

@@ -143,6 +143,51 @@ def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job_for_ever(launche
         assert "is stopped: the job cannot end" in job.stderr()
 
 
+REVOKING = (
+    "import os, sys, time, torch\n"
+    "from datetime import timedelta\n"
+    "import hpcdist as dist\n"
+    "dist.init_process_group(timeout=timedelta(seconds=60))\n"
+    "group, values = dist.new_group(), torch.ones(int(sys.argv[1]))\n"
+    "dist.all_reduce(values, group=group)\n"
+    "dist.all_gather_object([None] * 3, torch.ones(9000), group=group)\n"
+    "if dist.get_rank() == 0:\n"
+    "    time.sleep(1)\n"
+    "    dist.revoke_process_group(group)\n"
+    "start = time.time()\n"
+    "for _ in range(2):\n"  # the call under way, and a later one
+    "    try:\n"
+    "        if sys.argv[2] == 'async': dist.all_reduce(values, group=group, async_op=True).wait()\n"
+    "        elif sys.argv[2] == 'object': dist.all_gather_object([None] * 3, torch.ones(9000), group=group)\n"
+    "        else: dist.all_reduce(values, group=group)\n"
+    "    except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
+    "assert time.time() - start < 20\n"
+    "dist.barrier()\n"  # the default group lives on
+    "print('alive', file=sys.stderr)\n"
+    "dist.destroy_process_group()\n"
+)
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("arguments", some([["1000000", "sync"], ["8", "sync"], ["8", "async"], ["8", "object"]], 2))
+def test_a_revoked_group_takes_no_more_calls(launcher: str, arguments: list[str], tmp_path: Path) -> None:
+    """On all its communicators: MPI's, the node's window, and the one for objects."""
+    program = tmp_path / "job.py"
+    program.write_text(REVOKING)
+    with Job(launcher, 3, arguments, program) as job:
+        assert job.finish(90) == 0, job.stderr()
+        assert (job.stderr().count("raised:"), job.stderr().count("alive")) == (6, 3), job.stderr()
+
+
+@pytest.mark.parametrize("launcher", some(PLAIN, 1))
+def test_without_ulfm_revoking_a_group_ends_the_job(launcher: str, tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(REVOKING)
+    with Job(launcher, 3, ["8", "sync"], program) as job:
+        assert job.finish(90) != 0
+        assert "was revoked by its rank 0 (revoke_process_group): without ULFM nothing ends" in job.stderr()
+
+
 def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(

@@ -1,4 +1,4 @@
-"""``shrink_group``: a group without some of its ranks."""
+"""``shrink_group``, a group without some of its ranks, and ``revoke_process_group``."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def shrink_group(
     new.bound_device_id = old.bound_device_id
     for gone in list(WORLD.groups.values()):
         if gone is old or is_default:
-            # without freeing: MPI_Comm_free is collective, and not all ranks of these groups are here
-            gone.backends, gone.cpu = {}, None
+            gone.drop(f"group {gone.group_name!r} was shrunk")
             WORLD.groups.pop(gone.group_name, None)
     if is_default:
         WORLD.default = new
@@ -72,6 +71,30 @@ def shrink_group(
     WORLD.add(new)
     LOG.info("shrunk without ranks %s: %d ranks left", sorted(excluded), len(remaining), extra={"group": name})
     return new
+
+
+def revoke_process_group(group: Group | None = None) -> None:
+    """End all calls under way on a group, on all its ranks, with DistBackendError; any of them calls this.
+
+    Later calls raise as well; ``shrink_group`` makes a group that takes calls. All of a group's communicators are
+    revoked: its own, the one for objects, those of its nodes and between them. Groups made from it live on. Without
+    ULFM nothing takes a rank out of a call: the job is aborted with a message.
+
+    Args:
+        group: the group; None for the default one.
+
+    Raises:
+        ValueError: before ``init_process_group``, or a destroyed group.
+
+    Source: ULFM's MPI_Comm_revoke; ncclCommAbort, which ends only this rank's calls, for a group's NCCL.
+    """
+    pg = world.resolve(group)
+    reason = f"group {pg.group_name!r} was revoked by its rank {pg.rank()} (revoke_process_group)"
+    for each in dict.fromkeys(pg.backends.values()):
+        if each.revoke(reason) or (each is not pg.cpu and each.interrupt(reason)) or pg.size() == 1:
+            continue
+        for watchdog in RUNNING:
+            watchdog.abort(each, f"{reason}: without ULFM nothing ends the calls of other ranks; the job is aborted")
 
 
 def failed_ranks(group: Group | None = None) -> list[int]:

@@ -7,6 +7,7 @@ only what it alone can know. Ranks here are ranks of the group, and a root is on
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ import torch
 from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
 from hpcdist.core.call import Call, Run, Start
+from hpcdist.core.errors import DistBackendError
 from hpcdist.core.supervised import Supervised
 from hpcdist.core.work import LARGE_BYTES, Queue, Work
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from hpcdist.core.objects import Objects
     from hpcdist.core.table import Row
 
+DROP_SECONDS = 3.0  # how long a queued call may take to raise once its communicator is revoked
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
 
 
@@ -179,6 +182,24 @@ class Backend(Supervised):
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> Backend:
         """Make a communicator of the ranks that are not excluded; only they call."""
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
+
+    def survivors(self) -> Backend:
+        """Make a communicator of the ranks that live, in order, also if this one is revoked; they all call."""
+        raise TypeError(f"backend {self.name!r} does not survive a dead rank")
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether all ranks that live gave True and none has just died, also if this one is revoked."""
+        raise TypeError(f"backend {self.name!r} does not survive a dead rank")
+
+    def drop(self, reason: str) -> None:
+        """End the queue, and leave the communicator as it is: to free it would take all its ranks."""
+        queue, self.queue = self.queue, None
+        if queue is not None:
+            deadline = time.monotonic() + DROP_SECONDS
+            while queue.pending() and time.monotonic() < deadline:
+                time.sleep(0.001)  # the calls write into tensors of the caller until they raise
+            queue.fail(DistBackendError(reason))
+            queue.close()
 
     def close(self) -> None:
         """End the queue and free the communicator; every rank calls it, and a second call does nothing."""

@@ -134,6 +134,14 @@ class Group:
                 groups.enter_context(backend.grouped())
             return groups.pop_all()
 
+    def drop(self, reason: str) -> None:
+        """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here."""
+        dropped = dict.fromkeys(self.backends.values())
+        self.backends, self.cpu, self.carriers = {}, None, {}
+        self.known.clear()
+        for backend in dropped:
+            backend.drop(reason)
+
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""
         closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices

@@ -47,6 +47,14 @@ class Supervised(ABC):
         """Tell whether to interrupt a collective ends it on all ranks."""
         return False
 
+    def revoke(self, reason: str) -> bool:
+        """Make every call on this communicator raise, on all ranks, now and later; False if the library cannot."""
+        return False
+
+    def is_revoked(self) -> bool:
+        """Tell whether a rank has revoked this communicator; makes progress."""
+        return False
+
     def check_async(self) -> DistBackendError | None:
         """Return an error that the library met outside any call, which the watchdog asks for."""
         return None

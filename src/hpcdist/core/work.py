@@ -75,10 +75,7 @@ class Work(KeptAlive, torch.distributed.Work):
             event.__exit__(None, None, None)
         future = self.__dict__.pop("_promise", None)
         if future is not None:
-            if self._error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(self._error)
+            future.set_result(None)
 
     def _ask(self, name: str, value: Any) -> None:
         """Leave what is to be told of the end."""
@@ -179,14 +176,23 @@ class Work(KeptAlive, torch.distributed.Work):
         """Return a future of the output tensors."""
         future: torch.futures.Future | None = self._future
         if future is None:
-            made: torch.futures.Future = torch.futures.Future()
+            # ``set_exception`` would hand C++ the exception as a value, on which DDP's reducer crashes: a callback that
+            # raises is what makes an error of C++'s own
+            promise: torch.futures.Future = torch.futures.Future()
+            made = promise.then(self._outcome)
             future = self.__dict__.setdefault("_future", made)
             if future is made:
-                self._ask("_promise", made)
+                self._ask("_promise", promise)
                 if not self._done:
                     self._pursue()
         assert future is not None
         return future
+
+    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        """Return the output tensors of a call that has ended, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def _pursue(self) -> None:
         """See to it that a future asked for is fulfilled though nobody waits."""

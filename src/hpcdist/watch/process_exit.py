@@ -172,7 +172,9 @@ class Observer:
         """Return the places of ranks that the world was shrunk by, that have not left, and that do not answer."""
         channel = self.watchdog.channel
         asked = {i: place for i, place in enumerate(channel.left_out) if place.process not in channel.left}
-        answers = channel.ask_places(dict(asked), {"is_there": True}, ANSWER_SECONDS, self.watchdog.replier())
+        answers = channel.ask_places(
+            dict(asked), {"is_there": True, "left": channel.own.process}, ANSWER_SECONDS, self.watchdog.replier()
+        )
         channel.left.update(asked[i].process for i, answer in answers.items() if answer["left"])
         return [place for i, place in asked.items() if i not in answers]
 

@@ -121,6 +121,7 @@ class SideChannel:
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
         self._keep({**self.places, **dict(zip(ranks, (Place(*place) for place in places), strict=True))})
+        self.left_out = [place for place in self.left_out if place not in self.places.values()]
         self._births.update((place.pid, birth(place.pid)) for place in self.places.values() if self.sees(place))
 
     def targets(self, place: Place) -> list[tuple[str, int]]:
@@ -226,6 +227,11 @@ class SideChannel:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
         self.left_out += [place for rank, place in self.places.items() if rank not in remaining]
         self._keep({new: self.places[old] for new, old in enumerate(remaining) if old in self.places})
+
+    def begin_anew(self) -> None:
+        """Take note that the world's ranks are about to be numbered anew: nobody is in it until ``learn``."""
+        self.left_out += self.places.values()
+        self._keep({})
 
     def note_left(self, rank: int) -> None:
         """Take note that a rank makes no more calls."""

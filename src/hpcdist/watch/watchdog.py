@@ -37,6 +37,7 @@ from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
 from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
+from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
@@ -60,6 +61,7 @@ class Watchdog:
         states: which calls are overdue, and what is to be done about them.
         inquiries: who asks whom about calls that do not end.
         job_end: whether the job was aborted, and when this process exits then.
+        meeting: the meeting of an elastic job that this process waits in.
         leaving: whether the program has ended, and only MPI's end is to come.
         has_left: whether the calls that it had queued have ended too.
     """
@@ -73,6 +75,7 @@ class Watchdog:
         self.states = CallStates()
         self.inquiries = Inquiries()
         self.job_end = JobEnd(self.channel, self.say)
+        self.meeting: Meeting | None = None
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._reasons: dict[int, str] = {}  # by id of a call's record: why its wait is ended
@@ -112,6 +115,8 @@ class Watchdog:
         now = time.monotonic()
         self.recorder.tick()
         self.job_end.look(now)
+        if self.meeting is not None and (reason := self.meeting.look(now)):
+            self.abort(self.meeting.backend, reason)
         self._end_failed()
         for rank in self.neighbours.look(self.rank, now):
             self.channel.note_found(rank)
@@ -156,6 +161,8 @@ class Watchdog:
                 no more calls; ``ended``, processes that are gone; ``judge``, ranks that do not answer; ``abort``, why
                 it aborts the job. With ``is_there`` it asks only for a sign of life.
         """
+        if question.get("left"):
+            self.channel.left.add(tuple(question["left"]))
         if question.get("is_there"):
             return {"rank": question.get("to"), "left": self.has_left}
         if question.get("abort"):
@@ -169,8 +176,6 @@ class Watchdog:
             self.inquiries.note(Subject(*question["about"]), question["from"], group.size() if group else 0)
         if question.get("verdict"):
             self._hear(Verdict.read(question["verdict"]))
-        if question.get("left"):
-            self.channel.left.add(tuple(question["left"]))
         self.channel.ended.update((machine, pid) for machine, pid in question.get("ended", ()))
         now = time.monotonic()
         calls = []
@@ -199,6 +204,12 @@ class Watchdog:
     def replier(self) -> Any:
         """Return what answers others while this thread waits for answers: the watchdog's own thread has to."""
         return self.reply if threading.current_thread() is self._thread else None
+
+    def begin_anew(self) -> None:
+        """Take note that the world's ranks are about to be numbered anew, by ``begin``."""
+        self.channel.begin_anew()
+        self.neighbours.renumber()
+        self.inquiries.forget()
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""

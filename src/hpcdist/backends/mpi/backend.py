@@ -122,6 +122,16 @@ class MPIBackend(Backend):
         if ulfm.is_tolerant():
             self.communicator.interruption = reason
 
+    def revoke(self, reason: str) -> bool:
+        """Revoke the group's communicators (ULFM); False if this MPI cannot."""
+        self.foretell(reason)
+        self.communicator.revoke()
+        return ulfm.is_tolerant()
+
+    def is_revoked(self) -> bool:
+        """Ask MPI whether the communicator is revoked."""
+        return self.communicator.is_revoked()
+
     def interrupts_all(self) -> bool:
         """Tell whether an interrupted collective raises on all ranks: by MPI_Comm_revoke."""
         return ulfm.is_tolerant()
@@ -162,6 +172,14 @@ class MPIBackend(Backend):
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
         """Make a communicator without some ranks, dead ones too if this MPI can."""
         return self._of(self.communicator.shrink(excluded, name, aborts))
+
+    def survivors(self) -> MPIBackend:
+        """Make a communicator of the ranks that live (MPI_Comm_shrink)."""
+        return self._of(self.communicator.survivors())
+
+    def agree(self, flag: bool) -> bool:
+        """Agree by MPI_Comm_agree."""
+        return self.communicator.agree(flag)
 
     def _of(self, comm: MPI.Intracomm) -> MPIBackend:
         comm.Set_errhandler(MPI.ERRORS_RETURN)

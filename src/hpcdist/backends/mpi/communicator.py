@@ -97,7 +97,9 @@ class Communicator:
             time.sleep(0.005)
             dead = self.failed()
         who = (
-            f"{listed(dead)} of the group died" if dead else "another rank gave the group up (timeout or lost process)"
+            f"{listed(dead)} of the group died"
+            if dead
+            else "another rank gave the group up (timeout, lost process, revoke_process_group)"
         )
         return DistBackendError(
             f"{call} on rank {self.rank} of {self.size} failed: "
@@ -147,9 +149,32 @@ class Communicator:
                 if comm != MPI.COMM_NULL:
                     comm.Revoke()
 
+    def survivors(self) -> MPI.Intracomm:
+        """Return a communicator of the ranks that live (MPI_Comm_shrink).
+
+        MPI_Comm_ishrink would let the wait be ended: in Open MPI 5.0.11 it returns MPI_ERR_INTERN. All have the new
+        communicator when this returns: Open MPI crashes if one is revoked that a rank is still making.
+        """
+        try:
+            made: MPI.Intracomm = self.comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
+        except MPI.Exception as error:
+            raise DistBackendError(f"MPI_Comm_shrink failed: {error.Get_error_string()}") from error
+        self.agree(True)
+        return made
+
+    def agree(self, flag: bool) -> bool:
+        """Return the conjunction of the living ranks' flags (MPI_Comm_agree); False if one has just died."""
+        try:
+            return bool(self.comm.Agree(int(flag)))
+        except MPI.Exception:
+            return False
+
     def is_revoked(self) -> bool:
         """Tell whether the communicator was revoked, by any rank."""
-        return ulfm.is_tolerant() and self.comm.Is_revoked()
+        if not ulfm.is_tolerant() or self.comm == MPI.COMM_NULL:
+            return False
+        MPI.COMM_SELF.Iprobe(0, 0)  # news of it is taken in by MPI's progress
+        return bool(self.comm.Is_revoked())
 
     def failed(self) -> list[int]:
         """Return the ranks that MPI knows to have died."""

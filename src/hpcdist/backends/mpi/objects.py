@@ -6,8 +6,8 @@ nothing that could run code.
 
 Gathering small objects, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
 begins with a zero says that its object needs more, could not be pickled, or is for ``weights_only``, so that all ranks
-see alike whether another round follows, and how large the slots of the next call are. An object is pickled before
-anyone else is asked, so that nobody waits for a rank that cannot.
+see alike whether another round follows, and how large its slots are. An object is pickled before anyone else is asked,
+so that nobody waits for a rank that cannot.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Slots:
         self.each = struct.Struct(f"{size}s").iter_unpack
 
     def grown(self, gathered: bytearray) -> Slots:
-        """Return the slots that would have held what some of these did not, or these if none would."""
+        """Return the slots that hold what these did not, or these if it has to go in another way."""
         heads = [_head.unpack_from(gathered, at)[0] for at in range(0, len(gathered), self.size) if not gathered[at]]
-        most = max(heads)
-        return Slots(1 << (most - 1).bit_length()) if self.size < most <= LARGEST_SLOT else self
+        return Slots(1 << (max(heads) - 1).bit_length()) if 0 < min(heads) <= max(heads) <= LARGEST_SLOT else self
 
 
 class MPIObjects(Objects):
@@ -56,26 +55,33 @@ class MPIObjects(Objects):
     def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
         """Gather every rank's object on all ranks."""
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
-        slots = self._slots
-        size = slots.size
         is_in_slot = not (apart or failure or weights_only)
-        if is_in_slot and len(data) <= size:  # a pickle does not mind what follows its end
-            slot = data.ljust(size)
-        else:
-            slot = _head.pack(len(data) if is_in_slot else 0).ljust(size)
-        received = bytearray(size * self._size)
         gathered = None
         try:
-            self._comm.Allgather((slot, BYTE), (received, BYTE))
-            if weights_only or 0 in received[::size]:  # this rank's own slot, if for weights_only
+            slots, received = self._gather_slots(data, is_in_slot)
+            while 0 in received[:: slots.size]:
                 self._slots = slots.grown(received)
-                gathered = self._exchange.all_gather([data, *apart])
+                if self._slots is slots:
+                    gathered = self._exchange.all_gather([data, *apart])
+                    break
+                slots, received = self._gather_slots(data, is_in_slot)
         except MPI.Exception as error:
             raise self._communicator.failure("all_gather_object", error) from error
         self._check("all_gather_object", failure)
         if gathered is None:
             return [_loads(each) for (each,) in slots.each(received)]
         return [unpacked(*each, weights_only=weights_only) for each in gathered]
+
+    def _gather_slots(self, data: bytes, is_in_slot: bool) -> tuple[Slots, bytearray]:
+        slots = self._slots
+        size = slots.size
+        if is_in_slot and len(data) <= size:  # a pickle does not mind what follows its end
+            slot = data.ljust(size)
+        else:
+            slot = _head.pack(len(data) if is_in_slot else 0).ljust(size)
+        received = bytearray(size * self._size)
+        self._comm.Allgather((slot, BYTE), (received, BYTE))
+        return slots, received
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""

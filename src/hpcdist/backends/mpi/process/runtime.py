@@ -32,6 +32,7 @@ from hpcdist.launch.environment import Launch, detect
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
 STDERR = 2  # the descriptor: sys.stderr may be anything
 ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
+TURN_SECONDS, LONGEST_TURN = 0.3, 3.0  # how much later than the rank before it a rank aborts
 FORWARD_SECONDS = 0.2  # what was just said takes so long to reach the launcher, on a busy machine
 
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
@@ -113,14 +114,18 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     return MPI.COMM_WORLD
 
 
+def is_fault_tolerant() -> bool:
+    """Tell whether Open MPI's mpirun was told ``--with-ft ulfm``."""
+    return os.environ.get(FAULT_TOLERANCE, "0").lower() not in ("0", "false", "no", "disabled")
+
+
 def leave_out_han() -> None:
     """Have Open MPI not use its component coll/han under ULFM, before MPI starts; what the user has chosen stays.
 
     Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of
     a rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
     """
-    is_on = os.environ.get(FAULT_TOLERANCE, "0").lower() not in ("0", "false", "no", "disabled")
-    if is_on and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
+    if is_fault_tolerant() and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
         os.environ.setdefault(HAN_PRIORITY, "-1")
 
 
@@ -172,6 +177,9 @@ def abort(status: int) -> None:
     """End the job (MPI 11.4, MPI_Abort), and this process where MPI is too stuck for that."""
     MPI = load()
     time.sleep(FORWARD_SECONDS)  # MPICH's mpirun ends at once, and lost the report of 1 in 10 jobs on a busy machine
+    if is_fault_tolerant():
+        # two MPI_Aborts at once after a death: mpirun (Open MPI 5.0.11) waited for a lock of its own in 1 of 9 jobs
+        time.sleep(min(MPI.COMM_WORLD.Get_rank() * TURN_SECONDS, LONGEST_TURN))
     # Abort may wait for a lock that a stuck thread holds, and mpi4py keeps Python's own meanwhile: the kernel's alarm
     # needs neither. The launcher ends the job of a killed rank.
     ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL, from whichever thread this is

@@ -1,0 +1,421 @@
+"""Elastic jobs: training that goes on when ranks die, with spare ranks in their places, or with fewer.
+
+Where MPI survives a dead process (ULFM), all processes of the job, workers and spares, share a communicator besides the
+default group's. Whoever meets an error revokes it and its groups, so that everybody comes to a *meeting*: the living
+make a communicator of themselves (MPI_Comm_shrink), each says which step its state has behind it, the default group is
+made anew, and all take the state of the rank that is farthest. Then they agree (MPI_Comm_agree) that this went well on
+all of them; if it did not, because one more has died, they meet again. A job's end is a meeting too, since a rank that
+is through may be needed by others that lost one in the last step. Steps without a failure cost no communication.
+
+Fenix and the "shrink and restore" programs of the ULFM papers do the same (Gamell et al., SC 2014; Bland et al., 2013).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hpcdist import torch_bridge
+from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
+from hpcdist.c10d.membership import Decision, Outcome, Report, Status, decide
+from hpcdist.c10d.snapshot import Snapshot, Stateful
+from hpcdist.core import registry
+from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.call import Call
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.group import Group
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.ranks import listed
+from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
+from hpcdist.core.world import WORLD, default_group
+from hpcdist.watch.logs import LOG
+from hpcdist.watch.meeting import Meeting
+from hpcdist.watch.watchdog import RUNNING
+
+HOUR = 3600.0
+CANNOT_SURVIVE = (
+    "this job ends when a rank dies: its MPI does not survive that. Start it with Open MPI 5 and "
+    "`mpirun --with-ft ulfm`"
+)
+LOOK_SECONDS = 0.005  # between two looks of a spare at whether it is called
+
+
+class Step:
+    """One step of a job, to be made inside ``with``, which gives its number."""
+
+    def __init__(self, job: ElasticJob, number: int) -> None:
+        self._job, self._number = job, number
+        self.was_entered = False
+
+    def __enter__(self) -> int:
+        self.was_entered = True
+        return self._number
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
+        return self._job._end_step(error)
+
+
+class ElasticJob:
+    """A job that goes on when ranks die; ``elastic`` makes it.
+
+    Attributes:
+        rank: this process's rank in the default group; None for a spare that has not been needed.
+        size: the number of ranks of the default group.
+        changes: how often a rank was replaced or given up.
+        survives: whether this MPI survives a dead process.
+    """
+
+    def __init__(self, spares: int, min_size: int, max_changes_per_hour: int) -> None:
+        self._spares, self._min_size, self._most = spares, min_size, max_changes_per_hour
+        self.rank: int | None = None
+        self.size = self.changes = 0
+        self._agreed_changes = 0
+        self.survives = False
+        self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
+        self._members: list[int] = []  # ids of the default group's ranks, in order
+        self._id = self._epoch = 0
+        self._changed: list[float] = []  # when members changed
+        self._snapshot = Snapshot({})
+        self._setup: Callable[[], object] | None = None
+        self._holds = False  # whether the snapshot is the job's
+        self._has_ended = self._is_shown = False
+        self._error: BaseException | None = None  # of the step or the meeting under way
+        self._done = self._every = 0
+        self._stops = False
+
+    # -- what a program calls --------------------------------------------------------------------------
+
+    def __enter__(self) -> ElasticJob:
+        if WORLD.default is None:
+            init_process_group()
+        default = default_group()
+        everyone, size = default.any_backend(), default.size()
+        if not 0 <= self._spares < size or not 1 <= self._min_size <= size - self._spares:
+            raise ValueError(
+                f"elastic(spares={self._spares}, min_size={self._min_size}) does not fit a job of {size} ranks: "
+                f"expected 0 <= spares < {size} and 1 <= min_size <= {size} - spares"
+            )
+        if self._spares and everyone.name != "mpi":
+            raise ValueError(f"spares need MPI, and this job's backend is {default.config!r}")
+        self.survives = everyone.name == "mpi" and everyone.interrupts_all()
+        self._config, self._timeout, self._device = default.config, default.timeout, default.bound_device_id
+        self._carriers = {device: each.name for device, each in default.backends.items()}
+        self._is_shown = WORLD.mirror is not None
+        self._id, self._members = default.rank(), list(range(size - self._spares))
+        self.size = len(self._members)
+        self.rank = self._id if self._id < self.size else None
+        if self._id == 0 and size > 1 and not self.survives:
+            warnings.warn(CANNOT_SURVIVE, RuntimeWarning, stacklevel=2)
+        if self.survives or self._spares:
+            self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
+            everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
+        if self._spares:
+            own = everyone.split([self._members], ["elastic"], self._timeout)
+            made = WORLD.count()
+            destroy_process_group()
+            WORLD.made = made
+            if own is not None:
+                self._form(own)
+        return self
+
+    def steps(
+        self,
+        state: Mapping[str, Stateful] | Stateful,
+        stop: int,
+        *,
+        start: int = 0,
+        setup: Callable[[], object] | None = None,
+        snapshot_every: int = 1,
+    ) -> Iterator[Step]:
+        """Yield the steps of the job, each to be made inside ``with``; every process calls this, a spare too.
+
+        A spare waits here until it takes the place of a rank that has died, or the job ends. Between the start of the
+        job and the first step, and after each change, all ranks take over the state of one of them, and ``setup`` is
+        called on all. A step that has failed is made again, by all ranks from the same state: a failure costs that
+        step, or, with ``snapshot_every``, as many. Which data belong to a step should follow from its number, the rank
+        and the number of ranks only.
+
+        Args:
+            state: what a step changes, the same on all ranks: an object with ``state_dict`` and
+                ``load_state_dict``, or a dict of such. It is copied after a step, to go back to.
+            stop: the number after the last step's.
+            start: the number of the first step.
+            setup: makes what belongs to the ranks that there are, such as groups, meshes and a DDP module.
+            snapshot_every: copy the state after every so many steps.
+
+        Yields:
+            ``with step as number:`` gives the step's number, and takes errors of lost ranks in.
+
+        Raises:
+            ValueError: a number that makes no sense.
+            DistBackendError: fewer ranks are left than ``min_size``, too many changes in an hour, the state was lost
+                with its last holder, or a step has failed though no rank was lost; on every process.
+        """
+        if snapshot_every < 1 or not 0 <= start <= stop:
+            raise ValueError(
+                f"expected snapshot_every >= 1 and 0 <= start <= stop; got {snapshot_every}, {start}, {stop}"
+            )
+        self._snapshot = Snapshot(state if isinstance(state, Mapping) else {"state": state})
+        self._setup, self._every, self._stops = setup, snapshot_every, False
+        self._snapshot.take(start)
+        self._done, self._holds = start, self.rank is not None
+        goes_on = self._come(Status.BEGINS)
+        while goes_on:
+            if self._error is not None:
+                goes_on = self._come(Status.FAILED)
+            elif self._stops or self._done >= stop:
+                goes_on = self._come(Status.FINISHED)
+            else:
+                step = Step(self, self._done)
+                yield step
+                if not step.was_entered:
+                    raise RuntimeError("a step of an elastic job is made inside `with`: for step in …: with step as n:")
+
+    def stop(self) -> None:
+        """Let ``steps`` end after this step; every rank calls it in the same one."""
+        self._stops = True
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            if self.survives:
+                self._everyone.revoke("a rank has left the job by an error")  # the spares come, and see it leave
+            return
+        if not self._has_ended:
+            self._come(Status.LEFT)
+        if WORLD.default is None:
+            return
+        if is_hit():
+            clear("a rank died when the job had ended")
+        else:
+            destroy_process_group()
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def _end_step(self, error: BaseException | None) -> bool:
+        """Take note of how a step has ended; True takes its error in."""
+        if error is None:
+            self._done += 1
+            if self.survives and (self._done - self._snapshot.step) % self._every == 0:
+                self._snapshot.take(self._done)
+            return False
+        # an error that has gone through torch's C++ is a RuntimeError
+        if not self.survives or not isinstance(error, RuntimeError):
+            return False
+        if not isinstance(error, DistBackendError) and not is_hit():
+            return False
+        self._error = error.with_traceback(None)
+        LOG.info("step %d failed: %s", self._done, error)
+        return True
+
+    # -- meetings --------------------------------------------------------------------------------------
+
+    def _come(self, status: Status) -> bool:
+        """Come to a meeting, for a spare as often as it takes; tell whether the job goes on."""
+        if not self.survives:
+            return self._come_without_ulfm(status)
+        while True:
+            outcome = self._meet(status)
+            if outcome is Outcome.END:
+                self._has_ended = True
+                return False
+            if self.rank is not None:
+                return True
+            status = Status.AGAIN
+            while not self._everyone.is_revoked():
+                time.sleep(LOOK_SECONDS)
+
+    def _come_without_ulfm(self, status: Status) -> bool:
+        """Begin together, or end: rank 0 tells the spares."""
+        word = torch.zeros(1, device="cpu")
+        if self.rank is None:
+            end = self._everyone.irecv(word, 0, 0, None)
+            while not end.is_completed():
+                time.sleep(LOOK_SECONDS)
+        elif status is Status.BEGINS:
+            self._take_over(default_group(), 0)
+            return True
+        if self.rank == 0:
+            for spare in range(self.size, self.size + self._spares):
+                self._everyone.send(word, spare, 0)
+        self._has_ended = True
+        return False
+
+    def _meet(self, status: Status) -> Outcome:
+        """Meet until a meeting goes well for all; return what it has come to.
+
+        Raises:
+            DistBackendError: it has come to an error; on every process.
+        """
+        had_failed, size = False, 0
+        while True:
+            if status in (Status.FAILED, Status.AGAIN):
+                revoke_groups("a rank of the job has failed")
+            self._everyone.revoke("a rank of the job has called a meeting")
+            with self._waiting():
+                self._everyone = everyone = self._everyone.survivors()
+            if had_failed and everyone.size == size:
+                raise DistBackendError("the elastic job cannot go on, though no more ranks were lost") from self._error
+            size = everyone.size
+            found = self._agreed(self._confer, status)
+            if found is not None and self._agreed(self._carry_out, *found) is not None:
+                return self._commit(found[0])
+            had_failed = True
+            if status not in (Status.FINISHED, Status.LEFT, Status.BEGINS):
+                status = Status.AGAIN
+
+    def _agreed(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """Carry out a part of a meeting; return its result, or None if it failed on any process."""
+        result = None
+        try:
+            result = part(*arguments)
+        except RuntimeError as error:
+            if not isinstance(error, DistBackendError) and not is_hit() and not self._everyone.is_revoked():
+                raise
+            LOG.info("a meeting failed: %s", error)
+            self._error = error
+            self._everyone.revoke("a rank of the job has failed in a meeting")
+            revoke_groups("a rank of the job has failed in a meeting")
+        with self._waiting():
+            return result if self._everyone.agree(result is not None) else None
+
+    def _confer(self, status: Status) -> tuple[Decision, Backend | None, int]:
+        """Find out who is there, and decide how the job goes on.
+
+        Returns:
+            What was decided, the communicator of a new default group if there is to be one and this process is in it,
+            and how many groups were made.
+        """
+        everyone = self._everyone
+        mine = Report(
+            self._id, status, self._epoch, len(self._members), self._snapshot.step if self._holds else -1,
+            WORLD.count(), self._agreed_changes,
+            sum(time.monotonic() - each < HOUR for each in self._changed),
+        )  # fmt: skip
+        told = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
+        everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), told))
+        reports = [Report(*each) for each in told.view(-1, len(mine)).tolist()]
+        # a process may not have learnt that the last meeting went well; another one has
+        newest = max(range(everyone.size), key=lambda rank: reports[rank].epoch)
+        members = torch.zeros(reports[newest].size, dtype=torch.int64, device="cpu")
+        if newest == everyone.rank:
+            members = torch.tensor(self._members, device="cpu")
+        everyone.run(Call(BROADCAST, members, members, root=newest))
+        decision = decide(reports, members.tolist(), self._min_size, self._most)
+        own = None
+        if decision.remakes:
+            ids = [report.id for report in reports]
+            own = everyone.split([[ids.index(each) for each in decision.members]], ["elastic"], self._timeout)
+        return decision, own, max(each.made for each in reports)
+
+    def _carry_out(self, decision: Decision, own: Backend | None, made: int) -> bool:
+        """Make the default group anew if that was decided, and bring all to the same state."""
+        if decision.remakes:
+            clear("the ranks of the job have changed")
+            WORLD.made = made
+            if own is not None:
+                self._form(own)
+        self.changes = decision.changes
+        if decision.outcome is Outcome.GO_ON and self._id in decision.members:
+            self._take_over(default_group(), decision.source)
+        return True
+
+    def _commit(self, decision: Decision) -> Outcome:
+        """Take note of what all have agreed on."""
+        if decision.outcome is Outcome.ERROR:
+            raise DistBackendError(decision.reason) from self._error
+        self._error = None
+        self._epoch, self._members, self.size = decision.epoch, decision.members, len(decision.members)
+        self.rank = self._members.index(self._id) if self._id in self._members else None
+        self.changes = self._agreed_changes = decision.changes
+        if decision.lost:
+            self._changed.append(time.monotonic())
+            LOG.info("lost %s; %d ranks go on", listed(decision.lost), self.size)
+        return decision.outcome
+
+    def _form(self, own: Backend) -> None:
+        """Make the default group on a communicator; every rank of it calls."""
+        by_name = {own.name: own}
+        for name in self._carriers.values():
+            if name not in by_name:
+                bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device, peer=own)
+                by_name[name] = registry.connect(name, bootstrap)
+        backends = {device: by_name[name] for device, name in self._carriers.items()}
+        name, count = WORLD.next_name(), tuple(range(own.size))
+        for watchdog in RUNNING:
+            watchdog.begin_anew()
+        begin(ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device)
+        if self._is_shown:
+            torch_bridge.show(WORLD.groups.values())
+
+    def _take_over(self, group: Group, source: int) -> None:
+        """Bring the state to that of one rank, and make what belongs to the ranks that there are."""
+        self._snapshot.broadcast(group, source)
+        self._snapshot.restore()
+        self._done, self._stops, self._holds = self._snapshot.step, False, True
+        self.rank, self.size = group.rank(), group.size()
+        if self._setup is not None:
+            self._setup()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Bound a wait for all living processes."""
+        for watchdog in RUNNING:
+            limit = self._timeout.total_seconds()
+            watchdog.meeting = Meeting(watchdog.channel, self._everyone, limit, time.monotonic())
+        try:
+            yield
+        finally:
+            for watchdog in RUNNING:
+                watchdog.meeting = None
+
+
+def is_hit() -> bool:
+    """Tell whether a group of this process has lost a rank or was revoked."""
+    backends = [backend for group in list(WORLD.groups.values()) for backend in group.backends.values()]
+    return any(backend.is_revoked() or backend.failed() for backend in backends)
+
+
+def revoke_groups(reason: str) -> None:
+    """Make the calls under way on all groups of this process raise, on all their ranks."""
+    for group in list(WORLD.groups.values()):
+        for backend in group.backends.values():
+            if not backend.revoke(reason):
+                backend.interrupt(reason)
+
+
+def clear(reason: str) -> None:
+    """Forget all groups of this process, torch's among them, without freeing what takes all their ranks."""
+    revoke_groups(reason)
+    for group in list(WORLD.groups.values()):
+        group.drop(reason)
+    if WORLD.default is not None:
+        WORLD.clear()
+
+
+def elastic(spares: int = 0, min_size: int = 1, max_changes_per_hour: int = 20) -> ElasticJob:
+    """Return a job that goes on when ranks die; every process of the job enters it by ``with``.
+
+    The last ``spares`` processes wait outside the default group until one of its ranks dies, and take its place. When
+    there are none left the job goes on with fewer ranks. The default group, torch.distributed's world too, is made anew
+    after each change, and ends with the ``with`` block; other groups and meshes are to be made again (``setup`` of
+    ``steps``). A default group that exists is taken, with its backend and timeout; else ``init_process_group()`` makes
+    one. Where MPI does not survive a dead rank, rank 0 warns, and the same program runs as long as none dies.
+
+    Args:
+        spares: processes that wait, of those that were started.
+        min_size: the fewest ranks to go on with.
+        max_changes_per_hour: how often ranks may be replaced or given up, so that a broken node does not keep the job
+            from getting anywhere.
+
+    Returns:
+        The job; see ``ElasticJob.steps``. Entering it raises ValueError where the numbers do not fit the job.
+
+    Source: MPI_Comm_revoke, MPI_Comm_shrink and MPI_Comm_agree of User-Level Failure Mitigation.
+    """
+    return ElasticJob(spares, min_size, max_changes_per_hour)

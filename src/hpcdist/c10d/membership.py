@@ -1,0 +1,102 @@
+"""Decision of a meeting: what becomes of an elastic job, given what its living processes tell of themselves.
+
+Every process decides by itself, from the same reports, so that all come to the same.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from hpcdist.core.ranks import listed
+
+
+class Status(IntEnum):
+    """Why a process comes to a meeting; a spare's does not count."""
+
+    BEGINS = 0  # with its steps
+    FAILED = 1  # in a step
+    AGAIN = 2  # the last meeting has failed
+    FINISHED = 3  # all steps
+    LEFT = 4  # the loop, and cannot come back to it
+
+
+class Outcome(IntEnum):
+    """What a meeting has come to."""
+
+    GO_ON = 0
+    END = 1
+    ERROR = 2
+
+
+class Report(NamedTuple):
+    """What a process tells at a meeting; int64 each."""
+
+    id: int  # its rank in the job as it was started
+    status: int
+    epoch: int  # how many meetings it has seen go well
+    size: int  # of the default group that it knows
+    step: int  # how many steps its state has behind it; -1 for a spare that has none
+    made: int  # how many groups were made
+    changes: int  # of members
+    recent: int  # of those, within the last hour
+
+
+class Decision(NamedTuple):
+    """What follows from what the processes have told; the same on all of them."""
+
+    outcome: Outcome
+    epoch: int
+    members: list[int]  # ids of the ranks that go on, in order
+    lost: list[int]  # ranks of the last default group
+    source: int  # the rank whose state the others take over
+    changes: int
+    remakes: bool  # whether the default group is made anew
+    reason: str = ""
+
+
+def decide(reports: list[Report], members: list[int], min_size: int, most: int) -> Decision:
+    """Decide how a job goes on.
+
+    Args:
+        reports: what each living process has told.
+        members: ids of the default group's ranks so far, in order.
+        min_size: the least ranks to go on with.
+        most: how many changes of members there may be in an hour.
+    """
+    by_id = {report.id: report for report in reports}
+    lost = [rank for rank, each in enumerate(members) if each not in by_id]
+    survivors = [by_id[each] for each in members if each in by_id]
+    statuses = {Status(report.status) for report in survivors}
+    # first those that have taken the state over in a meeting that failed
+    waiting = iter(sorted(by_id.keys() - set(members), key=lambda each: (-by_id[each].step, each)))
+    filled = [each if each in by_id else next(waiting, None) for each in members]
+    chosen = [each for each in filled if each is not None]
+    has_ended = bool(statuses) and statuses <= {Status.FINISHED, Status.LEFT}
+    if has_ended:
+        chosen = [report.id for report in survivors]
+    farthest = max((by_id[each] for each in chosen), key=lambda report: report.step, default=None)
+    changes = max(report.changes for report in reports) + bool(lost)
+    reason = ""
+    if farthest is None or farthest.step < 0:
+        reason = f"all {len(members)} ranks of the job have died, and its state with them"
+    elif not has_ended:
+        if len(chosen) < min_size:
+            reason = f"{listed(lost)} of {len(members)} died and {len(chosen)} are left, fewer than min_size={min_size}"
+        elif lost and max(report.recent for report in reports) >= most:
+            reason = f"{listed(lost)} died after {most} other changes within an hour (max_changes_per_hour={most})"
+        elif Status.LEFT in statuses:
+            reason = "a rank has left the loop over the steps and others have not; use stop() on all ranks to end it"
+        elif not lost and Status.FAILED in statuses and not statuses & {Status.AGAIN, Status.BEGINS}:
+            reason = "a step has failed though no rank was lost; see the error of the rank where it did"
+    outcome = Outcome.ERROR if reason else Outcome.END if has_ended else Outcome.GO_ON
+    return Decision(
+        outcome,
+        max(report.epoch for report in reports) + 1,
+        chosen,
+        lost,
+        0 if farthest is None else chosen.index(farthest.id),
+        changes,
+        not reason and (bool(lost) or bool(statuses & {Status.FAILED, Status.AGAIN})),
+        f"the elastic job cannot go on: {reason}" if reason else "",
+    )

@@ -1,0 +1,108 @@
+"""Snapshot of a training state: a copy that a rank goes back to, or gets from another one, bit for bit.
+
+The tensors of a ``state_dict()`` are copied beside it, and travel as tensors; what is left of it (numbers, names, the
+order of entries) is one small pickle.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hpcdist.c10d.collectives import broadcast
+from hpcdist.core.group import Group
+from hpcdist.core.objects import TensorObjects
+
+
+class Stateful(Protocol):
+    """What can hand its state out and take one: modules, optimizers, schedulers, a class of the user's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take a state over."""
+
+
+class Place(NamedTuple):
+    """Stands for a tensor in what is pickled."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str  # its type: the number of a GPU is each rank's own
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with what they hold changed."""
+    if isinstance(value, Mapping):
+        return {key: mapped(each, change) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, Place):
+        made = [mapped(each, change) for each in value]
+        return made if isinstance(value, list) else type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return change(value)
+
+
+class Snapshot:
+    """The state of some objects after a step.
+
+    Args:
+        state: the objects by name.
+
+    Attributes:
+        step: how many steps the state has behind it.
+    """
+
+    def __init__(self, state: Mapping[str, Stateful]) -> None:
+        self._state = state
+        self._tensors: list[torch.Tensor] = []
+        self._rest = b""
+        self.step = 0
+
+    def take(self, step: int) -> None:
+        """Copy the state of this moment; the memory of the last copy is used again."""
+        places: list[torch.Tensor] = []
+
+        def leave_out(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            places.append(value.detach())
+            return Place(len(places) - 1, tuple(value.shape), value.dtype, value.device.type)
+
+        rest = mapped({name: each.state_dict() for name, each in self._state.items()}, leave_out)
+        kept = self._tensors
+        for index, tensor in enumerate(places):
+            if index < len(kept) and alike(kept[index], tensor):
+                kept[index].copy_(tensor)
+            else:
+                kept[index : index + 1] = [tensor.clone(memory_format=torch.contiguous_format)]
+        del kept[len(places) :]
+        self._rest, self.step = pickle.dumps(rest), step
+
+    def broadcast(self, group: Group, source: int) -> None:
+        """Take one rank's snapshot over; every rank of the group calls."""
+        step, rest = TensorObjects(group.any_backend()).broadcast((self.step, self._rest), source)
+        tensors = self._tensors
+        if group.rank() != source:
+            places: list[Place] = []
+            mapped(pickle.loads(rest), lambda value: places.append(value) if isinstance(value, Place) else None)
+            tensors = [torch.empty(place.shape, dtype=place.dtype, device=place.device) for place in places]
+        for tensor in tensors:
+            broadcast(tensor, group=group, group_src=source)
+        self._tensors, self.step, self._rest = tensors, step, rest  # the old ones may be needed until now
+
+    def restore(self) -> None:
+        """Bring the objects to this state."""
+        rest = pickle.loads(self._rest)
+        # a copy each: an optimizer keeps the tensors that it is given
+        found = mapped(rest, lambda value: self._tensors[value.number].clone() if isinstance(value, Place) else value)
+        for name, each in self._state.items():
+            each.load_state_dict(found[name])
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors hold as many values of a kind in the same place."""
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

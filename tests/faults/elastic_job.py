@@ -1,0 +1,139 @@
+"""A job that loses ranks on purpose, and whose result shows any step that was lost, made twice or made by halves.
+
+    mpirun --with-ft ulfm -n 6 python elastic_job.py '{"spares": 1, "die": {"2": {"step": 5}}}'
+
+The plan says which processes die, and when: in a step ("step", between its two sums), some seconds after the first step
+("seconds", wherever they are then), or in a recovery ("setup", at their so-manieth call of it). All values are whole
+numbers, so that their sums do not depend on the order: the result equals that of one process that knows only how many
+ranks made each step (``expected``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import hpcdist as dist
+
+PRIME = 1_000_003
+COUNTS = {"mpi": 16, "window": 1 << 17}  # elements of a sum: 128 B, and 1 MiB through node-shared memory
+
+
+def share(step: int, rank: int, size: int, count: int) -> torch.Tensor:
+    """Return what a rank adds in a step."""
+    return (torch.arange(count, dtype=torch.float64) * (step + 1) + 7 * rank + size) % 101
+
+
+def first_half(weights: torch.Tensor, total: torch.Tensor) -> None:
+    weights.mul_(3).add_(total).remainder_(PRIME)
+
+
+def second_half(weights: torch.Tensor, total: torch.Tensor) -> None:
+    weights.mul_(5).sub_(total).remainder_(PRIME)
+
+
+def expected(sizes: list[int], count: int) -> torch.Tensor:
+    """Return the weights after steps made by so many ranks each, without a failure."""
+    weights = torch.zeros(count, dtype=torch.float64)
+    for step, size in enumerate(sizes):
+        total = torch.zeros(count, dtype=torch.float64)
+        for rank in range(size):
+            total += share(step, rank, size, count)
+        first_half(weights, total)
+        second_half(weights, total)
+    return weights
+
+
+class Training:
+    """Weights, and how many ranks made each step."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.weights = torch.full((count,), float(seed), dtype=torch.float64)  # rank 0's count
+        self.sizes: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "sizes": self.sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights.copy_(state["weights"])
+        self.sizes = list(state["sizes"])
+
+
+def tell(event: str, **more: object) -> None:
+    line = json.dumps({"rank": ME, "event": event, "time": time.time(), "pid": os.getpid(), **more})
+    os.write(1, f"\n{line}\n".encode())
+
+
+def die() -> None:
+    tell("dies")
+    os.kill(os.getpid(), getattr(signal, PLAN.get("signal", "SIGKILL")))
+
+
+def main() -> None:
+    count, steps, pause = COUNTS[PLAN.get("by", "mpi")], PLAN.get("steps", 30), PLAN.get("pause", 0.01)
+    training = Training(count, 0 if ME == 0 else 1 + ME)
+    own = PLAN.get("die", {}).get(str(ME), {})
+    setups = 0
+
+    def setup() -> None:
+        nonlocal setups
+        setups += 1
+        half, _ = dist.new_subgroups(1)
+        assert half.size() == 1
+        if setups == own.get("setup"):
+            die()
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        assert ones.item() == job.size
+        tell("setup", size=job.size)
+
+    with dist.elastic(PLAN.get("spares", 0), PLAN.get("min_size", 1), PLAN.get("limit", 20)) as job:
+        started = setups_seen = 0
+        if job.rank is None and "spare" in own:
+            threading.Timer(own["spare"], die).start()
+        for step in job.steps({"training": training}, steps, setup=setup, snapshot_every=PLAN.get("every", 1)):
+            with step as number:
+                if not started and "seconds" in own:
+                    threading.Timer(own["seconds"], die).start()
+                started = 1
+                total = share(number, job.rank, job.size, count)
+                if PLAN.get("async"):
+                    dist.all_reduce(total, async_op=True).wait()
+                else:
+                    dist.all_reduce(total)
+                first_half(training.weights, total)
+                if number == own.get("step"):
+                    die()
+                total = share(number, job.rank, job.size, count)
+                if PLAN.get("async"):
+                    work = dist.all_reduce(total, async_op=True)
+                    time.sleep(pause)
+                    work.wait()
+                else:
+                    time.sleep(pause)
+                    dist.all_reduce(total)
+                second_half(training.weights, total)
+                training.sizes.append(job.size)
+                if setups_seen != setups:
+                    setups_seen = setups
+                    tell("resumed", step=number, size=job.size)
+        if job.rank is not None:
+            dist.all_reduce(torch.ones(1))  # the group is there until all have left the block
+        right = torch.equal(training.weights, expected(training.sizes, count)) if job.rank is not None else None
+        tell("end", now=job.rank, size=job.size, changes=job.changes, sizes=training.sizes, right=right)
+
+
+if __name__ == "__main__":
+    PLAN: dict[str, Any] = json.loads(sys.argv[1])
+    dist.init_process_group(timeout=timedelta(seconds=PLAN.get("timeout", 30)))
+    ME = dist.get_rank()
+    tell("begins")
+    main()

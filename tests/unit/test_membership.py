@@ -1,0 +1,84 @@
+"""Decisions of an elastic job's meetings, and snapshots of a state, without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.c10d.membership import Outcome, Report, Status, decide
+from hpcdist.c10d.snapshot import Snapshot
+
+
+def report(number: int, status: Status = Status.FAILED, step: int = 7, **more: int) -> Report:
+    made = Report(number, status, epoch=3, size=4, step=step, made=5, changes=1, recent=1)
+    return made._replace(**more)
+
+
+def spare(number: int, step: int = -1) -> Report:
+    return report(number, Status.AGAIN, step)
+
+
+def test_spares_take_the_places_of_the_dead_lowest_first():
+    found = decide([report(0), report(3), spare(4), spare(5), spare(6)], [0, 1, 2, 3], 1, 20)
+    assert found.outcome is Outcome.GO_ON
+    assert (found.members, found.lost, found.epoch, found.changes, found.remakes) == ([0, 4, 5, 3], [1, 2], 4, 2, True)
+
+
+def test_without_spares_the_ranks_behind_move_up_and_the_farthest_is_the_source():
+    found = decide([report(1), report(3, step=8), report(2)], [0, 1, 2, 3], 1, 20)
+    assert (found.members, found.source) == ([1, 2, 3], 2)
+
+
+def test_a_spare_that_has_the_state_saves_the_job_if_all_ranks_have_died():
+    found = decide([spare(4), spare(5, step=9)], [0, 1], 1, 20)
+    assert (found.outcome, found.members, found.source) == (Outcome.GO_ON, [5, 4], 0)
+    assert "all 2 ranks of the job have died" in decide([spare(4), spare(5)], [0, 1], 1, 20).reason
+
+
+@pytest.mark.parametrize(
+    ("reports", "least", "most", "words"),
+    [
+        ([report(0)], 2, 20, "rank 1 of 2 died and 1 are left, fewer than min_size=2"),
+        ([report(0, recent=4)], 1, 4, "rank 1 died after 4 other changes within an hour"),
+        ([report(0, Status.LEFT), report(1)], 1, 20, "a rank has left the loop"),
+        ([report(0), report(1, Status.FINISHED)], 1, 20, "a step has failed though no rank was lost"),
+    ],
+)
+def test_errors(reports, least, most, words):
+    found = decide(reports, [0, 1], least, most)
+    assert found.outcome is Outcome.ERROR
+    assert words in found.reason
+    assert not found.remakes
+
+
+def test_the_end_and_a_beginning_need_no_new_group():
+    for status, outcome in ((Status.FINISHED, Outcome.END), (Status.BEGINS, Outcome.GO_ON)):
+        found = decide([report(0, status), report(1, status), spare(2)], [0, 1], 1, 20)
+        assert (found.outcome, found.members, found.remakes) == (outcome, [0, 1], False)
+
+
+def test_a_rank_that_has_finished_makes_the_last_step_again_with_the_others():
+    found = decide([report(0, Status.FINISHED, step=8), report(1, step=7)], [0, 1, 2], 1, 20)
+    assert (found.outcome, found.source, found.remakes) == (Outcome.GO_ON, 0, True)
+
+
+def test_a_snapshot_restores_every_bit_and_is_no_view():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    snapshot = Snapshot({"model": model, "optimizer": optimizer})
+
+    def train():
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    train()
+    snapshot.take(1)
+    train()
+    after = model.weight.detach().clone()
+    for _ in range(2):
+        snapshot.restore()
+        train()
+        assert torch.equal(model.weight, after)
+    snapshot.take(2)
+    assert snapshot.step == 2
