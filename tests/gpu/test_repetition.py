@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from hpcdist.core.call_cache import LOOKS
 COUNT = 3000
 ROUNDS = 4 * LOOKS  # a group has prepared after two looks, whatever else is called meanwhile
 
+SLEEP_CYCLES = 20_000_000
 NAMES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 
 
@@ -97,6 +100,22 @@ def test_of_another_op_root_and_device(rank, size, device):
         on_host = torch.full((COUNT,), float(rank))
         dist.all_reduce(on_host)
         assert on_host.unique().tolist() == [float(sum(range(size)))]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_through_host_memory_each_call_keeps_its_place_among_streams(is_async, rank, size, device):
+    group = dist.new_group(backend="mpi")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for value in range(ROUNDS):
+            tensor = torch.full((COUNT,), float(value), device=device)
+            torch.cuda._sleep(SLEEP_CYCLES)
+            tensor += rank  # what the call has to wait for
+            work = dist.all_reduce(tensor, group=group, async_op=is_async)
+            if is_async:
+                time.sleep(0.003)  # the worker thread carries it out
+                work.wait()
+            assert tensor.unique().tolist() == [float(sum(value + each for each in range(size)))]
+    dist.destroy_process_group(group)
 
 
 def test_a_destroyed_group_repeats_nothing(rank, size, device):

@@ -75,9 +75,11 @@ class CallCache(dict["Row | str", Any]):
         if self.get(row) != seen:
             self[row] = seen
         elif hooks.likeness is not None and op.__class__ in PLAIN_OPS:
+            run, start = backend.prepare(Call(row, send, recv, op, root))
+            if start is None and not send.is_cpu:
+                return  # the asynchronous call is more than ``run`` on another thread, such as a place among streams
             is_like = hooks.likeness(send) if recv is send else hooks.likeness(send, recv)
             is_large = max(send.nbytes, recv.nbytes) >= LARGE_BYTES
-            run, start = backend.prepare(Call(row, send, recv, op, root))
             self[row] = CachedCall(op, root, recv is send, is_like, shape, dtype, is_large, backend, run, start)
 
     def keep(self, row: Row, backend: Backend) -> None:
