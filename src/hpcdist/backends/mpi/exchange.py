@@ -3,7 +3,8 @@
 One MPI function carries equal and unequal shares of any size. Which of MPI_Alltoall and MPI_Alltoallv would do depends
 on the counts of one rank, and ranks that chose differently would wait for each other for ever. How this rank describes
 a share to MPI is its own affair: as a count of bytes and a displacement where a C int holds both, else as a derived
-datatype that holds the displacement too (MPI 5.1). On 2 and 4 ranks MPI_Alltoallw takes as long as MPI_Alltoallv.
+datatype that holds the displacement too (MPI 5.1). The price is about 1 µs on 2 ranks of Open MPI (64 B: 2.4 µs,
+MPI_Alltoallv 1.9, MPI_Alltoall 1.5); MPICH takes as long for each of them.
 """
 
 from __future__ import annotations
