@@ -303,6 +303,15 @@ MAKERS = {
 }
 
 
+def test_the_same_ranks_are_made_a_group_again_and_again(world, size):
+    everyone = list(range(size))
+    groups = [world.split_group(everyone, group_name=name) for name in (None, None, "named", "named") * 5]
+    assert len({group.group_name for group in groups}) == 11
+    for group in groups:
+        assert total(group, 1) == size
+        group.shutdown()
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_options_of_a_group(make, size):
     theirs = dist.get_backend_impl(device=torch.device("cpu")).options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
     def __init__(self, ranks: tuple[int, ...], rank: int, *args: Any) -> None:
         torch.distributed.ProcessGroup.__init__(self, rank, len(ranks))  # type: ignore[call-arg]  # not in the stub
         C10dMethods.__init__(self, ranks, rank, *args)
+        self._splits: Counter[tuple[int, ...]] = Counter()  # how often each list of ranks was made a group
 
     # torch's libraries ask a group made in Python for these by name
 
@@ -49,7 +51,7 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             ranks: ranks of this group, in the order of their ranks in the new one.
             timeout: the limit of each call; None for this group's.
             opts: c10d's options of the backend; a communicator is made like this group's.
-            group_name: a name that is unique on its members; None makes one of this group's and the ranks.
+            group_name: a name for the members; None makes one of this group's, the ranks and a number.
             group_desc: what the group is for.
             device_types: keep only the backends of these.
 
@@ -63,15 +65,18 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         if self.rank() not in ranks:
             return None
         limit = timeout or self.timeout
-        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
+        # no two groups meet under one name, although their members call for the same ranks again
+        self._splits[tuple(ranks)] += 1
+        own_name = f"{self.group_name}:split:{'_'.join(map(str, ranks))}:{self._splits[tuple(ranks)]}"
         kept = {each.type for each in device_types} if device_types else set(self.backends)
         made = {
-            each: each.create_group(ranks, name, limit)
+            each: each.create_group(ranks, own_name, limit)
             for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
         }
         by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
         global_ranks = tuple(self.ranks[rank] for rank in ranks)
         description = group_desc or f"{self.group_desc}:split"
+        name = group_name or own_name
         return ProcessGroup(global_ranks, ranks.index(self.rank()), by_device, self.config, name, description, limit)
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
