@@ -142,6 +142,48 @@ def test_groups_have_ranks_of_their_own(rank, size):
     dist.barrier()
 
 
+def test_exchanges_do_not_meet_the_messages_of_a_group(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        messages = [torch.full((1,), -1.0) for _ in range(4)]
+        works = [dist.irecv(message, group=pair, group_src=1 - rank, tag=tag) for tag, message in enumerate(messages)]
+        exchanged = torch.empty(2)
+        dist.all_to_all_single(exchanged, torch.tensor([10.0, 20.0]) + rank, group=pair)
+        assert exchanged.tolist() == [10.0 + 10 * rank, 11.0 + 10 * rank]
+        for tag in range(4):
+            dist.send(torch.tensor([float(tag)]), group=pair, group_dst=1 - rank, tag=tag)
+        assert all(work.wait() for work in works)
+        assert [message.item() for message in messages] == [0, 1, 2, 3]
+        dist.destroy_process_group(pair)
+    dist.barrier()
+
+
+def test_own_splits_that_differ(world, rank, size):
+    if size < 2 or world.cpu.name != "mpi":
+        pytest.skip("needs two ranks of MPI")
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        # rank 0 sends itself one element, and receives two from itself
+        splits = ([2, 1], [1, 2]) if rank == 0 else ([2, 2], [1, 2])
+        output = torch.empty(sum(splits[0]))
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match="rank 0 of 2 sends itself 4 bytes and receives 8"):
+                dist.all_to_all_single(output, torch.ones(3), *splits, group=pair)
+        else:
+            dist.all_to_all_single(output, torch.ones(3), *splits, group=pair)
+        assert total(pair) == 2
+        dist.destroy_process_group(pair)
+    dist.barrier()
+
+
+def total(group):
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
 def test_bad_peers(rank, size):
     tensor = torch.ones(1)
     with pytest.raises(ValueError, match="same as the rank of the current process"):

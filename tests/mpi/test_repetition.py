@@ -249,6 +249,20 @@ def test_splits_are_not_taken_for_equal_shares(is_async, group, rank, size):
     assert recv.tolist() == [float((rank - 1) % size)] * size
 
 
+@pytest.mark.parametrize("share", [0, 1, 1 << 15, (1 << 15) + 1])  # two of 1 << 15 are copied without further ado
+def test_exchanges_of_all_sizes(share, group, rank, size):
+    expected = torch.arange(float(size)).repeat_interleave(share)
+    kept = [torch.empty(size * share) for _ in range(2)]
+    for turn in range(ENOUGH):
+        send, recv = kept if turn % 3 else [torch.empty(size * share) for _ in range(2)]
+        dist.all_to_all_single(recv.fill_(-1), send.fill_(rank), group=group)
+        assert torch.equal(recv, expected), turn
+    assert group.known[ALL_TO_ALL_SINGLE].__class__ is CachedCall
+    both = torch.full((size * share + 1,), float(rank))
+    dist.all_to_all_single(both[1:], both[:-1], group=group)
+    assert torch.equal(both[1:], expected)
+
+
 def test_asynchronous_calls_repeat_too(group, rank, size):
     tensor = torch.empty(4)
     for number in range(2 * ENOUGH):

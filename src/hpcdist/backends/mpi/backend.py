@@ -191,7 +191,7 @@ class MPIBackend(Backend):
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.collectives.close()
             if not self.communicator.is_revoked():  # to free it would wait for the dead
-                self.objects.close()
+                self.communicator.close_private()
             if self._bundler is not None:
                 self._bundler.close()
             self.comm.Free()

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, memory, message, shares, starts
-from hpcdist.backends.mpi.exchange import describe_equal, exchange
+from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.node.calls import SHARED_CALLS, NodeCalls
 from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.plans import Plans
@@ -46,6 +46,7 @@ class Collectives:
         self._comm, self._size = comm, communicator.size
         self._all_reduce = comm.Allreduce
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
+        self._exchange = Exchange(communicator)
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(comm, communicator.derived, communicator.poll, is_background)
 
@@ -168,7 +169,7 @@ class Collectives:
         row, send, recv, _, root, counts, *_ = call
         if send is not None and recv is not None:
             if row in EXCHANGES:
-                exchange(self._comm, send.clone() if overlap(send, recv) else send, recv, counts)
+                self._exchange.run(send.clone() if overlap(send, recv) else send, recv, counts)
                 return
             if counts is None:
                 buffers = apart(send, recv, BYTE)
@@ -192,7 +193,7 @@ class Collectives:
 
     def _gather_counted(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts) -> None:
         if recv.nbytes > COUNT_MAX:  # the same on all ranks
-            exchange(self._comm, send, recv, counts)
+            self._exchange.run(send, recv, counts)
             return
         received = [count * send.itemsize for count in counts[1]]
         self._comm.Allgatherv([memory(send), send.nbytes, BYTE], [memory(recv), received, starts(received), BYTE])
@@ -214,6 +215,8 @@ class Collectives:
             run = self._through_window(row, op, root) if recv is send else None
         elif recv is send:
             run = self._in_place(row, send, op, root)
+        elif row in EXCHANGES and self._size == 2:
+            run = self._exchange.between_two(row.name)
         else:
             run = self._between_two(row, send.dtype, op)
         if run is None:
@@ -294,7 +297,7 @@ class Collectives:
                 return None
             datatype, last = how.datatype, (how.op,)
         call, failure = self._calls[row], self._communicator.failure
-        describe = describe_equal(self._size) if row in EXCHANGES else partial(apart, datatype=datatype)
+        describe = self._exchange.describe if row in EXCHANGES else partial(apart, datatype=datatype)
         known: tuple[int, int, Any] = (-1, -1, None)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:

@@ -53,6 +53,8 @@ class Communicator:
         comm: the communicator.
         rank, size: of this process and of the group.
         derived: communicators made from it that the group's calls may block on; they are revoked with it.
+        private: the duplicate for messages that collectives are made of, which no message of the user's can meet; None
+            until ``open_private``.
         interruption: why a blocked call was made to raise.
         receiving: the receive that blocks now.
         is_checked: whether a collective that returned success is checked for a death that MPI did not report.
@@ -63,9 +65,27 @@ class Communicator:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.derived: list[MPI.Comm] = []
+        self.private: MPI.Intracomm | None = None
         self.interruption: str | None = None
         self.receiving: MPI.Request | ProbedReceive | None = None
         self.is_checked = ulfm.is_tolerant()
+
+    def open_private(self) -> MPI.Intracomm:
+        """Return the private duplicate, which the first call makes; every rank calls it, as a part of a collective."""
+        if self.private is None:
+            # mpi4py duplicates with the GIL held: a rank that waited in there for a late one would stop its own
+            # watchdog, so all come together first
+            self.comm.Barrier()
+            self.private = self.comm.Dup()
+            self.derived.append(self.private)
+        return self.private
+
+    def close_private(self) -> None:
+        """Free the private duplicate (MPI 7.4.3); every rank calls it."""
+        if self.private is not None:
+            self.derived.remove(self.private)
+            self.private.Free()
+            self.private = None
 
     # -- errors --------------------------------------------------------------------------------------
 

@@ -1,52 +1,140 @@
-"""All-to-all exchange: a share of its own from each rank to each other rank, by MPI_Alltoallw (MPI 6.8).
+"""All-to-all exchange: a share of its own from each rank to each other rank, by one MPI function whatever the shares.
 
-One MPI function carries equal and unequal shares of any size. Which of MPI_Alltoall and MPI_Alltoallv would do depends
-on the counts of one rank, and ranks that chose differently would wait for each other for ever. How this rank describes
-a share to MPI is its own affair: as a count of bytes and a displacement where a C int holds both, else as a derived
-datatype that holds the displacement too (MPI 5.1). The price is about 1 µs on 2 ranks of Open MPI (64 B: 2.4 µs,
-MPI_Alltoallv 1.9, MPI_Alltoall 1.5); MPICH takes as long for each of them.
+Which of MPI_Alltoall and MPI_Alltoallv would do depends on the counts of one rank, and ranks that chose differently
+would wait for each other for ever. So three ranks and more call MPI_Alltoallw (MPI 6.8), and two exchange one message
+each by MPI_Sendrecv (MPI 3.10). How this rank describes a share to MPI is its own affair: as a count of bytes where a C
+int holds it, else as a derived datatype (MPI 5.1). On 2 ranks and 64 B, MPI_Alltoallw takes 3.9 µs in Open MPI and 5.7
+in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own share 2.5 and 3.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from ctypes import memmove
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, memory, run, starts
+from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, memory, run, starts
+from hpcdist.core.buffers import overlap
+from hpcdist.core.call import Run
+from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import Counts
 
 LAYOUTS = 64  # of equal shares, kept
+TAG = 1  # on the private duplicate, where objects travel with 0
+COPY_MAX = 1 << 18  # bytes that are copied without releasing the GIL
 
 Layout = tuple[list[int], list[int], list[MPI.Datatype]]  # count, displacement and type of each rank's share
 
 
-def exchange(comm: MPI.Intracomm, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> None:
-    """Send each rank its share of one tensor and receive one from each into another; every rank calls.
+class Exchange:
+    """The exchanges of one communicator, by one MPI function whatever this rank's shares are."""
 
-    Args:
-        comm: the communicator.
-        send: the shares to send, one after another.
-        recv: the shares to receive; memory that is not ``send``'s.
-        counts: elements to and from each rank, None for equal shares. One share to send stands for the same share to
-            everyone.
-    """
-    size, itemsize = comm.Get_size(), send.itemsize
-    with ExitStack() as made:
-        if counts is None:
-            layout = [equal(tensor.nbytes // size, size, made) for tensor in (send, recv)]
-        elif len(counts[0]) == 1 and size > 1:
-            nbytes = counts[0][0] * itemsize
-            layout = [([nbytes] * size, [0] * size, [BYTE] * size), ragged(counts[1], itemsize, made)]
-            if nbytes > COUNT_MAX:
-                layout[0] = typed([nbytes] * size, [0] * size, made)
-        else:
-            layout = [ragged(side, itemsize, made) for side in counts]
-        comm.Alltoallw([memory(send), *layout[0]], [memory(recv), *layout[1]])
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
+
+    def run(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> None:
+        """Send each rank its share of one tensor and receive one from each into another; every rank calls.
+
+        Args:
+            send: the shares to send, one after another.
+            recv: the shares to receive; memory that is not ``send``'s.
+            counts: elements to and from each rank, None for equal shares. One share to send stands for the same share
+                to everyone.
+
+        Raises:
+            DistBackendError: a rank of two sends itself another number of elements than it receives from itself.
+        """
+        size, itemsize = self._size, send.itemsize
+        if size == 2:
+            lengths = [[tensor.nbytes // 2] * 2 for tensor in (send, recv)]
+            if counts is not None:
+                lengths = [[count * itemsize for count in side] for side in counts]
+            self._swap(send.data_ptr(), recv.data_ptr(), *lengths)
+            return
+        with ExitStack() as made:
+            if counts is None:
+                layout = [equal(tensor.nbytes // size, size, made) for tensor in (send, recv)]
+            elif len(counts[0]) == 1 and size > 1:
+                nbytes = counts[0][0] * itemsize
+                layout = [([nbytes] * size, [0] * size, [BYTE] * size), ragged(counts[1], itemsize, made)]
+                if nbytes > COUNT_MAX:
+                    layout[0] = typed([nbytes] * size, [0] * size, made)
+            else:
+                layout = [ragged(side, itemsize, made) for side in counts]
+            self._comm.Alltoallw([memory(send), *layout[0]], [memory(recv), *layout[1]])
+
+    def _swap(self, source: int, target: int, sent: list[int], received: list[int]) -> None:
+        """Exchange bytes between two ranks: the shares at ``source`` and ``target``, one after another."""
+        rank, other = self._rank, 1 - self._rank
+        sources = (source, source + sent[0]) if len(sent) == 2 else (source, source)
+        targets = target, target + received[0]
+        to_other, to_self, to_receive = sent[other % len(sent)], sent[rank % len(sent)], received[other]
+        self._communicator.open_private().Sendrecv(
+            [address(sources[other], to_other), *run(to_other)], other, TAG,
+            [address(targets[other], to_receive), *run(to_receive)], other, TAG,
+        )  # fmt: skip
+        if to_self != received[rank]:  # said now, so that the other rank does not wait
+            raise DistBackendError(
+                f"exchange: rank {rank} of 2 sends itself {to_self} bytes and receives {received[rank]} from itself; "
+                "its own splits of input and output must be equal"
+            )
+        memmove(targets[rank], sources[rank], to_self)  # releases the GIL
+
+    def describe(self, send: torch.Tensor, recv: torch.Tensor) -> tuple[Any, ...] | None:
+        """Describe equal shares in two tensors to MPI_Alltoallw; None if they overlap or are too large."""
+        if overlap(send, recv) or send.nbytes > COUNT_MAX:
+            return None
+        layout = equal_small(send.nbytes // self._size, self._size)
+        return [memory(send), *layout], [memory(recv), *layout]
+
+    def between_two(self, name: str) -> Run:
+        """Return what exchanges equal shares between two ranks for a row's calls, on memory that is described once."""
+        other, known = 1 - self._rank, Swap()
+
+        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
+            nonlocal known
+            source, target, sendrecv, sent, received, own, copied = known
+            if send.data_ptr() != source or recv.data_ptr() != target:
+                with self._communicator.translating(name):
+                    if (is_copied := overlap(send, recv)) or send.nbytes > COPY_MAX:
+                        self.run(send.clone() if is_copied else send, recv, None)
+                        return
+                    known = self._described(send, recv)
+                _, _, sendrecv, sent, received, own, copied = known
+            try:
+                sendrecv(sent, other, TAG, received, other, TAG)
+            except MPI.Exception as error:
+                raise self._communicator.failure(name, error) from error
+            copied[:] = own
+
+        return run
+
+    def _described(self, send: torch.Tensor, recv: torch.Tensor) -> Swap:
+        rank, nbytes, source, target = self._rank, send.nbytes // 2, send.data_ptr(), recv.data_ptr()
+        sent, received = ([address(start, nbytes), address(start + nbytes, nbytes)] for start in (source, target))
+        sendrecv = self._communicator.open_private().Sendrecv
+        return Swap(
+            source, target, sendrecv, (sent[1 - rank], BYTE), (received[1 - rank], BYTE), sent[rank], received[rank]
+        )
+
+
+class Swap(NamedTuple):
+    """An exchange between two ranks: where its tensors lie, MPI's call, what it takes, and a rank's own shares."""
+
+    source: int = -1
+    target: int = -1
+    sendrecv: Any = None
+    sent: Any = None
+    received: Any = None
+    own: Any = None
+    copied: Any = None
 
 
 @lru_cache(LAYOUTS)
@@ -79,16 +167,3 @@ def typed(lengths: Sequence[int], offsets: Sequence[int], made: ExitStack) -> La
         types.append(MPI.Datatype.Create_struct([count], [offset], [piece]).Commit())
         made.callback(types[-1].Free)
     return [1] * len(types), [0] * len(types), types
-
-
-def describe_equal(size: int) -> Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any] | None]:
-    """Return what describes two tensors of equal shares to MPI_Alltoallw; None where they overlap or are too large."""
-
-    def describe(send: torch.Tensor, recv: torch.Tensor) -> tuple[Any, Any] | None:
-        first, second, nbytes = send.data_ptr(), recv.data_ptr(), send.nbytes
-        if (first < second + nbytes and second < first + nbytes) or nbytes > COUNT_MAX:
-            return None
-        layout = equal_small(nbytes // size, size)
-        return [memory(send), *layout], [memory(recv), *layout]
-
-    return describe

@@ -48,7 +48,6 @@ class MPIObjects(Objects):
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
-        self._exchange = parts.Exchange(self._comm, communicator.derived)
         self._sending, self._receiving = threading.Lock(), threading.Lock()  # an object is several messages
         self._slots = Slots(256)
 
@@ -62,7 +61,7 @@ class MPIObjects(Objects):
             while 0 in received[:: slots.size]:
                 self._slots = slots.grown(received)
                 if self._slots is slots:
-                    gathered = self._exchange.all_gather([data, *apart])
+                    gathered = parts.all_gather(self._communicator.open_private(), [data, *apart])
                     break
                 slots, received = self._gather_slots(data, is_in_slot)
         except MPI.Exception as error:
@@ -87,7 +86,7 @@ class MPIObjects(Objects):
         """Gather every rank's object on the root."""
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         with self._communicator.translating("gather_object"):
-            gathered = self._exchange.gather([data, *apart], root)
+            gathered = parts.gather(self._communicator.open_private(), [data, *apart], root)
         self._check("gather_object", failure)
         return None if gathered is None else [unpacked(*each, weights_only=weights_only) for each in gathered]
 
@@ -109,7 +108,7 @@ class MPIObjects(Objects):
             each_packed, failure = packed_list(values, root, weights_only=weights_only)
             given = [[data, *apart] for data, apart in each_packed]
         with self._communicator.translating("scatter_object"):
-            received = self._exchange.scatter(given, root)
+            received = parts.scatter(self._communicator.open_private(), given, root)
         self._check("scatter_object", failure)
         return unpacked(*received, weights_only=weights_only)
 
@@ -132,7 +131,3 @@ class MPIObjects(Objects):
         with self._communicator.translating("recv_object"), self._receiving:
             received, sender = parts.receive(self._comm, MPI.ANY_SOURCE if src is None else src, TAG)
         return unpacked(*received, weights_only=weights_only), sender
-
-    def close(self) -> None:
-        """Free what the calls made; every rank calls it."""
-        self._exchange.close()

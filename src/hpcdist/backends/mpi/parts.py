@@ -70,63 +70,36 @@ def receive(comm: MPI.Intracomm, src: int, tag: int) -> tuple[Parts, int]:
     return parts, src
 
 
-class Exchange:
-    """Collectives on parts that are made of messages, over a communicator of their own.
+def all_gather(comm: MPI.Intracomm, parts: Parts) -> list[Parts]:
+    """Gather every rank's parts on all ranks, by messages."""
+    rank, size = comm.rank, comm.size
+    sent = [send(comm.Isend, parts, (rank + step) % size, 0) for step in range(1, size)]
+    gathered: list[Parts] = [receive(comm, r, 0)[0] if r != rank else in_other_memory(parts) for r in range(size)]
+    finish(sent)
+    return gathered
 
-    Args:
-        comm: the group's communicator, which is duplicated when a rank first calls one; every rank calls each.
-        derived: takes the duplicate, so that it can be revoked with the group's.
-    """
 
-    def __init__(self, comm: MPI.Intracomm, derived: list[MPI.Comm]) -> None:
-        self._given, self._derived = comm, derived
-        self._comm: MPI.Intracomm | None = None
-        self._rank, self._size = comm.rank, comm.size
+def gather(comm: MPI.Intracomm, parts: Parts, root: int) -> list[Parts] | None:
+    """Gather every rank's parts on the root, by messages."""
+    if comm.rank != root:
+        send(comm.Send, parts, root, 0)
+        return None
+    return [receive(comm, r, 0)[0] if r != root else in_other_memory(parts) for r in range(comm.size)]
 
-    def _opened(self) -> MPI.Intracomm:
-        if self._comm is None:
-            # mpi4py duplicates with the GIL held: a rank that waited in there for a late one would stop its own
-            # watchdog, so all come together first
-            self._given.Barrier()
-            self._comm = self._given.Dup()
-            self._derived.append(self._comm)
-        return self._comm
 
-    def _own(self, parts: Parts) -> Parts:
-        """Return this rank's own parts as another would receive them: in other memory."""
-        return [bytearray(part) for part in parts]
+def scatter(comm: MPI.Intracomm, each: Sequence[Parts] | None, root: int) -> Parts:
+    """Hand each rank its parts of the root's list, by messages."""
+    if comm.rank != root or each is None:
+        return receive(comm, root, 0)[0]
+    finish([send(comm.Isend, parts, r, 0) for r, parts in enumerate(each) if r != root])
+    return in_other_memory(each[root])
 
-    def all_gather(self, parts: Parts) -> list[Parts]:
-        """Gather every rank's parts on all ranks."""
-        comm, size = self._opened(), self._size
-        others = [(self._rank + step) % size for step in range(1, size)]
-        sent = [send(comm.Isend, parts, each, 0) for each in others]
-        gathered: list[Parts] = [receive(comm, r, 0)[0] if r != self._rank else self._own(parts) for r in range(size)]
-        self._finish(sent)
-        return gathered
 
-    def gather(self, parts: Parts, root: int) -> list[Parts] | None:
-        """Gather every rank's parts on the root."""
-        comm = self._opened()
-        if self._rank != root:
-            send(comm.Send, parts, root, 0)
-            return None
-        return [receive(comm, r, 0)[0] if r != root else self._own(parts) for r in range(self._size)]
+def in_other_memory(parts: Parts) -> Parts:
+    """Return this rank's own parts as another would receive them."""
+    return [bytearray(part) for part in parts]
 
-    def scatter(self, each: Sequence[Parts] | None, root: int) -> Parts:
-        """Hand each rank its parts of the root's list."""
-        comm = self._opened()
-        if self._rank != root or each is None:
-            return receive(comm, root, 0)[0]
-        self._finish([send(comm.Isend, parts, r, 0) for r, parts in enumerate(each) if r != root])
-        return self._own(each[root])
 
-    def _finish(self, sent: list[list[Any]]) -> None:
-        MPI.Request.Waitall([request for *requests, _ in sent for request in requests])
-
-    def close(self) -> None:
-        """Free the duplicate (MPI 7.4.3)."""
-        if self._comm is not None:
-            self._derived.remove(self._comm)
-            self._comm.Free()
-            self._comm = None
+def finish(sent: list[list[Any]]) -> None:
+    """Wait until parts were sent."""
+    MPI.Request.Waitall([request for *requests, _ in sent for request in requests])
