@@ -17,7 +17,6 @@ import hpcdist
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-LATER = {"weights_only", "enable_reconfigure"}  # arguments new in torch 2.15, which docs/reference/support.md lists
 
 
 def test_public_names_are_there_and_in_order():
@@ -54,7 +53,6 @@ def test_public_functions_say_what_they_do(name):
 def test_signatures_start_with_torchs(name):
     ours = getattr(hpcdist, name)
     mine, theirs = list(inspect.signature(ours).parameters), list(inspect.signature(getattr(c10d, name)).parameters)
-    theirs = [p for p in theirs if p not in LATER]
     extra = [p for p in mine if p not in theirs]
     assert [p for p in mine if p in theirs] == theirs, f"{name}: {mine} for {theirs}"
     defaults = inspect.signature(ours).parameters

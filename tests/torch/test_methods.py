@@ -364,6 +364,15 @@ def test_what_a_group_cannot_do_it_says(world):
         world.merge_remote_group(torch_dist.HashStore(), 2)
 
 
+def test_a_group_is_not_reconfigured_and_says_what_does_it(world):
+    assert not world.supports_reconfigure
+    for call in (world.get_reconfigure_handle, lambda: world.reconfigure(object())):
+        with pytest.raises(RuntimeError, match=r"does not support reconfigure: use hpcdist\.elastic"):
+            call()
+    asked = getattr(torch_dist.distributed_c10d, "_supports_reconfigure", None)  # since torch 2.14
+    assert asked is None or not asked(world)
+
+
 def test_hooks_are_refused_and_not_forgotten(world):
     for register in (world.register_pre_hook, world.register_post_hook):
         with pytest.raises(RuntimeError, match="does not call hooks"):

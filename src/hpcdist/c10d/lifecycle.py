@@ -39,6 +39,7 @@ def init_process_group(
     pg_options: Any = None,
     device_id: torch.device | int | None = None,
     _ranks: list[int] | None = None,
+    enable_reconfigure: bool = False,
     *,
     comm: Any = None,
     bridge: bool | None = None,
@@ -61,6 +62,8 @@ def init_process_group(
         pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         device_id: the GPU of this process; binds it and connects NCCL at once.
         _ranks: what the default group's name is made from, where this world is a part of a larger one.
+        enable_reconfigure: taken as c10d takes it (since torch 2.14) and ignored, as by each backend that cannot be
+            reconfigured; ``hpcdist.elastic`` changes the ranks of a job.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
         bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means

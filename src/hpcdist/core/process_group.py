@@ -90,6 +90,27 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             "start all ranks together and use new_group or split_group"
         )
 
+    supports_reconfigure = False
+
+    def get_reconfigure_handle(self) -> str:
+        """Raise, as ``reconfigure`` does.
+
+        Raises:
+            RuntimeError: always.
+        """
+        return str(self.reconfigure())
+
+    def reconfigure(self, opts: Any = None) -> Any:
+        """Raise: c10d would have each rank find its peers anew, and the ranks of an MPI job are MPI's.
+
+        Raises:
+            RuntimeError: always; c10d's class for what a backend does not support.
+        """
+        raise RuntimeError(
+            f"backend {self.config!r} does not support reconfigure: use hpcdist.elastic, in which spare ranks replace "
+            "those that die, or hpcdist.shrink_group"
+        )
+
     def _refuse_hook(self, *args: Any) -> None:
         """Raise: torch calls such hooks below the methods that a group made in Python replaces.
 
