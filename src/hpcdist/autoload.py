@@ -47,9 +47,9 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
     never uses it under MPI, and any other backend then gets torch's own error about the missing address.
     """
     if str(url).startswith("env:") and "MASTER_ADDR" not in os.environ and is_unasked():
-        from hpcdist import torch_bridge
+        from hpcdist.torch_bridge import late_store
 
-        torch_bridge.LATE_STORE.is_reserved = True
+        late_store.LATE_STORE.is_reserved = True
     return STOCK[0](url, rank, world_size, **kwargs)
 
 

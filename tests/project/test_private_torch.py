@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 
 SRC = Path(__file__).parents[2] / "src"
-BRIDGES = [
-    SRC / "hpcdist" / name
-    for name in ("torch_bridge/__init__.py", "torch_bridge/compiler.py", "torch_bridge/dispatch.py")
-]
+BRIDGES = sorted((SRC / "hpcdist" / "torch_bridge").glob("*.py"))
 OTHERS = [path for path in sorted(SRC.rglob("*.py")) if path not in BRIDGES]
 # what an object of torch may have that no name of the file leads to
 OBJECTS = (dist.Work, dist.ProcessGroup, dist.Store, dist.ProcessGroupGloo, dist.Backend, dist.DeviceMesh, torch.Tensor)

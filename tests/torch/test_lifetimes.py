@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d as bindings
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hpcdist as dist
-from hpcdist import torch_bridge
 from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge import late_store
 from stores import keep_alive
 
 CALLS = 100_000  # of two ranks; a fifth of more ranks than cores, and of calls through C++
@@ -134,7 +134,7 @@ def test_a_thread_of_cpps_own_does_not_open_the_worlds_store(world, rank, monkey
     monkeypatch.setattr(WORLD, "store", None)
     found = queue.SimpleQueue()
     if rank == 0:
-        store = torch_dist.PrefixStore("prefix", torch_bridge.LATE_STORE)
+        store = torch_dist.PrefixStore("prefix", late_store.LATE_STORE)
         _thread.start_new_thread(lambda: found.put(store.check(["signal"])), ())
         assert found.get(timeout=20) is False
     assert WORLD.store is None

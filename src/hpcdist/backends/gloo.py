@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch.distributed as c10d
 
-from hpcdist import torch_bridge
 from hpcdist.backends.torch_c10d import C10dBackend
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import addresses
+from hpcdist.torch_bridge import private_names
 
 
 def process_group(bootstrap: Bootstrap) -> Any:
@@ -27,7 +27,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
     address = None if os.environ.get(addresses.CHOICE) else addresses.among(store, size)
     if address is None:
         return c10d.ProcessGroupGloo(store, rank, size, timeout)
-    return torch_bridge.gloo_at(address, store, rank, size, timeout)
+    return private_names.gloo_at(address, store, rank, size, timeout)
 
 
 class GlooBackend(C10dBackend):

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from hpcdist import torch_bridge
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import as_bytes, overlap
@@ -30,6 +29,7 @@ from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row, Shape
 from hpcdist.core.work import DoneWork, Work
+from hpcdist.torch_bridge import private_names
 
 NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
@@ -83,7 +83,7 @@ class C10dWork(Work):
 
     def source_rank(self) -> int:
         """Return the sender of a receive."""
-        return torch_bridge.sender(self._inner)
+        return private_names.sender(self._inner)
 
 
 class C10dBackend(Backend):
@@ -222,7 +222,7 @@ def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> typ
     def make(given: Bootstrap) -> Any:
         if not is_extended:
             return creator(given.store, given.rank, given.size, given.timeout)
-        return creator(torch_bridge.backend_options(given), given.options)
+        return creator(private_names.backend_options(given), given.options)
 
     return type(f"{name}Backend", (C10dBackend,), {"name": name, "creator": staticmethod(make)})
 

@@ -11,10 +11,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
-from hpcdist import torch_bridge
 from hpcdist.c10d.groups import check_ranks, make
 from hpcdist.c10d.lifecycle import init_process_group
 from hpcdist.core.world import WORLD, default_group
+from hpcdist.torch_bridge import meshes, mirror
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
@@ -42,9 +42,9 @@ def init_device_mesh(
     Raises:
         RuntimeError: names that do not fit, a mesh larger than the world, or a default group that torch does not know.
     """
-    if WORLD.default is None and not torch_bridge.is_taken():
+    if WORLD.default is None and not mirror.is_taken():
         init_process_group()
-    if WORLD.default is not None and not torch_bridge.is_shown(WORLD.default):
+    if WORLD.default is not None and not mirror.is_shown(WORLD.default):
         raise RuntimeError(
             "init_device_mesh: this default group is not torch.distributed's, whose DeviceMesh looks for ranks there; "
             "call init_process_group with bridge=True, without HPCDIST_BRIDGE=0 and before any other "
@@ -63,4 +63,4 @@ def make_dimension(ranks_per_subgroup: list[list[int]], description: str, is_sor
     return make(default, subgroups, None, None, None, description, None)
 
 
-torch_bridge.split_meshes_by(make_dimension)
+meshes.split_meshes_by(make_dimension)

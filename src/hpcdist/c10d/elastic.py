@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from hpcdist import torch_bridge
 from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
 from hpcdist.c10d.membership import Decision, Outcome, Report, Status, decide
 from hpcdist.c10d.snapshot import Snapshot, Stateful
@@ -34,6 +33,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.ranks import listed
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.world import WORLD, default_group
+from hpcdist.torch_bridge import mirror
 from hpcdist.watch.logs import LOG
 from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.watchdog import RUNNING
@@ -351,7 +351,7 @@ class ElasticJob:
             watchdog.begin_anew()
         begin(ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device)
         if self._is_shown:
-            torch_bridge.show(WORLD.groups.values())
+            mirror.show(WORLD.groups.values())
 
     def _take_over(self, group: Group, source: int) -> None:
         """Bring the state to that of one rank, and make what belongs to the ranks that there are."""

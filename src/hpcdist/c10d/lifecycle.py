@@ -12,7 +12,6 @@ import torch
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist import torch_bridge
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
@@ -22,6 +21,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+from hpcdist.torch_bridge import mirror
 from hpcdist.watch import logs, watchdog
 from hpcdist.watch.process_exit import EXIT
 
@@ -103,7 +103,7 @@ def init_process_group(
     begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
     WORLD.store = bootstrap.store
     if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
-        torch_bridge.show(WORLD.groups.values())
+        mirror.show(WORLD.groups.values())
 
 
 def begin(group: ProcessGroup, device: torch.device | None) -> None:

@@ -10,7 +10,6 @@ import os
 import warnings
 from typing import Any
 
-from hpcdist import torch_bridge
 from hpcdist.c10d.lifecycle import begin, carried, choose
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
@@ -18,6 +17,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs
 
 
@@ -47,7 +47,7 @@ def create(options: Any, pg_options: Any) -> Group:
             f"torch.distributed says rank {options.group_rank} of {options.group_size}, hpcdist's world is rank "
             f"{group.rank()} of {group.size()}: the launcher and the arguments of init_process_group disagree"
         )
-    torch_bridge.join(group)
+    mirror.join(group)
     return group
 
 
@@ -56,7 +56,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     logs.set_up()
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         warnings.warn("TORCH_DIST_NAN_CHECK=1: torch does not look for NaN in calls of hpcdist's groups", stacklevel=2)
-    launch = torch_bridge.launched()
+    launch = registration.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi
     config = choose(launch, None, None if is_mpi or size == 1 else options.store, None)
@@ -91,4 +91,4 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
     return group
 
 
-torch_bridge.register(create)
+registration.register(create)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, resolve
-from hpcdist.torch_bridge import named
+from hpcdist.torch_bridge.private_names import named
 
 __all__ = [
     "_DEFAULT_FIRST_BUCKET_BYTES",

@@ -13,9 +13,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from hpcdist import torch_bridge
 from hpcdist.cli.job_arguments import JobParser
 from hpcdist.launch import environment
+from hpcdist.torch_bridge import registration
 
 
 def parser() -> JobParser:
@@ -50,7 +50,7 @@ def run(args: list[str]) -> int:
     given = parser().parse_args(args)
     launch = environment.detect()
     announce(launch)
-    torch_bridge.divert(launch)
+    registration.divert(launch)
     sys.argv = [given.script, *given.arguments]
     if given.module:
         sys.path[0:0] = [os.getcwd()]

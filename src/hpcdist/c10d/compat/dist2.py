@@ -16,11 +16,11 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist import torch_bridge
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.launch import environment, rendezvous
+from hpcdist.torch_bridge import private_names
 
 __all__ = [
     "ProcessGroup",
@@ -125,15 +125,15 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 def current_process_group() -> Any:
     """Return the group that ``process_group`` set in this thread, or None."""
-    return torch_bridge.current_group()
+    return private_names.current_group()
 
 
 @contextmanager
 def process_group(pg: Any) -> Generator[None, None, None]:
     """Make a group the current one of this thread, and of torch's code in it, inside a ``with``."""
-    before = torch_bridge.current_group()
-    torch_bridge.set_current_group(pg)
+    before = private_names.current_group()
+    private_names.set_current_group(pg)
     try:
         yield
     finally:
-        torch_bridge.set_current_group(before)
+        private_names.set_current_group(before)

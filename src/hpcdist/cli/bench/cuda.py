@@ -23,7 +23,7 @@ import torch.distributed as c10d
 import hpcdist as dist
 from hpcdist.cli.bench.report import WIDTH
 from hpcdist.cli.job_arguments import JobParser
-from hpcdist.torch_bridge import occupy_gpu
+from hpcdist.torch_bridge.private_names import occupy_gpu
 
 OVERHEAD_LIMIT = 2.0  # microseconds a call over torch's own
 WAYS = ("sync", "async", "async, waited later")

@@ -13,9 +13,9 @@ import torch
 import torch.distributed
 
 import hpcdist as dist
-from hpcdist import torch_bridge
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.bench.timing import Bench
+from hpcdist.torch_bridge import private_names
 
 NBYTES = 64
 SEVERAL = 10  # calls that are begun before the first one is waited for
@@ -24,7 +24,7 @@ PREPARED = 200  # calls after which a group has prepared for their repetition
 
 def measure(bench: Bench) -> None:
     """Time each way to make a small call."""
-    group = torch_bridge.fake_group()
+    group = private_names.fake_group()
     for nbytes in bench.options.sizes or [NBYTES]:
         all_reduces(bench, nbytes)
         by_torch(bench, nbytes, group)
@@ -99,7 +99,7 @@ def by_torch(bench: Bench, nbytes: int, fake: Any) -> None:
         "torch.distributed, async_op and wait": lambda group: wait(
             torch.distributed.all_reduce(tensor, group=group, async_op=True)
         ),
-        "functional collectives": lambda group: torch_bridge.all_reduce_functionally(tensor, group),
+        "functional collectives": lambda group: private_names.all_reduce_functionally(tensor, group),
     }
     for name, call in doors.items():
         sides = {"hpcdist": lambda: call(ours), "synchronous": synchronous, "torch's part": lambda: call(fake)}  # noqa: B023

@@ -27,9 +27,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hpcdist as dist
-from hpcdist import torch_bridge
 from hpcdist.cli.bench import ddp
 from hpcdist.cli.bench.timing import Bench
+from hpcdist.torch_bridge import private_names
 
 PARAMETERS = 10e6  # of the models of DDP, FSDP2 and the checkpoint
 WIDTH = 256  # of a layer of the tensor-parallel block and of a pipeline's stage
@@ -44,7 +44,7 @@ Step = Callable[[], Any]
 def measure(bench: Bench) -> None:
     """Time each library's step on both groups; every rank calls this."""
     ours, gloo = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")
-    fake = torch_bridge.fake_group()
+    fake = private_names.fake_group()
     parent = bench.comm.bcast(tempfile.mkdtemp() if bench.rank == 0 else None)
     rows: list[tuple[str, float, Callable[[Any], Step], Step | None]] = [
         ("DDP step", PARAMETERS, ddp_step, ddp_step(ours, is_synced=False)),

@@ -1,0 +1,104 @@
+"""Mirror of our groups in the tables that ``torch.distributed`` keeps of its own.
+
+====================================================  ==================================================  ==============
+what                                                  why                                                 checked
+====================================================  ==================================================  ==============
+``distributed_c10d._world`` (pg_map, pg_names,        DDP, FSDP2, DTensor, DCP find ranks, names, the     2.13.0, 2.15.0
+pg_group_ranks, pg_backend_config, tags_to_pg,        backend's name and the store of a group there
+pg_to_tag, group_count, default_pg)
+``distributed_c10d._update_default_pg``               sets the default group and the rank that C++ logs   2.13.0, 2.15.0
+``_C._distributed_c10d._register_process_group``,     functional collectives resolve a group by its name  2.13.0, 2.15.0
+``._unregister_process_group``
+====================================================  ==================================================  ==============
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch._C._distributed_c10d as bindings
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge.late_store import LATE_STORE
+
+NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group takes it
+
+
+class TorchWorld:
+    """torch.distributed's tables of groups, as a mirror of ours (``core.world.Mirror``)."""
+
+    def next_index(self, made: int) -> int:
+        """Return a number that neither we nor torch have given to a group."""
+        index = max(made, c10d._world.group_count)
+        c10d._world.group_count = index + 1
+        return index
+
+    def count(self) -> int:
+        """Return how many groups torch has counted: on every rank, also where this one is not a member."""
+        return c10d._world.group_count
+
+    def add(self, group: ProcessGroup) -> None:
+        """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
+        world, name = c10d._world, group.group_name
+        tag = f"ptd:{name}"
+        world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LATE_STORE))
+        world.pg_names[group] = name  # type: ignore[assignment]
+        world.pg_group_ranks[group] = dict(group.group_ranks)
+        world.pg_backend_config[group] = ",".join(f"{device}:{NAME}" for device in group.backends)
+        world.pg_to_tag[group] = tag
+        for each in ("", tag):
+            world.tags_to_pg.setdefault(each, []).append(group)
+        bindings._register_process_group(c10d.GroupName(name), group)
+        if group is WORLD.default:
+            world.group_count = max(world.group_count, WORLD.made)
+            c10d._update_default_pg(group)
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Take a group out of the tables."""
+        world = c10d._world
+        if group not in world.pg_map:
+            return
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(group, None)
+        for tag in ("", world.pg_to_tag.pop(group, "")):
+            members = world.tags_to_pg.get(tag, [])
+            if group in members:
+                members.remove(group)
+            if not members:
+                world.tags_to_pg.pop(tag, None)
+        bindings._unregister_process_group(c10d.GroupName(group.group_name))
+
+    def clear(self) -> None:
+        """End torch's world, with the groups that it made itself."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def show(groups: Iterable[Any]) -> None:
+    """Make our world torch's too; a torch.distributed that is initialised already is left alone."""
+    if dist.is_initialized():
+        return
+    mirror = TorchWorld()
+    for group in groups:
+        mirror.add(group)
+    WORLD.mirror = mirror
+
+
+def join(default: Any) -> None:
+    """Follow torch's world, which itself enters ``default`` in its tables."""
+    WORLD.made = max(WORLD.made, c10d._world.group_count)
+    WORLD.mirror = TorchWorld()
+
+
+def is_taken() -> bool:
+    """Tell whether torch.distributed has a default group, ours or another."""
+    return dist.is_initialized()
+
+
+def is_shown(group: Any) -> bool:
+    """Tell whether torch.distributed knows a group."""
+    return group in c10d._world.pg_map

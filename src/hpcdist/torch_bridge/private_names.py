@@ -1,0 +1,85 @@
+"""Single names that torch keeps private, each behind a function that says what it does.
+
+====================================================  ==================================================  ==============
+what                                                  why                                                 checked
+====================================================  ==================================================  ==============
+``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
+``._set_process_group``
+``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
+``Work._source_rank``                                 and from whom it received
+``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
+``torch.testing``'s ``fake_pg``,                       ``hpcdist bench`` times torch's own part of a call  2.13.0
+``distributed._functional_collectives``
+``cuda._sleep``                                       ``hpcdist bench`` keeps a GPU busy meanwhile        2.14.1
+the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
+                                                      has no ``_ControlCollectives, _StoreCollectives``
+====================================================  ==================================================  ==============
+"""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as bindings
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from hpcdist.core.backend import Bootstrap
+
+
+def named(name: str) -> Any:
+    """Return what ``torch.distributed`` has under a name of its own, or None where this torch has it no more."""
+    return getattr(dist, name, None)
+
+
+def backend_options(given: Bootstrap) -> Any:
+    """Return a group's bootstrap as c10d hands it to the creator of a backend."""
+    assert given.store is not None
+    options: Any = c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+    options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
+    options.timeout = given.timeout
+    return options
+
+
+def sender(work: Any) -> int:
+    """Return from which rank a finished receive of a c10d backend came."""
+    return work._source_rank()
+
+
+def gloo_at(host: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return torch's gloo on the network interface that has the address ``host``."""
+    gloo = named("ProcessGroupGloo")
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
+    return gloo(store, rank, size, options)
+
+
+def fake_group() -> Any:
+    """Return a group of torch's with the ranks of its default group that sends nothing; every rank calls this."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    return dist.new_group(backend="fake")
+
+
+def all_reduce_functionally(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the sum over all ranks by torch's functional collectives, waited for."""
+    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
+    summed: torch.Tensor = functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
+    return summed
+
+
+def current_group() -> Any:
+    """Return the group that torch's code in this thread takes for the current one, or None."""
+    return bindings._current_process_group()
+
+
+def set_current_group(group: Any) -> None:
+    """Set the group that torch's code in this thread takes for the current one."""
+    bindings._set_process_group(group)
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Keep the current stream busy for a number of a GPU's cycles."""
+    torch.cuda._sleep(cycles)
