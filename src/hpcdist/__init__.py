@@ -119,6 +119,7 @@ from hpcdist.c10d.queries import (
     is_initialized,
     reduce_op,
 )
+from hpcdist.c10d.reproduction import reproducible
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
 from hpcdist.c10d.torch_names import (
     _DEFAULT_FIRST_BUCKET_BYTES,
@@ -260,6 +261,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "register_rendezvous_handler",
     "rendezvous",
+    "reproducible",
     "revoke_process_group",
     "scatter",
     "scatter_object_list",

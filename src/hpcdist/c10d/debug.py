@@ -21,7 +21,6 @@ from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
-from hpcdist.core.world import WORLD
 from hpcdist.watch import fingerprints, report
 from hpcdist.watch.debugger import RankDebugger
 from hpcdist.watch.watchdog import RUNNING
@@ -59,10 +58,8 @@ def set_debug_level_from_env() -> None:
 
 
 def scrutinise(level: DebugLevel) -> None:
-    """Have collectives compared, or not, on all groups there are and will be."""
+    """Have collectives compared, or not, on all groups."""
     hooks.compare = fingerprints.check if level == DebugLevel.DETAIL else None
-    for group in WORLD.groups.values():
-        group.journal.before = hooks.compare
 
 
 def monitored_barrier(

@@ -12,10 +12,11 @@ import torch
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
+from hpcdist.c10d import reproduction
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
-from hpcdist.core import errors, registry
+from hpcdist.core import errors, hooks, registry
 from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
@@ -116,10 +117,12 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
     WORLD.default = group
     WORLD.add(group)
     set_debug_level_from_env()
+    reproduction.set_from_environment()
     if group.cpu is not None and group.size() > 1:
         is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
         try:
-            check_same(group.cpu, {**group.cpu.settings(), "TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed})
+            settings = {"TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed, reproduction.VARIABLE: str(hooks.reproducible)}
+            check_same(group.cpu, group.cpu.settings() | settings)
         except errors.DistBackendError:
             group.close()
             WORLD.clear()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hpcdist.c10d.lists import rooted
-from hpcdist.core import world
+from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
 from hpcdist.core.journal import MESSAGES
@@ -27,8 +27,8 @@ def carrier(pg: Group, call: str) -> Backend:
     """Return the backend that carries a group's objects, free of queued calls and, for the level DETAIL, checked."""
     backend = pg.any_backend()
     backend.settle()
-    if pg.journal.before is not None and call not in MESSAGES:
-        pg.journal.before(pg, backend, call)
+    if hooks.compare is not None and call not in MESSAGES:
+        hooks.compare(pg, backend, call)
     return backend
 
 

@@ -20,7 +20,7 @@ from hpcdist.core.table import ALL_REDUCE
 SHOWN = 60  # characters of a value that the message has
 
 
-def check_same(backend: Backend, settings: dict[str, str]) -> None:
+def check_same(backend: Backend, settings: dict[str, str], call: str = "init_process_group") -> None:
     """Raise on every rank if a setting is not the same on all of them; every rank of the group calls.
 
     One all_reduce of 16 bytes; only a difference costs more.
@@ -28,6 +28,7 @@ def check_same(backend: Backend, settings: dict[str, str]) -> None:
     Args:
         backend: of the group, for CPU tensors.
         settings: by name; the same names on all ranks.
+        call: which call of the user's compares them.
 
     Raises:
         DistBackendError: names the setting, its values, and the ranks that have each.
@@ -48,6 +49,6 @@ def check_same(backend: Backend, settings: dict[str, str]) -> None:
             values = [f"{value[:SHOWN]!r} on {listed(those)}" for value, those in ranks.items()]
             differences.append(f"{name} is {' and '.join(values)}")
     raise DistBackendError(
-        f"init_process_group: ranks have different settings, and would make different calls. {'; '.join(differences)}. "
+        f"{call}: ranks have different settings, and would make different calls. {'; '.join(differences)}. "
         "Set the same on every rank (mpirun -x NAME, srun --export=ALL)"
     )

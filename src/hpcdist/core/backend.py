@@ -76,9 +76,13 @@ class Backend(Supervised):
 
     def start(self, call: Call) -> Work:
         """Begin one collective; the Work runs its ``finish`` when the buffers hold the result."""
+        return self.enqueue(call, self.run)
+
+    def enqueue(self, call: Call, run: Callable[[Call], None]) -> Work:
+        """Queue one collective for this communicator's worker thread, and what runs it."""
 
         def carry_out() -> None:
-            self.run(call)
+            run(call)
             if call.finish is not None:
                 call.finish()
 

@@ -53,9 +53,11 @@ record: Callable[[str, Sequence[torch.Tensor]], Event] = record_nothing
 # if this torch has such a comparison
 likeness: Callable[..., Callable[..., bool]] | None = None
 
-# compares a collective with the other ranks' before it runs, for groups made from now on; ``c10d.debug`` sets it at the
-# debug level DETAIL
+# compares a collective with the other ranks' before it runs; ``c10d.debug`` sets it at the debug level DETAIL
 compare: Callable[..., None] | None = None
+
+# how reductions are made to repeat bit for bit (``core.reproducible``), if they are; ``c10d.reproducible`` sets it
+reproducible: str | None = None
 
 # takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug
 listen: Callable[[tuple[Any, ...]], None] | None = None

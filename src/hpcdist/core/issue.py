@@ -30,6 +30,7 @@ from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import AVG, PREMUL_SUM, SUM, premultiplier
+from hpcdist.core.reproducible import Reproducible, carrier
 from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE, Counts, Row
 from hpcdist.core.work import DoneWork, Work
@@ -71,9 +72,11 @@ def issue(
         isinstance(pg, Group)
         and pg.backends
         and pg.coalescing is None
-        and (journal := pg.journal).before is None
+        and hooks.compare is None
+        and hooks.reproducible is None
         and not hooks.is_profiled()
     ):
+        journal = pg.journal
         known = pg.known.get(row)
         if (
             known.__class__ is CachedCall
@@ -230,19 +233,22 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
 def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | None:
     """Hand a checked call to its backend; if that allows no other thread, an asynchronous call ends before return."""
     journal = pg.journal
-    if journal.before is not None:
-        journal.before(pg, backend, call)
+    carries: Backend | Reproducible = backend
+    if hooks.reproducible is not None:
+        carries = carrier(backend, call)
+    if hooks.compare is not None:
+        hooks.compare(pg, backend, call)
     record = journal.collective(call.row, call.tensor, call.root)
     event = profiling.begin(backend.name, call.row.name, call.send, call.recv) if hooks.is_profiled() else None
     if async_op and backend.has_threads:
-        work = begun(partial(backend.start, call), record)
+        work = begun(partial(carries.start, call), record)
         if event is not None:
             work._ends(event)
         return work
     backend.settle()
     journal.current = record
     try:
-        backend.run(call)
+        carries.run(call)
     finally:
         journal.current = None
         if event is not None:

@@ -84,18 +84,16 @@ class Journal:
         current: the call that blocks now, or None.
         waited: the Work that ``current`` waits for, where it is a wait.
         push: adds a call to the ring.
-        before: checks a collective against the other ranks' before it runs (the debug level DETAIL), or None.
         group: the group's name.
     """
 
-    __slots__ = ("before", "current", "group", "messages", "push", "sequence", "waited")
+    __slots__ = ("current", "group", "messages", "push", "sequence", "waited")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
         self.messages = 0
         self.current: tuple[Any, ...] | None = None
         self.waited: Any = None
-        self.before = hooks.compare
         self.group = group
         self.follow()
 

@@ -30,6 +30,7 @@ SUBJECTS: dict[str, str] = {
     "crossover": "hpcdist.cli.bench.crossover",
     "ddp": "hpcdist.cli.bench.ddp",
     "torch": "hpcdist.cli.bench.torch_libraries",
+    "reproducible": "hpcdist.cli.bench.reproducible",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -1,0 +1,149 @@
+"""Reproducible reductions: the same bits for any size of message, bucket, library, threshold and number of nodes.
+
+A library picks the order in which it adds by the size of the message and by where the ranks are, and floating-point
+sums depend on the order. Here the ranks exchange their values, and each adds its share in rank order, element by
+element. In the exact form the values travel as integers (``core.exact``), so that the order of the ranks does not
+matter either. Reductions that no order changes (integers, MIN, MAX, bitwise ones) stay the library's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpcdist.core import exact, hooks, reduction
+from hpcdist.core.backend import Backend
+from hpcdist.core.call import Call
+from hpcdist.core.table import (
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    GATHER,
+    Shape,
+)
+from hpcdist.core.work import Work
+
+SMALL_BYTES = 1 << 14  # of all ranks' values: up to here every rank gathers all and adds them, in one call
+PIECE = 1 << 15  # elements whose exact sums are computed together
+ORDERED = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")  # the ops whose result depends on the order
+EXACT = ("SUM", "AVG", "PREMUL_SUM")
+
+IN_ORDER, EXACTLY = "in rank order", "exact"
+
+
+class Reproducible:
+    """What carries out the reductions of a backend for CPU tensors so that they repeat bit for bit.
+
+    Args:
+        backend: moves the values.
+        mode: IN_ORDER or EXACTLY.
+    """
+
+    def __init__(self, backend: Backend, mode: str) -> None:
+        self._backend, self._mode = backend, mode
+
+    def start(self, call: Call) -> Work:
+        """Begin a reduction on the backend's queue."""
+        return self._backend.enqueue(call, self.run)
+
+    def run(self, call: Call) -> None:
+        """Run a reduction to its end."""
+        send, op = call.send, call.op
+        name = reduction.name_of(op)
+        values = send.reshape(-1)
+        wide = reduction.WIDE.get(send.dtype)
+        values = values.to(wide) if wide is not None else values.clone()
+        if name == "PREMUL_SUM":
+            values.mul_(reduction.premultiplier(op))
+        if self._mode == EXACTLY and name in EXACT:
+            total = self._add_exactly(call, values)
+        else:
+            total = self._fold(call, values, reduction.SUM if name in EXACT else op)
+        if call.recv is not None:
+            assert total is not None
+            if name == "AVG":
+                reduction.average(total, self._backend.size)
+            call.recv.copy_(total.view(call.recv.shape))
+
+    # -- in rank order -------------------------------------------------------------------------------
+
+    def _fold(self, call: Call, values: torch.Tensor, op: Any) -> torch.Tensor | None:
+        """Return this rank's part of the reduced values, None if it has none."""
+        row, size = call.row, self._backend.size
+        count = values.numel()
+        if row.shape is Shape.COUNTED:
+            assert call.counts is not None
+            lengths = call.counts[0]
+            own = lengths[self._backend.rank]
+            received = values.new_empty(size * own)
+            self._backend.run(Call(ALL_TO_ALL, values, received, counts=(lengths, [own] * size)))
+            return folded(received, size, op)
+        if row.shape is Shape.SCATTER:
+            return self._exchanged(values, op)
+        if count * size * values.itemsize <= SMALL_BYTES:
+            gathered = values.new_empty(size * count)
+            self._backend.run(Call(ALL_GATHER_SINGLE, values, gathered))
+            return folded(gathered, size, op)
+        share = -(-count // size)
+        padded = torch.cat([values, values.new_zeros(share * size - count)])
+        mine = self._exchanged(padded, op)
+        if row is ALL_REDUCE:
+            self._backend.run(Call(ALL_GATHER_SINGLE, mine, padded))
+            return padded[:count]
+        is_root = self._backend.rank == call.root
+        self._backend.run(Call(GATHER, mine, padded if is_root else None, root=call.root))
+        return padded[:count] if is_root else None
+
+    def _exchanged(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        """Return this rank's share of values that divide among the ranks, reduced."""
+        received = torch.empty_like(values)
+        self._backend.run(Call(ALL_TO_ALL_SINGLE, values, received))
+        return folded(received, self._backend.size, op)
+
+    # -- exactly -------------------------------------------------------------------------------------
+
+    def _add_exactly(self, call: Call, values: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of the exact sum, rounded to the dtype of the call."""
+        found = exact.extremes(values)
+        self._backend.run(Call(ALL_REDUCE, found, found, reduction.MAX))
+        span = exact.range_of(found)
+        recv, dtype = call.recv, call.send.dtype
+        dtype = dtype if dtype in exact.FORMATS else torch.float32
+        total = None if recv is None else torch.empty(recv.numel(), dtype=dtype, device="cpu")
+        # a piece at a time where all ranks have as many, because the integers take 8 to 140 times the memory
+        piece = PIECE if call.row.shape is Shape.SAME else max(values.numel(), 1)
+        counts = call.counts
+        if counts is not None:
+            counts = [each * span.width for each in counts[0]], [each * span.width for each in counts[1]]
+        for start in range(0, values.numel(), piece):
+            limbs = exact.limbs_of(values[start : start + piece], span).view(-1)
+            target = None if total is None else total[start : start + piece]
+            summed = None if target is None else limbs.new_empty(target.numel() * span.width)
+            self._backend.run(call._replace(send=limbs, recv=summed, op=reduction.SUM, counts=counts))
+            if summed is not None and target is not None:
+                target.copy_(exact.rounded(summed.view(-1, span.width), span, dtype))
+        return total
+
+
+def folded(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
+    """Return as many shares of equal length combined one after another."""
+    return reduction.fold(list(values.view(size, -1)), op)
+
+
+def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
+    """Return what carries out a call: the backend, or what makes the reduction repeatable.
+
+    Raises:
+        RuntimeError: the product of complex numbers, or a tensor that is not on the CPU.
+    """
+    mode, dtype = hooks.reproducible, call.tensor.dtype if call.row.reduces else torch.int64
+    if mode is None or reduction.name_of(call.op) not in ORDERED or not (dtype.is_floating_point or dtype.is_complex):
+        return backend
+    if dtype.is_complex or not call.tensor.is_cpu:
+        raise RuntimeError(
+            f"hpcdist.reproducible: {call.row.name} ({reduction.name_of(call.op)}) of {dtype} on {call.tensor.device} "
+            "has no reproducible form; it takes real floating-point tensors on the CPU, and sums of complex ones"
+        )
+    return Reproducible(backend, mode)

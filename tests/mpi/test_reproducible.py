@@ -1,0 +1,186 @@
+"""Reductions that repeat bit for bit, in rank order or exactly, whatever the size, layout and form of the call."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist as dist
+from hpcdist.core.reduction import fold
+
+# elements around what is gathered at once, small and large
+SIZES = [1, 7, 1000, 5000, 100_003]
+
+
+def contribution(rank, count, dtype):
+    """Values of very different size, whose sum depends on the order in which they are added."""
+    made = np.random.default_rng(rank)
+    values = np.ldexp(made.standard_normal(count), made.integers(-12, 13, count))
+    return torch.from_numpy(values).to(dtype)
+
+
+def everyones(size, count, dtype):
+    return [contribution(rank, count, dtype) for rank in range(size)]
+
+
+def in_order(values, op=dist.ReduceOp.SUM):
+    dtype = values[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return fold([each.to(wide) for each in values], op).to(dtype)
+
+
+def bits(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+@pytest.fixture
+def _off():
+    yield
+    dist.reproducible(False)
+
+
+pytestmark = pytest.mark.usefixtures("_off")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", SIZES)
+def test_sums_in_rank_order(count, dtype, rank, size):
+    expected = in_order(everyones(size, count, dtype))
+    with dist.reproducible():
+        for turn in range(3):
+            tensor = contribution(rank, count, dtype)
+            if (rank + turn) % 2:  # on some ranks strided, on some asynchronous
+                tensor = torch.stack([tensor, tensor], dim=1)[:, 0]
+            work = dist.all_reduce(tensor, async_op=bool((rank + turn) % 3))
+            assert work is None or work.wait()
+            assert torch.equal(bits(tensor), bits(expected)), turn
+        tensor = contribution(rank, count, dtype)
+        dist.reduce(tensor, size - 1)
+        assert rank != size - 1 or torch.equal(bits(tensor), bits(expected))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_parts_of_a_message_have_the_bits_of_the_whole(exact, rank, size):
+    count = 20_000
+    dist.reproducible(exact=exact)
+    whole = contribution(rank, count, torch.float32)
+    pieces = list(whole.clone().split(777))
+    one_by_one = [piece.clone() for piece in pieces]
+    dist.all_reduce(whole)
+    dist.all_reduce_coalesced(pieces)
+    for piece in one_by_one:
+        dist.all_reduce(piece)
+    assert torch.equal(bits(torch.cat(pieces)), bits(whole))
+    assert torch.equal(bits(torch.cat(one_by_one)), bits(whole))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_scattered_sums_have_the_bits_of_all_reduce(exact, rank, size):
+    dist.reproducible(exact=exact)
+    lengths = [3 + 2 * r for r in range(size)]
+    mine = contribution(rank, sum(lengths), torch.float32)
+    total = mine.clone()
+    dist.all_reduce(total)
+    ragged = torch.empty(lengths[rank])
+    dist.reduce_scatter(ragged, list(mine.split(lengths)))
+    assert torch.equal(bits(ragged), bits(total.split(lengths)[rank]))
+    even = contribution(rank, 500 * size, torch.float64)
+    total, share = even.clone(), torch.empty(500, dtype=torch.float64)
+    dist.all_reduce(total)
+    dist.reduce_scatter_single(share, even)
+    assert torch.equal(bits(share), bits(total[500 * rank : 500 * rank + 500]))
+
+
+@pytest.mark.parametrize("name", ["AVG", "PRODUCT", "PREMUL_SUM"])
+def test_other_ops(name, rank, size):
+    values = everyones(size, 4000, torch.float64)
+    op = dist._make_nccl_premul_sum(0.3) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    if name == "PREMUL_SUM":
+        values = [each * 0.3 for each in values]
+    expected = in_order(values, dist.ReduceOp.PRODUCT if name == "PRODUCT" else dist.ReduceOp.SUM)
+    if name == "AVG":
+        expected = expected / size
+    dist.reproducible()
+    tensor = contribution(rank, 4000, torch.float64)
+    dist.all_reduce(tensor, op)
+    assert torch.equal(bits(tensor), bits(expected))
+
+
+def test_what_no_order_changes_is_the_librarys(rank, size):
+    dist.reproducible(exact=True)
+    tensor = torch.tensor([rank, -rank])
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size * (size - 1) // 2, -size * (size - 1) // 2]
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    assert tensor.item() == size - 1
+    both = torch.tensor([rank + 1j], dtype=torch.complex64)
+    dist.all_reduce(both)
+    assert both.item() == size * (size - 1) / 2 + size * 1j
+
+
+@pytest.mark.parametrize("count", SIZES[:4])
+def test_exact_sums_are_those_of_the_real_numbers(count, rank, size):
+    values = everyones(size, count, torch.float64)
+    expected = torch.tensor(
+        [math.fsum(each) for each in zip(*[v.tolist() for v in values], strict=True)], dtype=torch.float64
+    )
+    with dist.reproducible(exact=True):
+        tensor = contribution(rank, count, torch.float64)
+        dist.all_reduce(tensor)
+        assert torch.equal(bits(tensor), bits(expected))
+        backwards = contribution(size - 1 - rank, count, torch.float64)  # the ranks' values in another order
+        dist.all_reduce(backwards, async_op=True).wait()
+        assert torch.equal(bits(backwards), bits(expected))
+
+
+def test_exact_sums_of_what_is_not_finite_cancels_or_underflows(rank, size):
+    inf, nan, least, most = math.inf, math.nan, 5e-324, 1.7e308
+    columns = [
+        ([inf, 1.0, 2.0], inf),
+        ([inf, -inf, 1.0], nan if size > 1 else inf),
+        ([nan, 0.0, 0.0], nan),
+        ([least, least, 0.0], least * min(size, 2)),
+        ([most, most, 0.0], inf if size > 1 else most),
+        ([1e300, -1e300, 1e-300], [1e300, 0.0, 1e-300][min(size, 3) - 1]),
+        ([0.0, 0.0, 0.0], 0.0),
+    ]
+    mine = torch.tensor([column[rank] if rank < 3 else 0.0 for column, _ in columns], dtype=torch.float64)
+    dist.reproducible(exact=True)
+    dist.all_reduce(mine)
+    assert mine.isnan().tolist() == [math.isnan(result) for _, result in columns]
+    assert [x for x in mine.tolist() if x == x] == [result for _, result in columns if result == result]
+
+
+def test_ranks_that_differ_are_told(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    with pytest.raises(dist.DistBackendError, match=r"reproducible: ranks have different settings"):
+        dist.reproducible(exact=rank == 0)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+
+
+def test_blocks_bring_back_what_was_before(rank, size):
+    from hpcdist.core import hooks
+
+    with dist.reproducible():
+        with dist.reproducible(exact=True):
+            assert hooks.reproducible == "exact"
+        assert hooks.reproducible == "in rank order"
+        with pytest.raises(KeyError), dist.reproducible(False):
+            raise KeyError
+        assert hooks.reproducible == "in rank order"
+    assert hooks.reproducible is None
+
+
+def test_the_product_of_complex_numbers_is_refused(world, rank, size):
+    dist.reproducible()
+    before = world.journal.sequence
+    with pytest.raises(RuntimeError, match="has no reproducible form"):
+        dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.PRODUCT)
+    assert world.journal.sequence == before
