@@ -155,6 +155,22 @@ def test_exact_sums_of_what_is_not_finite_cancels_or_underflows(rank, size):
     assert [x for x in mine.tolist() if x == x] == [result for _, result in columns if result == result]
 
 
+def test_what_only_moves_is_as_always(rank, size):
+    dist.reproducible()
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    tensor = torch.tensor([float(rank)])
+    gathered = torch.empty(size)
+    dist.all_gather_single(gathered, tensor)
+    assert gathered.tolist() == list(range(size))
+    dist.broadcast(tensor, size - 1)
+    assert tensor.item() == size - 1
+    outputs = list(torch.empty(size).split(1))
+    dist.all_to_all(outputs, list((torch.arange(float(size)) + 10 * rank).split(1)))
+    assert [each.item() for each in outputs] == [10 * r + rank for r in range(size)]
+    assert dist.get_world_size() == size
+
+
 def test_ranks_that_differ_are_told(rank, size):
     if size < 2:
         pytest.skip("needs two ranks")

@@ -63,6 +63,16 @@ def test_training_equals_one_process(rank, size, bucket_mb, view):
     same(train(parallel, rank, size, steps=3), expected)
 
 
+def test_reproducible_gradients_have_the_same_bits_whatever_the_buckets(rank, size):
+    found = []
+    with dist.reproducible():
+        for bucket_mb in (25, 0.001, 0.0001):
+            parallel = train(DDP(perceptron(), bucket_cap_mb=bucket_mb), rank, size, steps=3)
+            found.append(torch.cat([each.detach().reshape(-1) for each in parallel.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_several_buckets_are_reduced(rank, size):
     calls = []
 

@@ -138,8 +138,11 @@ def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
     Raises:
         RuntimeError: the product of complex numbers, or a tensor that is not on the CPU.
     """
-    mode, dtype = hooks.reproducible, call.tensor.dtype if call.row.reduces else torch.int64
-    if mode is None or reduction.name_of(call.op) not in ORDERED or not (dtype.is_floating_point or dtype.is_complex):
+    mode = hooks.reproducible
+    if mode is None or not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
+        return backend
+    dtype = call.tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
         return backend
     if dtype.is_complex or not call.tensor.is_cpu:
         raise RuntimeError(
