@@ -1,5 +1,8 @@
 """The command ``explain``: by name, by a message as a job prints it, without arguments, and with unknown ones."""
 
+import re
+from datetime import timedelta
+
 import pytest
 
 import hpcdist
@@ -16,10 +19,18 @@ def test_by_name(capsys):
     assert "Bring your own MPI (docs/how-to/own-mpi.md)" in shown
 
 
+def test_a_message_of_a_running_job_names_its_entry(capsys):
+    with pytest.raises(hpcdist.DistStoreError) as raised:
+        hpcdist.HashStore().wait(["ready"], timedelta(milliseconds=10))
+    command = re.search(r"\[python -m hpcdist (explain [\w-]+)\]$", str(raised.value))[1]
+    assert main.main(command.split()) == 0
+    assert capsys.readouterr().out.startswith("store-timeout\n")
+
+
 @pytest.mark.parametrize("is_split", [True, False])
 def test_by_a_message_that_was_raised(capsys, is_split):
     with pytest.raises(ValueError, match="not been initialized") as raised:
-        hpcdist.get_rank() if hpcdist.is_initialized() else hpcdist.barrier()
+        hpcdist.barrier()
     pasted = f"ValueError: {raised.value}\n"
     assert explain.run(pasted.split() if is_split else [pasted]) == 0
     assert capsys.readouterr().out.startswith("not-initialized\n")
