@@ -36,6 +36,12 @@ def test_by_a_message_that_was_raised(capsys, is_split):
     assert capsys.readouterr().out.startswith("not-initialized\n")
 
 
+def test_by_a_part_of_a_message(capsys):
+    assert explain.run(["group has not been initialized"]) == 0
+    assert capsys.readouterr().out.startswith("not-initialized\n")
+    assert explain.run(["group has"]) == 1  # too short
+
+
 def test_of_two_patterns_the_one_that_says_more_wins():
     entries = explain.entries()
     said = "all_reduce on rank 0 of 4 failed: rank 2 of the group died"

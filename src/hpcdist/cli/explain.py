@@ -18,6 +18,7 @@ from hpcdist.cli.slurm import CHECKOUT, PACKAGED
 
 PAGE = "reference/errors.md"
 ANYTHING = "…"  # in a message of the page: what differs from case to case
+SHORTEST = 12  # characters of a message's part that says which message it is
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)[^)]*\)")
 
 
@@ -46,8 +47,9 @@ class Entry(NamedTuple):
 
 
 def matches(pattern: str, message: str) -> bool:
-    """Tell whether a message, or a part of it, is what a pattern of the page says."""
-    return re.search(".*?".join(re.escape(part) for part in pattern.split(ANYTHING)), message) is not None
+    """Tell whether a pattern of the page is in a message, or the message is a part of the pattern."""
+    whole = ".*?".join(re.escape(part) for part in pattern.split(ANYTHING))
+    return re.search(whole, message) is not None or (len(message) >= SHORTEST and message in pattern)
 
 
 def entries() -> dict[str, Entry]:
