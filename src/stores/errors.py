@@ -33,6 +33,11 @@ class NoAnswerError(DistNetworkError):
         super().__init__(f"no answer from {where} to {what} within {seconds:.3f} s: is the server stopped?")
 
 
+def explained(text: str, name: str) -> str:
+    """Return a message with the command that prints its entry on the page of errors."""
+    return f"{text} [python -m hpcdist explain {name}]"
+
+
 def name_keys(keys: Sequence[bytes]) -> str:
     """Return keys as text for a message, at most 16 of them."""
     shown = ", ".join(key.decode("utf-8", "backslashreplace") for key in keys[:_SHOWN])
@@ -42,20 +47,22 @@ def name_keys(keys: Sequence[bytes]) -> str:
 def wait_timeout(keys: Sequence[bytes], seconds: float, waited: float, where: str, note: str = "") -> DistStoreError:
     """Make the error for keys that did not come in time."""
     word = "key" if len(keys) == 1 else "keys"
-    return DistStoreError(
+    text = (
         f"wait timeout after {seconds * 1000:.0f}ms, keys: {name_keys(keys)} "
         f"(the {word} did not come to {where} in {waited:.3f} s{note})"
     )
+    return DistStoreError(explained(text, "store-timeout"))
 
 
 def barrier_timeout(
     key: bytes, world_size: int, seconds: float, waited: float, where: str, note: str = ""
 ) -> DistStoreError:
     """Make the error for a barrier that too few callers reached in time."""
-    return DistStoreError(
+    text = (
         f"barrier timeout after {seconds * 1000:.0f}ms, key: {name_keys([key])} "
         f"(fewer than {world_size} callers came to {where} in {waited:.3f} s{note})"
     )
+    return DistStoreError(explained(text, "store-timeout"))
 
 
 def queue_empty(key: bytes, where: str) -> QueueEmptyError:
@@ -65,18 +72,20 @@ def queue_empty(key: bytes, where: str) -> QueueEmptyError:
 
 def lost_server(what: str, where: str, waited: float, cause: object) -> DistNetworkError:
     """Make the error for a connection that ended or could not be opened again."""
-    return DistNetworkError(
+    text = (
         f"lost the connection to {where} in {what}, after {waited:.3f} s: {cause}. The server has ended, "
         "or it refused the request (a length above its limits, or text where it expected a number)."
     )
+    return DistNetworkError(explained(text, "store-lost"))
 
 
 def connect_timeout(where: str, seconds: float, tries: int, cause: object) -> DistNetworkError:
     """Make the error for a server that could not be reached in time."""
-    return DistNetworkError(
+    text = (
         f"the connection to {where} timed out after {seconds * 1000:.0f}ms "
         f"({tries} tries, the last: {cause}). Is the server's process running, and is this its address?"
     )
+    return DistNetworkError(explained(text, "store-unreachable"))
 
 
 def wrong_kind(name: str, value: object, expected: str) -> TypeError:

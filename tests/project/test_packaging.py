@@ -73,6 +73,7 @@ def test_what_is_in_them(built):
         "hpcdist_autoload.py",
         "hpcdist/cli/templates/cpu.sbatch",
         "hpcdist/cli/templates/train_digits.py",
+        "hpcdist/cli/templates/errors.md",
     } <= names
     assert not [name for name in names if name.startswith(("tests", "docs"))]
     (metadata,) = (name for name in names if name.endswith("METADATA"))

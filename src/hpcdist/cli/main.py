@@ -23,6 +23,7 @@ COMMANDS = {
         "hpcdist.cli.doctor", "test everything that a job needs on this machine, and say how to fix what fails"
     ),
     "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
+    "explain": Command("hpcdist.cli.explain", "say what a message of hpcdist means, what causes it, and how to fix it"),
     "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
 }

@@ -12,7 +12,7 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE
@@ -48,7 +48,8 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
         if len(ranks) > 1:
             values = [f"{value[:SHOWN]!r} on {listed(those)}" for value, those in ranks.items()]
             differences.append(f"{name} is {' and '.join(values)}")
-    raise DistBackendError(
+    text = (
         f"{call}: ranks have different settings, and would make different calls. {'; '.join(differences)}. "
         "Set the same on every rank (mpirun -x NAME, srun --export=ALL)"
     )
+    raise DistBackendError(explained(text, "settings-differ"))

@@ -18,6 +18,7 @@ __all__ = [
     "MismatchError",
     "QueueEmptyError",
     "destroyed",
+    "explained",
     "not_initialized",
 ]
 
@@ -28,6 +29,11 @@ class MismatchError(ValueError, RuntimeError):
     c10d checks some of them in Python (ValueError) and some in C++ (RuntimeError), and which one where depends on the
     call and the backend; this is caught as either.
     """
+
+
+def explained(text: str, name: str) -> str:
+    """Return a message with the command that prints its entry on the page of errors, which a test knows to be there."""
+    return f"{text} [python -m hpcdist explain {name}]"
 
 
 def not_initialized() -> ValueError:

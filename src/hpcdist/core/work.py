@@ -21,7 +21,7 @@ import torch.distributed
 from torch import is_grad_enabled, is_inference_mode_enabled
 
 from hpcdist.core import hooks
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, explained
 from stores.keep_alive import KeptAlive
 
 if TYPE_CHECKING:
@@ -134,10 +134,11 @@ class Work(KeptAlive, torch.distributed.Work):
         if not self._done and (timeout or not self._carry_out()):
             seconds = timeout.total_seconds() or None
             if not self._await(seconds):
-                raise DistBackendError(
+                text = (
                     f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "
                     f"way. {hooks.explain(self._call)}".rstrip()
                 )
+                raise DistBackendError(explained(text, "call-timeout"))
         if self._error is not None:
             raise self._error
         return True

@@ -19,7 +19,7 @@ from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
 import stores
-from hpcdist.core.errors import DistNetworkError, DistStoreError
+from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
 from hpcdist.launch import addresses, environment, slurm_step
 
 Found = tuple[Store, int, int]
@@ -108,7 +108,9 @@ def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
 
 def missing(scheme: str, what: str) -> ValueError:
     """Return the error of a rendezvous that lacks something."""
-    return ValueError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}")
+    return ValueError(
+        explained(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}", "rendezvous")
+    )
 
 
 def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
@@ -231,9 +233,9 @@ def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: byte
             return store
         time.sleep(0.05)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
-    raise DistNetworkError(
-        f"no store of this job after {timeout.total_seconds():.0f} s; tried {tried} (last: {failure or 'no answer'})"
-    )
+    seconds = timeout.total_seconds()
+    text = f"no store of this job after {seconds:.0f} s; tried {tried} (last: {failure or 'no answer'})"
+    raise DistNetworkError(explained(text, "store-unreachable"))
 
 
 def is_open(host: str, port: int) -> bool:

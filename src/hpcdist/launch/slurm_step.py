@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hpcdist.core.errors import explained
 from hpcdist.launch.hostlist import expand
 
 
@@ -40,10 +41,11 @@ def step(environment: Mapping[str, str]) -> Step:
     for question, names in VARIABLES.items():
         value = next((environment[name] for name in names if environment.get(name)), None)
         if value is None:
-            raise ValueError(
+            text = (
                 f"Error initializing torch.distributed using slurm:// rendezvous: none of {', '.join(names)} is set; "
                 "start every rank with srun"
             )
+            raise ValueError(explained(text, "rendezvous"))
         found[question] = value
     attempt = environment.get("SLURM_RESTART_COUNT", "0")
     identity = f"{found['job']}.{found['step']}.{attempt}"

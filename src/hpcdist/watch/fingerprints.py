@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
+from hpcdist.core.errors import explained
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import listed
 from hpcdist.core.table import ROWS, Shape
@@ -151,4 +152,4 @@ def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[st
     for name, values in differences.items():
         ways = "; ".join(f"{listed(ranks)}: {value}" for value, ranks in values.items())
         lines.append(f"    {name}: {ways}")
-    return "\n".join(lines)
+    return explained("\n".join(lines), "mismatch")

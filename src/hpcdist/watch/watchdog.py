@@ -28,7 +28,7 @@ from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.group import Group
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
@@ -341,7 +341,7 @@ class Watchdog:
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
         """Begin to end an overdue wait."""
-        self._reasons[id(each.record)] = reason
+        self._reasons[id(each.record)] = explained(reason, "call-timeout")
         self.states.end(each.record, time.monotonic(), each.facts(is_reported))
         if each.in_background and self.states.next_means(each.record, time.monotonic()) is not None:
             self._given_up.append(described)

@@ -16,7 +16,7 @@ from zlib import crc32
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.process import ulfm
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.ranks import listed
 
 if TYPE_CHECKING:
@@ -121,10 +121,11 @@ class Communicator:
             if dead
             else "another rank gave the group up (timeout, lost process, revoke_process_group)"
         )
-        return DistBackendError(
+        text = (
             f"{call} on rank {self.rank} of {self.size} failed: "
             f"{who}; the group takes no more calls, shrink_group makes one without the lost ranks"
         )
+        return DistBackendError(explained(text, "lost-rank"))
 
     def check(self, call: str) -> None:
         """Raise if a collective has returned success although a rank has died (if ``is_checked``).

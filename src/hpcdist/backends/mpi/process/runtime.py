@@ -26,7 +26,7 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.launch.environment import Launch, detect
 
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
@@ -57,7 +57,8 @@ def load() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise DistBackendError(f"mpi4py found no MPI library ({error}). {INSTALL_HINT}") from error
+        text = f"mpi4py found no MPI library ({error}). {INSTALL_HINT}"
+        raise DistBackendError(explained(text, "mpi-not-found")) from error
     return MPI
 
 
@@ -133,11 +134,12 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
     """Raise where the launcher started several ranks and MPI connected none of them."""
     if launch is None or not launch.starts_mpi or launch.size <= 1 or MPI.COMM_WORLD.Get_size() != 1:
         return
-    raise DistBackendError(
+    text = (
         f"{launch.name} started {launch.size} ranks (this is rank {launch.rank}), but the MPI library that mpi4py "
-        f"loaded sees a world of 1: {short_name(MPI)}. They do not speak to each other, and {launch.size} separate "
-        f"worlds of one rank would run side by side. {launch.remedy}"
+        f"loaded sees a world of 1: {short_name(MPI)}. They are not connected, and {launch.size} separate worlds of "
+        f"one rank would run side by side. {launch.remedy}"
     )
+    raise DistBackendError(explained(text, "separate-worlds"))
 
 
 def finalize() -> None:

@@ -1,0 +1,97 @@
+"""The command ``explain``: says what a message of hpcdist means, what causes it and how to fix it, without a network.
+
+``python -m hpcdist explain lost-rank``. Any other text is taken as a message, whose entry is searched; without
+arguments it lists all. The entries are those of the page ``docs/reference/errors.md``, which is installed with the
+package.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from hpcdist.cli.job_arguments import JobParser, is_speaker
+from hpcdist.cli.slurm import CHECKOUT, PACKAGED
+
+PAGE = "reference/errors.md"
+ANYTHING = "…"  # in a message of the page: what differs from case to case
+SHORTEST = 12  # characters of a message's part that says which message it is
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)[^)]*\)")
+
+
+class Entry(NamedTuple):
+    """An entry of the page.
+
+    Attributes:
+        name: by which messages name it.
+        messages: those that it is about; ``…`` stands for any text.
+        text: cause and fix, in Markdown.
+    """
+
+    name: str
+    messages: list[str]
+    text: str
+
+    def fit(self, message: str) -> int:
+        """Return how many fixed characters its best pattern has in common with a message; 0 if none matches it."""
+        given = " ".join(message.split())
+        return max((len(each.replace(ANYTHING, "")) for each in self.messages if matches(each, given)), default=0)
+
+    def shown(self) -> str:
+        """Return the entry as it is printed."""
+        text = LINK.sub(lambda link: f"{link[1]} ({posixpath.normpath(f'docs/reference/{link[2]}')})", self.text)
+        return "\n".join([self.name, *(f"    {each}" for each in self.messages), "", text])
+
+
+def matches(pattern: str, message: str) -> bool:
+    """Tell whether a pattern of the page is in a message, or the message is a part of the pattern."""
+    whole = ".*?".join(re.escape(part) for part in pattern.split(ANYTHING))
+    return re.search(whole, message) is not None or (len(message) >= SHORTEST and message in pattern)
+
+
+def entries() -> dict[str, Entry]:
+    """Return the page's entries by name."""
+    packaged = PACKAGED / "errors.md"
+    page = (packaged if packaged.exists() else CHECKOUT.parent / "docs" / PAGE).read_text()
+    found = {}
+    for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
+        name, messages, text = re.split(r"\n\n```text\n|\n```\n", section, maxsplit=2)
+        found[name] = Entry(name, messages.splitlines(), text.partition("\n## ")[0].strip())
+    return found
+
+
+def best(message: str, among: dict[str, Entry]) -> Entry | None:
+    """Return the entry whose pattern says most of a message, or None."""
+    found = max(among.values(), key=lambda entry: entry.fit(message))
+    return found if found.fit(message) else None
+
+
+def run(args: list[str]) -> int:
+    """Print an entry, or the list of all.
+
+    Args:
+        args: the command line after ``explain``: a name, or a message in one or several arguments.
+
+    Returns:
+        0; 1 if no entry has this name or message.
+    """
+    made = JobParser(prog="python -m hpcdist explain", description=__doc__)
+    made.add_argument("message", nargs="*", help="an entry's name, or a message of hpcdist; all names without it")
+    asked = " ".join(made.parse_args(args).message)
+    known = entries()
+    entry = known.get(asked) or best(asked, known)
+    if not is_speaker():
+        return int(bool(asked) and entry is None)
+    if not asked:
+        print("\n".join(f"{each.name:<20} {each.messages[0]}" for each in known.values()))
+        return 0
+    if entry is None:
+        near = ", ".join(get_close_matches(asked, known))
+        others = f"near: {near}" if near else "all names: python -m hpcdist explain"
+        print(f"no entry for {asked!r}; {others}", file=sys.stderr)
+        return 1
+    print(entry.shown())
+    return 0
