@@ -17,6 +17,7 @@ CHAPTERS = {
     "queries": "Who am I?",
     "collectives": "Collectives on one tensor",
     "lists": "Collectives on lists of tensors",
+    "varied": "Collectives of varied sizes",
     "point_to_point": "Messages between two ranks",
     "objects": "Objects",
     "coalescing": "Several calls as one",

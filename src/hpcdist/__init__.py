@@ -145,6 +145,7 @@ from hpcdist.c10d.torch_names import (
     _verify_params_across_processes,
     _Work,
 )
+from hpcdist.c10d.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
@@ -197,11 +198,13 @@ __all__ = [
     "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
+    "all_gather_varied",
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
+    "all_to_all_varied",
     "barrier",
     "batch_isend_irecv",
     "breakpoint",
@@ -259,6 +262,7 @@ __all__ = [
     "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "reduce_scatter_varied",
     "register_rendezvous_handler",
     "rendezvous",
     "reproducible",

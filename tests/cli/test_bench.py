@@ -15,6 +15,10 @@ ROWS = {
         "all_reduce of functional collectives": {"hpcdist", "synchronous", "torch's part"},
         "irecv and isend, and waits": {"hpcdist", "mpi4py"},
     },
+    "varied": {
+        "all_gather_varied": {"hpcdist", "mpi4py", "in slots"},
+        "all_to_all_varied": {"hpcdist", "mpi4py"},
+    },
     "torch": {
         "DDP step": {"hpcdist", "gloo", "torch's part"},
         "FSDP2 step": {"hpcdist", "gloo", "torch's part"},
