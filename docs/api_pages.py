@@ -19,6 +19,7 @@ CHAPTERS = {
     "lists": "Collectives on lists of tensors",
     "varied": "Collectives of varied sizes",
     "point_to_point": "Messages between two ranks",
+    "halo": "Messages to neighbours",
     "objects": "Objects",
     "coalescing": "Several calls as one",
     "names": "Backends",

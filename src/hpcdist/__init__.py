@@ -77,6 +77,7 @@ from hpcdist.c10d.debug import (
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
 from hpcdist.c10d.elastic import ElasticJob, elastic
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
+from hpcdist.c10d.halo import HaloExchange, exchange
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
 from hpcdist.c10d.names import (
@@ -177,6 +178,7 @@ __all__ = [
     "GradBucket",
     "GroupMember",
     "GroupName",
+    "HaloExchange",
     "HashStore",
     "Logger",
     "P2POp",
@@ -216,6 +218,7 @@ __all__ = [
     "dist2",
     "dist_backend",
     "elastic",
+    "exchange",
     "failed_ranks",
     "gather",
     "gather_into_tensor",

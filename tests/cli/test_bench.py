@@ -19,6 +19,11 @@ ROWS = {
         "all_gather_varied": {"hpcdist", "mpi4py", "in slots"},
         "all_to_all_varied": {"hpcdist", "mpi4py"},
     },
+    "halo": {
+        "halo, 2 rows": {"hpcdist", "mpi4py"},
+        "halo, 2 columns": {"hpcdist", "mpi4py"},
+        "exchange with 2 ranks": {"hpcdist", "mpi4py"},
+    },
     "torch": {
         "DDP step": {"hpcdist", "gloo", "torch's part"},
         "FSDP2 step": {"hpcdist", "gloo", "torch's part"},

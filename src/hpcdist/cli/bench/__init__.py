@@ -25,6 +25,7 @@ SUBJECTS: dict[str, str] = {
     "p2p": "hpcdist.cli.bench.p2p",
     "objects": "hpcdist.cli.bench.objects",
     "varied": "hpcdist.cli.bench.varied",
+    "halo": "hpcdist.cli.bench.halo",
     "groups": "hpcdist.cli.bench.groups",
     "overlap": "hpcdist.cli.bench.overlap",
     "init": "hpcdist.cli.bench.init",
