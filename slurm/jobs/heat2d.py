@@ -3,7 +3,7 @@
     mpirun -n 4 python heat2d.py --size 128 --steps 500
 
 The plate is divided into bands of rows. Each step exchanges the edge rows with the neighbours
-(``batch_isend_irecv`` on NumPy arrays) and every now and then sums the residual (``all_reduce``). With
+(``HaloExchange`` on NumPy arrays) and every now and then sums the residual (``all_reduce``). With
 ``--check`` rank 0 computes the whole plate too and compares.
 """
 
@@ -47,18 +47,6 @@ def band(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return start, 1 + (rank + 1) * inner // ranks
 
 
-def exchange(field: np.ndarray, rank: int, ranks: int) -> None:
-    """Fill the rows beyond the band from the neighbours."""
-    ops = []
-    if rank > 0:
-        ops += [dist.P2POp(dist.isend, field[1], rank - 1), dist.P2POp(dist.irecv, field[0], rank - 1)]
-    if rank < ranks - 1:
-        ops += [dist.P2POp(dist.isend, field[-2], rank + 1), dist.P2POp(dist.irecv, field[-1], rank + 1)]
-    if ops:
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-
-
 def serial(size: int, steps: int) -> np.ndarray:
     """Compute the whole plate on one rank."""
     field = plate(size)
@@ -75,11 +63,12 @@ def main() -> None:
         raise SystemExit(f"--size {options.size} has fewer inner rows than there are ranks ({ranks})")
     first, end = band(options.size, rank, ranks)
     field = plate(options.size)[first - 1 : end + 1].copy()  # the band and a row on each side
+    halo = dist.HaloExchange([ranks, 1], width=[1, 0])  # columns are not divided
     if rank == 0:
         print(f"{options.size} x {options.size} points in {ranks} bands")
         print(f"{'step':>6} {'residual':>12}")
     for step in range(1, options.steps + 1):
-        exchange(field, rank, ranks)
+        halo(field)
         inner = relax(field)
         if step % options.every == 0 or step == options.steps:
             residual = np.array([np.square(inner - field[1:-1, 1:-1]).sum()])
@@ -87,11 +76,10 @@ def main() -> None:
             if rank == 0:
                 print(f"{step:6d} {np.sqrt(residual[0]):12.3e}", flush=True)
         field[1:-1, 1:-1] = inner
-    bands = [np.empty((e - s, options.size)) for s, e in (band(options.size, r, ranks) for r in range(ranks))]
-    dist.all_gather(bands, field[1:-1])
+    bands, _ = dist.all_gather_varied(field[1:-1])
     if options.check and rank == 0:
         whole = plate(options.size)
-        whole[1:-1] = np.concatenate(bands)
+        whole[1:-1] = bands
         difference = np.abs(whole - serial(options.size, options.steps)).max()
         print(f"largest difference to the serial result {difference:.1e}")
         if not difference <= 1e-12:

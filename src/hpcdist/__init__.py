@@ -77,6 +77,7 @@ from hpcdist.c10d.debug import (
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
 from hpcdist.c10d.elastic import ElasticJob, elastic
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
+from hpcdist.c10d.halo import HaloExchange, exchange
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
 from hpcdist.c10d.names import (
@@ -145,6 +146,7 @@ from hpcdist.c10d.torch_names import (
     _verify_params_across_processes,
     _Work,
 )
+from hpcdist.c10d.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
@@ -176,6 +178,7 @@ __all__ = [
     "GradBucket",
     "GroupMember",
     "GroupName",
+    "HaloExchange",
     "HashStore",
     "Logger",
     "P2POp",
@@ -197,11 +200,13 @@ __all__ = [
     "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
+    "all_gather_varied",
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
+    "all_to_all_varied",
     "barrier",
     "batch_isend_irecv",
     "breakpoint",
@@ -213,6 +218,7 @@ __all__ = [
     "dist2",
     "dist_backend",
     "elastic",
+    "exchange",
     "failed_ranks",
     "gather",
     "gather_into_tensor",
@@ -259,6 +265,7 @@ __all__ = [
     "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "reduce_scatter_varied",
     "register_rendezvous_handler",
     "rendezvous",
     "reproducible",

@@ -24,6 +24,8 @@ SUBJECTS: dict[str, str] = {
     "latency": "hpcdist.cli.bench.latency",
     "p2p": "hpcdist.cli.bench.p2p",
     "objects": "hpcdist.cli.bench.objects",
+    "varied": "hpcdist.cli.bench.varied",
+    "halo": "hpcdist.cli.bench.halo",
     "groups": "hpcdist.cli.bench.groups",
     "overlap": "hpcdist.cli.bench.overlap",
     "init": "hpcdist.cli.bench.init",

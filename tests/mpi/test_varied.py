@@ -1,0 +1,238 @@
+"""Collectives of varied sizes: values, gradients, ranks that differ, and input that does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import hpcdist as dist
+from hpcdist.core.buffers import as_bytes
+from hpcdist.core.reduction import AVG, MAX, SUM
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool,
+          torch.complex64, torch.float8_e4m3fn]  # fmt: skip
+# sizes of each rank: all differ, some empty, all empty, all the same
+SIZES = {
+    "growing": lambda rank: rank + 1,
+    "falling": lambda rank: 5 - rank,
+    "odd": lambda rank: 3 * (rank % 2),
+    "none": lambda rank: 0,
+    "same": lambda rank: 2,
+}
+PAIRS = {"triangle": lambda a, b: a + 2 * b, "one way": lambda a, b: 2 * (a < b), "none": lambda a, b: 0}
+
+
+def rows(size, source, dtype=torch.float64, target=0):
+    """What one rank gives: (size, 2, 3), telling whose it is."""
+    values = torch.arange(size * 6, dtype=torch.float64) % 5 + 7 * source + 31 * target
+    return (values % 64).view(size, 2, 3).to(dtype)
+
+
+def across(tensor, dim):
+    """The same rows along another dimension."""
+    return tensor.movedim(0, dim)
+
+
+def laid_out(tensor, rank):
+    """The same values in memory of another layout on each rank."""
+    if rank % 3 == 1:
+        return torch.stack([tensor, tensor], dim=-1)[..., 0]
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0) if rank % 3 == 2 else tensor.clone()
+
+
+def equal(one, other):
+    """Equal bits, for dtypes too that torch cannot compare."""
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert one.is_contiguous()
+    return torch.equal(as_bytes(one), as_bytes(other.contiguous()))
+
+
+@pytest.mark.parametrize("pattern", SIZES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather(rank, size, pattern, dim):
+    counts = [SIZES[pattern](each) for each in range(size)]
+    for dtype in DTYPES:
+        given = laid_out(across(rows(counts[rank], rank, dtype), dim), rank)
+        gathered, sizes = dist.all_gather_varied(given, dim)
+        assert sizes == counts
+        assert equal(gathered, across(torch.cat([rows(n, r, dtype) for r, n in enumerate(counts)]), dim))
+
+
+@pytest.mark.parametrize("pattern", SIZES)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_reduce_scatter(rank, size, pattern, dim):
+    counts = [SIZES[pattern](each) for each in range(size)]
+    first, total = sum(counts[:rank]), sum(counts)
+    for op, dtype in ((SUM, torch.float32), (SUM, torch.bfloat16), (MAX, torch.int64), (AVG, torch.float64)):
+        whole = torch.stack([rows(total, each, torch.float64) for each in range(size)])
+        combined = {SUM: whole.sum(0), MAX: whole.amax(0), AVG: whole.mean(0)}[op]
+        given = laid_out(across(rows(total, rank, dtype), dim), rank)
+        found = dist.reduce_scatter_varied(given, counts[rank], dim, op)
+        assert equal(found, across(combined[first : first + counts[rank]].to(dtype), dim))
+
+
+@pytest.mark.parametrize("pattern", PAIRS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_all_to_all(rank, size, pattern, dim):
+    count = PAIRS[pattern]
+    for dtype in DTYPES:
+        given = [laid_out(across(rows(count(rank, to), rank, dtype, to), dim), rank) for to in range(size)]
+        received = dist.all_to_all_varied(given, dim)
+        assert len(received) == size
+        for source, tensor in enumerate(received):
+            assert equal(tensor, across(rows(count(source, rank), source, dtype, rank), dim))
+
+
+def test_numpy(rank, size):
+    gathered, _ = dist.all_gather_varied(np.full((rank, 2), rank))
+    assert isinstance(gathered, np.ndarray)
+    np.testing.assert_array_equal(gathered, np.concatenate([np.full((each, 2), each) for each in range(size)]))
+    shares = dist.reduce_scatter_varied(gathered, rank)
+    np.testing.assert_array_equal(shares, np.full((rank, 2), rank * size))
+    received = dist.all_to_all_varied([np.full(rank, to) for to in range(size)])
+    assert [each.tolist() for each in received] == [[rank] * source for source in range(size)]
+
+
+def test_groups(rank, size):
+    even = dist.new_group(range(0, size, 2))
+    if rank % 2:
+        with pytest.warns(UserWarning, match="all_gather_varied"):
+            assert dist.all_gather_varied(torch.ones(rank), group=even) is None
+    else:
+        _, sizes = dist.all_gather_varied(torch.ones(rank), group=even)
+        assert sizes == list(range(0, size, 2))
+        dist.destroy_process_group(even)
+
+
+class Everyones(torch.autograd.Function):
+    """Inputs that all ranks have, so that all check one function: their gradient is the mean of the ranks'."""
+
+    @staticmethod
+    def forward(ctx, *given):
+        return tuple(each.clone() for each in given)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        gradients = [each.clone() for each in gradients]
+        for each in gradients:
+            dist.all_reduce(each, dist.ReduceOp.AVG)
+        return tuple(gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients(rank, size, dtype):
+    """Against those that autograd finds in one process, which has the inputs of all ranks."""
+    counts = [SIZES["odd"](each) + 1 for each in range(size)]
+    leaves = [rows(n, r, dtype).requires_grad_() for r, n in enumerate(counts)]
+    sum((torch.cat(leaves).square() * (1 + r)).real.sum() for r in range(size)).backward()
+    own = rows(counts[rank], rank, dtype).requires_grad_()
+    (dist.all_gather_varied(own)[0].square() * (1 + rank)).real.sum().backward()
+    assert torch.allclose(own.grad, leaves[rank].grad)
+
+    for op, share in ((SUM, 1), (AVG, size)):
+        wide = [rows(sum(counts), r, dtype).requires_grad_() for r in range(size)]
+        parts = (sum(wide) / share).split(counts)
+        sum((part.square() * (1 + r)).real.sum() for r, part in enumerate(parts)).backward()
+        own = rows(sum(counts), rank, dtype).requires_grad_()
+        (dist.reduce_scatter_varied(own, counts[rank], op=op).square() * (1 + rank)).real.sum().backward()
+        assert torch.allclose(own.grad, wide[rank].grad)
+
+
+def test_gradients_of_all_to_all(rank, size):
+    def count(a, b):
+        return (a + b) % 3
+
+    def weight(a, b):
+        return rows(count(a, b), a + 1, target=b)
+
+    leaves = [rows(count(rank, to), rank, target=to).requires_grad_() for to in range(size)]
+    received = dist.all_to_all_varied(leaves)
+    sum((part.square() * weight(source, rank)).sum() for source, part in enumerate(received)).backward()
+    for to, leaf in enumerate(leaves):
+        assert torch.allclose(leaf.grad, 2 * leaf.detach() * weight(rank, to))
+
+
+def test_gradcheck(rank, size):
+    inputs = [rows(each % 2 + 1, each)[:, :1, :1].clone().requires_grad_() for each in range(size)]
+    total = sum(each.size(0) for each in inputs)
+    factors = torch.arange(1.0 + rank, 1.0 + rank + total).view(-1, 1, 1)
+
+    def function(*given):
+        gathered, sizes = dist.all_gather_varied(Everyones.apply(*given)[rank].sin())
+        mixed = dist.reduce_scatter_varied(gathered * factors, sizes[rank])
+        back = dist.all_to_all_varied([mixed * (to + 1) for to in range(size)])
+        return dist.all_gather_varied(torch.cat(back).cos())[0]
+
+    assert gradcheck(function, inputs)
+
+
+def test_gradients_when_one_rank_needs_them(rank, size):
+    """Only the last rank's input requires grad: all take part in its gradient."""
+    given = torch.full((rank + 1,), float(rank), requires_grad=rank == size - 1)
+    gathered, _ = dist.all_gather_varied(given)
+    assert gathered.requires_grad
+    gathered.sum().backward()
+    if rank == size - 1:
+        assert given.grad.tolist() == [float(size)] * size
+    else:
+        assert given.grad is None
+
+
+def test_no_grad(rank):
+    given = torch.ones(rank + 1, requires_grad=True)
+    with torch.no_grad():
+        gathered, _ = dist.all_gather_varied(given)
+    assert not gathered.requires_grad
+    assert not dist.all_gather_varied(given.detach())[0].requires_grad
+    assert not dist.all_gather_varied(torch.ones(rank, dtype=torch.int64))[0].requires_grad
+
+
+WRONG = {
+    "dtype": (lambda rank: torch.zeros(2, 3, dtype=torch.int32 if rank else torch.int64), "torch.int64 ['any', 3]"),
+    "width": (lambda rank: torch.zeros(2, 3 + bool(rank)), "torch.float32 ['any', 3]"),
+    "dimensions": (lambda rank: torch.zeros(2, 3) if rank else torch.zeros(2), "torch.float32 ['any']"),
+    "scalar on rank 0": (lambda rank: torch.zeros(2) if rank else torch.tensor(1.0), "torch.float32 []"),
+    "scalars": (lambda rank: torch.tensor(1.0), "torch.float32 []"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_one_error_on_every_rank(rank, size, what):
+    make, shown = WRONG[what]
+    if size == 1 and what != "scalars" and "scalar" not in what:
+        pytest.skip("one rank agrees with itself")
+    messages = []
+    for call in (
+        lambda: dist.all_gather_varied(make(rank)),
+        lambda: dist.reduce_scatter_varied(make(rank), 1),
+        lambda: dist.all_to_all_varied([make(rank) for _ in range(size)]),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match="do not fit") as raised:
+            call()
+        messages.append(str(raised.value))
+    everyone = [None] * size
+    dist.all_gather_object(everyone, messages)
+    assert all(each == messages for each in everyone)
+    assert shown in messages[0]
+    dist.barrier()
+
+
+def test_wrong_numbers(rank, size):
+    with pytest.raises(ValueError, match="add up to 7"):
+        dist.reduce_scatter_varied(torch.zeros(7), 8)
+    with pytest.raises(ValueError, match="add up to"):
+        dist.reduce_scatter_varied(torch.zeros(3), -1 if rank == 0 else 3)
+    with pytest.raises(ValueError, match="one for each rank"):
+        dist.all_to_all_varied([torch.zeros(1)] * (size + (rank == size - 1)))
+    with pytest.raises(RuntimeError, match="no gradient"):
+        dist.reduce_scatter_varied(torch.zeros(size, requires_grad=rank == 0), 1, op=MAX)
+    with pytest.raises(ValueError, match="expected a dimension 2"):
+        dist.all_gather_varied(torch.zeros(3, 2), dim=2)
+    for wrong in (None, [torch.zeros(1)], torch.zeros(2).to_sparse()):
+        with pytest.raises(TypeError):
+            dist.all_gather_varied(wrong)
+    with pytest.raises(TypeError):
+        dist.reduce_scatter_varied(torch.zeros(size), 1.5)
