@@ -19,6 +19,7 @@ CHAPTERS = {
     "lists": "Collectives on lists of tensors",
     "point_to_point": "Messages between two ranks",
     "objects": "Objects",
+    "node_shared": "Memory that ranks share",
     "coalescing": "Several calls as one",
     "names": "Backends",
     "device_mesh": "Ranks in several dimensions",

@@ -93,6 +93,7 @@ from hpcdist.c10d.names import (
     is_xccl_available,
     supports_complex,
 )
+from hpcdist.c10d.node_shared import node_shared
 from hpcdist.c10d.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -249,6 +250,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "node_shared",
     "record_comm",
     "recv",
     "recv_object_list",
