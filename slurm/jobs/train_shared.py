@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -57,6 +59,13 @@ class Samples(Dataset):
         return self.table[rows]  # the batch is the only copy
 
 
+def batches(loader: DataLoader, sampler: DistributedSampler) -> Iterator[torch.Tensor]:
+    """Yield batches of one epoch after the other, each in another order."""
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
 def held() -> float:
     """Return the MiB of shared tensors that the kernel counts as this process's: a page's size over its users."""
     parts = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
@@ -74,25 +83,19 @@ def main() -> None:
         Samples(table), options.batch, sampler=sampler, num_workers=options.workers, collate_fn=lambda x: x
     )
     model = torch.zeros(FEATURES)
-    error, step = torch.zeros(1), 0
-    while step < options.steps:
-        sampler.set_epoch(step)
-        for step, batch in enumerate(loader, step + 1):  # noqa: B020
-            features, targets = batch[:, :FEATURES], batch[:, FEATURES]
-            difference = features @ model - targets
-            gradient = features.t() @ difference / len(batch)
-            dist.all_reduce(gradient, dist.ReduceOp.AVG)
-            model -= options.learning_rate * gradient
-            if step == options.steps:
-                break
-    error.fill_((model - weights()).abs().max())
+    for _, batch in zip(range(options.steps), batches(loader, sampler), strict=False):
+        features, targets = batch[:, :FEATURES], batch[:, FEATURES]
+        gradient = features.t() @ (features @ model - targets) / len(batch)
+        dist.all_reduce(gradient, dist.ReduceOp.AVG)
+        model -= options.learning_rate * gradient
     table.sum()  # every rank has now touched all of it
     dist.barrier()
     mine = held()
     dist.barrier()
     print(f"rank {rank} of {size}: holds {mine:.1f} MiB of the {options.mib} MiB", flush=True)
     if rank == 0:
-        print(f"largest error of a weight after {step} steps: {error.item():.1e}", flush=True)
+        error = (model - weights()).abs().max()
+        print(f"largest error of a weight after {options.steps} steps: {error:.1e}", flush=True)
     dist.destroy_process_group()
 
 
