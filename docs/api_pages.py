@@ -20,6 +20,7 @@ CHAPTERS = {
     "point_to_point": "Messages between two ranks",
     "objects": "Objects",
     "node_shared": "Memory that ranks share",
+    "window": "Memory that ranks share",
     "coalescing": "Several calls as one",
     "names": "Backends",
     "device_mesh": "Ranks in several dimensions",

@@ -146,6 +146,7 @@ from hpcdist.c10d.torch_names import (
     _verify_params_across_processes,
     _Work,
 )
+from hpcdist.c10d.window import Window
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
@@ -191,6 +192,7 @@ __all__ = [
     "ScatterOptions",
     "Store",
     "TCPStore",
+    "Window",
     "Work",
     "all_gather",
     "all_gather_coalesced",

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
+from hpcdist.core.agreement import attempt
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.launch import environment
 from hpcdist.torch_bridge import private_names
-
-T = TypeVar("T")
-CALLERS_MISTAKES: dict[str, type[Exception]] = {each.__name__: each for each in (TypeError, ValueError, MismatchError)}
 
 
 class Request(NamedTuple):
@@ -80,7 +78,7 @@ def node_shared(
         return None
     backend = carrier(pg, "node_shared")
     with pg.journal.during("node_shared"):
-        requests = attempt(backend, lambda: request(shape, dtype))
+        requests = attempt(backend, "node_shared", lambda: request(shape, dtype))
         mine = requests[pg.rank()]
         for rank, other in enumerate(requests):
             if other[1:] != requests[0][1:]:
@@ -104,32 +102,8 @@ def request(shape: Any, dtype: Any) -> Request:
         raise DistBackendError(f"host {os.uname().nodename} has no {memory_file.FOLDER}")
     mine = Request((environment.node_key(), memory_file.device()), tuple(sizes), dtype)
     if 0 < there < mine.nbytes:
-        raise DistBackendError(too_little(mine.nbytes))
+        raise DistBackendError(memory_file.too_little(os.uname().nodename, there, mine.nbytes))
     return mine
-
-
-def too_little(nbytes: int) -> str:
-    """Return what is said if a node has no room."""
-    return (
-        f"{memory_file.FOLDER} of host {os.uname().nodename} has {memory_file.free()} bytes free, and {nbytes} are "
-        "needed: mount -o remount,size=90% /dev/shm, or in a container --shm-size"
-    )
-
-
-def attempt(backend: Backend, step: Callable[[], T]) -> list[T]:
-    """Take a step on every rank and return what it gave on each; if it failed on one, raise the same on all of them."""
-    value, failure = None, None
-    try:
-        value = step()
-    except Exception as error:
-        failure = error
-    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = backend.objects.all_gather((value, text))
-    for rank, (_, text) in enumerate(outcomes):
-        if text:
-            kind = CALLERS_MISTAKES.get(text.partition(":")[0], DistBackendError)
-            raise kind(f"node_shared failed on rank {rank} of the group: {text}") from failure
-    return [value for value, _ in outcomes]
 
 
 def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tensor:
@@ -170,14 +144,15 @@ def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tens
             try:
                 memory_file.reserve(descriptor, asked.nbytes)
             except OSError as error:
-                raise DistBackendError(f"{too_little(asked.nbytes)} ({error})") from error
+                text = memory_file.too_little(os.uname().nodename, memory_file.free(), asked.nbytes)
+                raise DistBackendError(f"{text} ({error})") from error
             put(fill, tensor)
 
     try:
-        names = attempt(backend, create)
-        attempt(backend, open_and_map)
+        names = attempt(backend, "node_shared", create)
+        attempt(backend, "node_shared", open_and_map)
         memory_file.remove(name)
-        attempt(backend, reserve_and_fill)
+        attempt(backend, "node_shared", reserve_and_fill)
     finally:
         memory_file.remove(name)
         if descriptor >= 0:

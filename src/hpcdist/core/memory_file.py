@@ -53,3 +53,11 @@ def reserve(descriptor: int, nbytes: int) -> None:
         OSError: /dev/shm has no room.
     """
     os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def too_little(host: str, there: int | None, needed: int) -> str:
+    """Return what is said if a host has no room."""
+    return (
+        f"{FOLDER} of host {host} has {there} bytes free, and {needed} are needed: mount -o remount,size=90% /dev/shm, "
+        "or in a container --shm-size"
+    )
