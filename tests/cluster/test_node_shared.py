@@ -1,4 +1,4 @@
-"""Node-shared tensors on several hosts: each host has one copy, and lack of room on one is an error on all."""
+"""Memory that ranks share, on several hosts: a copy of each host's own, and windows to memory of other hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ pytestmark = [
     pytest.mark.smoke,
     pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
 ]
-JOB = Path(__file__).with_name("node_shared_job.py")
+HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("slots", [(2, 2)], ids=str)
 def test_each_host_has_a_copy_of_its_own(cluster: Cluster, slots: tuple[int, ...]) -> None:
-    done = launch.run(cluster, slots, [sys.executable, str(JOB)], OMP_NUM_THREADS="1")
+    done = launch.run(cluster, slots, [sys.executable, str(HERE / "node_shared_job.py")], OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all see their node's\n", done.stdout
+
+
+@pytest.mark.parametrize("slots", [(2, 2)], ids=str)
+def test_windows_reach_memory_of_other_hosts(cluster: Cluster, slots: tuple[int, ...]) -> None:
+    done = launch.run(cluster, slots, [sys.executable, str(HERE / "window_job.py")], OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("all written\n"), done.stdout

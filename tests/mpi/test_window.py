@@ -15,9 +15,10 @@ from torch.distributed import ReduceOp
 import hpcdist as dist
 from tests.mpi.conftest import BACKEND
 
-pytestmark = pytest.mark.skipif(
-    BACKEND not in (None, "mpi") and "cpu:mpi" not in str(BACKEND), reason="windows need MPI"
-)
+pytestmark = [
+    pytest.mark.skipif(BACKEND not in (None, "mpi") and "cpu:mpi" not in str(BACKEND), reason="windows need MPI"),
+    pytest.mark.filterwarnings("error:a Window is closed"),
+]
 OPS = {
     ReduceOp.SUM: lambda a: a.sum(0),
     ReduceOp.PRODUCT: lambda a: a.prod(0),
@@ -43,7 +44,7 @@ def neighbours(rank, size):
     return (rank + 1) % size, (rank - 1) % size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bfloat16, torch.complex128, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_put_and_signal(opened, rank, size, dtype):
     after, before = neighbours(rank, size)
     with opened(10, dtype) as window:
@@ -96,30 +97,31 @@ def test_get(opened, rank, size):
         dist.barrier()
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
-def test_accumulate(opened, rank, size, op, dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool], ids=str)
+def test_accumulate(opened, rank, size, dtype):
     with opened(5, dtype) as window:
-        window.tensor.fill_(2)
-        dist.barrier()
-        window.accumulate(torch.full((3,), rank + 1, dtype=dtype), 0, 1, op)
-        dist.barrier()
-        if rank == 0:
-            every = torch.tensor([2, *range(1, size + 1)]).to(dtype)
-            assert window.tensor.tolist() == [2, *[OPS[op](every).item()] * 3, 2]
-        dist.barrier()
+        for op, combine in OPS.items():
+            window.tensor.fill_(2)
+            dist.barrier()
+            window.accumulate(torch.full((3,), rank + 1, dtype=dtype), 0, 1, op)
+            dist.barrier()
+            if rank == 0:
+                every = torch.tensor([2, *range(1, size + 1)]).to(dtype)
+                was = torch.tensor(2).to(dtype).item()
+                assert window.tensor.tolist() == [was, *[combine(every).to(dtype).item()] * 3, was]
+            dist.barrier()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
 def test_a_queue_without_a_server(opened, rank, size, dtype):
     with opened(1, dtype) as window:
         mine = []
-        while (task := window.fetch_and_add(0)) < 200:
+        while (task := window.fetch_and_add(0)) < 100:
             mine.append(task)
         everyone = [None] * size
         dist.all_gather_object(everyone, mine)
-        assert sorted(task for tasks in everyone for task in tasks) == list(range(200))  # each taken once
-        assert window.fetch_and_add(rank, 0, 0) == (200 + size if rank == 0 else 0)
+        assert sorted(task for tasks in everyone for task in tasks) == list(range(100))  # each taken once
+        assert window.fetch_and_add(rank, 0, 0) == (100 + size if rank == 0 else 0)
         dist.barrier()
 
 
@@ -200,37 +202,38 @@ def test_a_rank_that_computes_on_the_same_node_need_not_enter_mpi(rank, size):
         dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda w, n: w.put(torch.zeros(3), n), ValueError, "there is no rank"),
-        (lambda w, n: w.put(torch.zeros(3), -1), ValueError, r"no rank -1 in the group \(0 to"),
-        (lambda w, n: w.put(torch.zeros(3), 0, 6), ValueError, "3 elements from offset 6 on do not lie in the 8 elem"),
-        (lambda w, n: w.put(torch.zeros(3), 0, -1), ValueError, "3 elements from offset -1"),
-        (
-            lambda w, n: w.put(torch.zeros(3).int(), 0),
-            ValueError,
-            "the tensor is torch.int32 on cpu; expected torch.fl",
-        ),
-        (lambda w, n: w.put([1.0], 0), TypeError, "Expected parameter `tensor` of type torch.Tensor"),
-        (lambda w, n: w.put(torch.zeros(3), "0"), TypeError, "integer"),
-        (lambda w, n: w.get(torch.zeros(9), 0), ValueError, "9 elements from offset 0"),
-        (
-            lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.AVG),
-            ValueError,
-            "ReduceOp.AVG is no op of one-sided",
-        ),
-        (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND"),
-        (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),
-        (lambda w, n: w.signal(n), ValueError, "there is no rank"),
-        (lambda w, n: w.wait_signal(n), ValueError, "there is no rank"),
-        (lambda w, n: w.wait_signal(0, 3.0), TypeError, "timeout"),
-        (lambda w, n: w.map_remote_tensor(n), ValueError, "there is no rank"),
-    ],
-)
-def test_bad_arguments(rank, size, call, error, text):
-    with dist.Window(8) as window, pytest.raises(error, match=text):
-        call(window, size)
+WRONG = [
+    (lambda w, n: w.put(torch.zeros(3), n), ValueError, "there is no rank"),
+    (lambda w, n: w.put(torch.zeros(3), -1), ValueError, r"no rank -1 in the group \(0 to"),
+    (lambda w, n: w.put(torch.zeros(3), 0, 6), ValueError, "3 elements from offset 6 on do not lie in the 8 elem"),
+    (lambda w, n: w.put(torch.zeros(3), 0, -1), ValueError, "3 elements from offset -1"),
+    (
+        lambda w, n: w.put(torch.zeros(3).int(), 0),
+        ValueError,
+        "the tensor is torch.int32 on cpu; expected torch.fl",
+    ),
+    (lambda w, n: w.put([1.0], 0), TypeError, "Expected parameter `tensor` of type torch.Tensor"),
+    (lambda w, n: w.put(torch.zeros(3), "0"), TypeError, "integer"),
+    (lambda w, n: w.get(torch.zeros(9), 0), ValueError, "9 elements from offset 0"),
+    (
+        lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.AVG),
+        ValueError,
+        "ReduceOp.AVG is no op of one-sided",
+    ),
+    (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND"),
+    (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),
+    (lambda w, n: w.signal(n), ValueError, "there is no rank"),
+    (lambda w, n: w.wait_signal(n), ValueError, "there is no rank"),
+    (lambda w, n: w.wait_signal(0, 3.0), TypeError, "timeout"),
+    (lambda w, n: w.map_remote_tensor(n), ValueError, "there is no rank"),
+]
+
+
+def test_bad_arguments(rank, size):
+    with dist.Window(8) as window:
+        for call, error, text in WRONG:
+            with pytest.raises(error, match=text):
+                call(window, size)
 
 
 def test_dtypes_without_atomic_calls(rank):

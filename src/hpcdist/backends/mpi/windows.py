@@ -26,7 +26,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, memory, message, run
+from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, address, memory, message, run
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op
@@ -79,7 +79,8 @@ class MPIWindow(RemoteMemory):
             counter[0] = 0
         self._group = shared
         if places.nodes > 1:
-            self._group = MPI.Win.Create(segments[mates.index(rank)], 1, comm=communicator.comm)
+            place = segments[mates.index(rank)].ctypes.data  # the array itself would be in use as long as the window
+            self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
             self._windows.append(self._group)
         self._mapped: dict[int, torch.Tensor] = {}
         if tensor is None:
