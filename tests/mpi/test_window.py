@@ -15,16 +15,26 @@ from torch.distributed import ReduceOp
 import hpcdist as dist
 from tests.mpi.conftest import BACKEND
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND not in (None, "mpi") and "cpu:mpi" not in str(BACKEND), reason="windows need MPI"),
-    pytest.mark.filterwarnings("error:a Window is closed"),
-]
+pytestmark = pytest.mark.filterwarnings("error:a Window is closed")
+HAS_MPI = BACKEND in (None, "mpi") or "cpu:mpi" in BACKEND
 OPS = {
     ReduceOp.SUM: lambda a: a.sum(0),
     ReduceOp.PRODUCT: lambda a: a.prod(0),
     ReduceOp.MIN: lambda a: a.amin(0),
     ReduceOp.MAX: lambda a: a.amax(0),
 }
+
+
+@pytest.fixture(autouse=True)
+def _windows(request):
+    if HAS_MPI is (request.function is test_a_backend_without_windows):
+        pytest.skip("windows need MPI")
+
+
+def test_a_backend_without_windows(world):
+    with pytest.raises(RuntimeError, match="does not support new_window: one-sided windows need MPI"):
+        dist.Window(1)
+    dist.barrier()
 
 
 @pytest.fixture(params=["one node", "two nodes", "own tensors"])
