@@ -21,6 +21,8 @@ CHAPTERS = {
     "point_to_point": "Messages between two ranks",
     "halo": "Messages to neighbours",
     "objects": "Objects",
+    "node_shared": "Memory that ranks share",
+    "window": "Memory that ranks share",
     "coalescing": "Several calls as one",
     "names": "Backends",
     "device_mesh": "Ranks in several dimensions",

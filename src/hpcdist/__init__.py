@@ -94,6 +94,7 @@ from hpcdist.c10d.names import (
     is_xccl_available,
     supports_complex,
 )
+from hpcdist.c10d.node_shared import node_shared
 from hpcdist.c10d.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -147,6 +148,7 @@ from hpcdist.c10d.torch_names import (
     _Work,
 )
 from hpcdist.c10d.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
+from hpcdist.c10d.window import Window
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
@@ -193,6 +195,7 @@ __all__ = [
     "ScatterOptions",
     "Store",
     "TCPStore",
+    "Window",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -255,6 +258,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "node_shared",
     "record_comm",
     "recv",
     "recv_object_list",

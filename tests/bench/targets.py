@@ -75,8 +75,11 @@ def moves(bench: Bench) -> list[Verdict]:
 
 
 def messages(bench: Bench) -> list[Verdict]:
-    """Check ping-pong and barrier."""
+    """Check ping-pong, put and signal, and barrier."""
     found = [at_most(f"ping-pong {size} B", p2p.compare(bench, size), "mpi4py", 1.0, LATENCY) for size in (4, 1024)]
+    found += [
+        at_most(f"put and signal {size} B", p2p.put_and_signal(bench, size), "mpi4py", 1.0, 3.0) for size in (64, 1024)
+    ]
     return [*found, at_most("barrier", p2p.barrier(bench), "mpi4py", 1.0, LATENCY)]
 
 

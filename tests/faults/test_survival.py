@@ -225,3 +225,30 @@ def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:
         for each in ranks:
             each.kill()
             each.wait(10)
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+def test_a_wait_for_the_signal_of_a_dead_rank_raises_and_a_new_window_works(launcher: str, tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "rank = dist.get_rank()\n"
+        "window = dist.Window(4)\n"
+        "dist.barrier()\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try: window.wait_signal(2)\n"
+        "except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
+        "window.close()\n"
+        "dist.shrink_group([2])\n"
+        "with dist.Window(4) as window:\n"
+        "    window.signal(1 - rank)\n"
+        "    window.wait_signal(1 - rank)\n"
+        "print('goes on', file=sys.stderr)\n"
+        "dist.destroy_process_group()\n"
+    )
+    with Job(launcher, 3, [], program) as job:
+        job.finish(60)
+        assert job.stderr().count("failed: rank 2 of the group died") == 2, job.stderr()
+        assert job.stderr().count("goes on") == 2, job.stderr()

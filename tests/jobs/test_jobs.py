@@ -11,6 +11,7 @@ import pytest
 from tests.programs import BIN, ROOT, mpirun, output, run, start
 
 TRAIN = ROOT / "slurm/jobs/train_digits.py"
+SHARED = ROOT / "slurm/jobs/train_shared.py"
 HEAT = ROOT / "slurm/jobs/heat2d.py"
 SHORT = ["--epochs", "3"]
 
@@ -83,6 +84,16 @@ def test_heat_equals_the_serial_result(ranks):
     result = mpirun(ranks, [HEAT, "--size", "50", "--steps", "200", "--check"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "largest difference" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_dataset_of_which_a_node_has_one_copy(ranks):
+    result = mpirun(ranks, [SHARED, "--mib", "32", "--steps", "60", "--workers", "1"], timeout=90)
+    assert result.returncode == 0, result.stdout + result.stderr
+    held = [float(each) for each in re.findall(r"holds ([\d.]+) MiB of the 32 MiB", result.stdout)]
+    assert len(held) == ranks
+    assert 0.98 * 32 < sum(held) < 1.02 * 32
+    assert float(re.search(r"largest error of a weight after 60 steps: (\S+)", result.stdout)[1]) < 1e-4
 
 
 @pytest.mark.parametrize("level", ["single", "funneled", "serialized"])

@@ -32,6 +32,7 @@ CALLS = {
     "lists": lambda r, n: dist.all_gather([full(0, 3) for _ in range(n)], full(1, 3)),
     "lists to all": lambda r, n: dist.all_to_all([full(0, 3) for _ in range(n)], [full(1, 3) for _ in range(n)]),
     "scatter": lambda r, n: dist.scatter(full(0, 3), [full(1, 3) for _ in range(n)] if r == 0 else None, 0),
+    "node-shared": lambda r, n: dist.node_shared(5, fill=lambda tensor: tensor.copy_(full(1, 5))),
     "objects": lambda r, n: dist.all_gather_object([None] * n, {"array": full(1, 1000)}),
     "an object for all": lambda r, n: dist.broadcast_object_list([{"tensor": full(1, 3)}], 0),
     "to itself": lambda r, n: [

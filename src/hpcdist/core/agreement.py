@@ -1,4 +1,4 @@
-"""Agreement on settings: what decides which calls are made is compared between the ranks once, at init.
+"""Agreement of ranks: on settings, which are compared once, at init, and on whether a step has failed on one of them.
 
 Environment variables and files may differ from node to node. Ranks that went by different ones would make different
 calls and wait for each other for ever, so a difference ends the start on every rank.
@@ -7,16 +7,20 @@ calls and wait for each other for ever, so a difference ends the start on every 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE
 
+T = TypeVar("T")
+CALLERS_MISTAKES: dict[str, type[Exception]] = {each.__name__: each for each in (TypeError, ValueError, MismatchError)}
 SHOWN = 60  # characters of a value that the message has
 
 
@@ -53,3 +57,29 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
         "Set the same on every rank (mpirun -x NAME, srun --export=ALL)"
     )
     raise DistBackendError(explained(text, "settings-differ"))
+
+
+def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:
+    """Take a step on every rank and return what it gave on each; if it failed on one, raise the same on all of them.
+
+    Args:
+        backend: of the group, of which every rank calls.
+        call: the user's, for the message.
+        step: what to do; what it returns is pickled.
+
+    Raises:
+        TypeError, ValueError: the step raised it on the lowest rank on which it failed.
+        DistBackendError: it raised anything else there.
+    """
+    value, failure = None, None
+    try:
+        value = step()
+    except Exception as error:
+        failure = error
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = backend.objects.all_gather((value, text))
+    for rank, (_, text) in enumerate(outcomes):
+        if text:
+            kind = CALLERS_MISTAKES.get(text.partition(":")[0], DistBackendError)
+            raise kind(f"{call} failed on rank {rank} of the group: {text}") from failure
+    return [value for value, _ in outcomes]

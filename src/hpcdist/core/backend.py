@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from hpcdist.core.objects import Objects
+    from hpcdist.core.remote_memory import RemoteMemory
     from hpcdist.core.table import Row
 
 DROP_SECONDS = 3.0  # how long a queued call may take to raise once its communicator is revoked
@@ -170,6 +171,15 @@ class Backend(Supervised):
     @abstractmethod
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
+
+    def open_window(self, sizes: Sequence[int], tensor: torch.Tensor | None) -> RemoteMemory:
+        """Open memory of every rank to the others; every rank calls.
+
+        Args:
+            sizes: bytes of each rank's memory.
+            tensor: this rank's, if it has it already.
+        """
+        raise RuntimeError(f"Backend {self.name} does not support new_window: one-sided windows need MPI")
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
         """Run the library's own barrier that says who is missing; False where it has none."""

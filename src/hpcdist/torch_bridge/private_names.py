@@ -10,6 +10,8 @@ what                                                  why                       
 ``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
 ``torch.testing``'s ``fake_pg``,                       ``hpcdist bench`` times torch's own part of a call  2.13.0
 ``distributed._functional_collectives``
+``UntypedStorage._new_shared_fd_cpu``                 ``node_shared``: memory that torch knows to be     2.13.0, 2.14.1
+                                                      shared, so that it sends it to processes uncopied
 ``cuda._sleep``                                       ``hpcdist bench`` keeps a GPU busy meanwhile        2.14.1
 the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
                                                       has no ``_ControlCollectives, _StoreCollectives``
@@ -83,3 +85,9 @@ def set_current_group(group: Any) -> None:
 def occupy_gpu(cycles: int) -> None:
     """Keep the current stream busy for a number of a GPU's cycles."""
     torch.cuda._sleep(cycles)
+
+
+def storage_of(descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    """Map a file as a storage that ``torch.multiprocessing`` hands on uncopied; it has a descriptor of its own."""
+    made: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
+    return made

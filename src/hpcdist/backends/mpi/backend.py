@@ -16,10 +16,12 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
+from hpcdist.backends.mpi.node.places import locate
+from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds, node_key
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
+from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.work import Queue, Work
@@ -45,6 +47,7 @@ class MPIBackend(Backend):
         self.collectives = Collectives(self.communicator, thresholds, self._is_background)
         self.point_to_point = PointToPoint(self.communicator)
         self.objects = MPIObjects(self.communicator)
+        self.windows: list[MPIWindow] = []  # the open ones, in the same order on all ranks
         self._bundler: Bundler | None = None
         # calls go to the parts themselves, not through a method here
         self.run = self.collectives.run  # type: ignore[method-assign]
@@ -156,6 +159,16 @@ class MPIBackend(Backend):
         """End the job."""
         runtime.abort(status)
 
+    # -- one-sided calls -------------------------------------------------------------------------------
+
+    def open_window(self, sizes: Sequence[int], tensor: torch.Tensor | None) -> MPIWindow:
+        """Open memory of every rank by MPI's windows."""
+        with self.communicator.translating("Window"):
+            places = locate(self.comm, node_key(), self.communicator.derived)
+            made = MPIWindow(self.communicator, places, sizes, tensor, self.windows.remove)
+        self.windows.append(made)
+        return made
+
     # -- groups --------------------------------------------------------------------------------------
 
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
@@ -189,6 +202,8 @@ class MPIBackend(Backend):
         """Free the communicator (MPI 7.4.3)."""
         super().close()
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            for window in self.windows[::-1]:
+                window.close()
             self.collectives.close()
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 self.communicator.close_private()

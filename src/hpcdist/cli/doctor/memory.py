@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,22 @@ from typing import Any
 import numpy as np
 
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, bytes_text
+from hpcdist.core import memory_file
 from hpcdist.launch import environment
 
 TITLE = "Memory shared within a node"
-SHARED = Path("/dev/shm")
 NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
 
 
 def look(comm: Any) -> Facts:
     """Write to shared memory and read what the neighbour wrote; every rank of ``comm`` calls this."""
-    facts: Facts = {"free": free(), "limit": memory_limit(), "locked": locked_limit(), "tried": None, "ranks": 1}
+    facts: Facts = {
+        "free": memory_file.free(),
+        "limit": memory_limit(),
+        "locked": locked_limit(),
+        "tried": None,
+        "ranks": 1,
+    }
     if comm is None:
         return facts
     from mpi4py import MPI
@@ -28,7 +33,7 @@ def look(comm: Any) -> Facts:
     keys = mates.allgather(environment.node_key())
     node = mates.Split(keys.index(environment.node_key()), mates.Get_rank())
     facts["ranks"] = node.Get_size()
-    room = node.allreduce(free() or 0, MPI.MIN)
+    room = node.allreduce(memory_file.free() or 0, MPI.MIN)
     facts["tried"] = share(node) if room == 0 or room > NEED * node.Get_size() else "too little"
     node.Free()
     mates.Free()
@@ -62,15 +67,6 @@ def share(node: Any) -> str:
 def bytes_of(memory: Any) -> Any:
     """Return memory as an array of bytes."""
     return np.asarray(memoryview(memory))
-
-
-def free() -> int | None:
-    """Return how many bytes are free in /dev/shm."""
-    try:
-        state = os.statvfs(SHARED)
-    except OSError:
-        return None
-    return state.f_bavail * state.f_frsize
 
 
 def memory_limit() -> int | None:

@@ -64,6 +64,41 @@ def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
         )
 
 
+def stall(
+    flag: memoryview,
+    step: int,
+    spins: int,
+    naps_after: float,
+    progress: Callable[[], Any],
+    poll: Callable[[], None] | None,
+) -> None:
+    """Wait until another process has raised a flag to a step.
+
+    Args:
+        flag: the aligned counter, of format "q".
+        step: what it has to reach.
+        spins: looks at it before the first yield.
+        naps_after: seconds after which the wait sleeps between two looks.
+        progress: drives MPI; called again and again.
+        poll: called every few milliseconds; what it raises ends the wait.
+    """
+    for _ in range(spins):
+        if flag[0] >= step:
+            return
+    give_way, now = os.sched_yield, time.monotonic
+    began = polled = now()
+    while flag[0] < step:
+        give_way()
+        progress()
+        moment = now()
+        if moment - polled > POLL_SECONDS:
+            polled = moment
+            if poll is not None:
+                poll()
+        if moment - began >= naps_after:
+            time.sleep(NAP_SECONDS)
+
+
 class NodeWindow:
     """Holds one shared window of a node: a segment, a flag and slots for each rank.
 
@@ -134,25 +169,10 @@ class NodeWindow:
         self._sync()
 
     def _stall(self, flag: memoryview, step: int) -> None:
-        naps_after = NAP_AFTER_SECONDS
-        if self.is_background and self._gives_way:
-            naps_after = 0.0  # the core is the computation's
-        else:
-            for _ in range(self._spins):
-                if flag[0] >= step:
-                    return
-        progress, give_way, now = self.progress, os.sched_yield, time.monotonic
-        began = polled = now()
-        while flag[0] < step:
-            give_way()
-            progress()
-            moment = now()
-            if moment - polled > POLL_SECONDS:
-                polled = moment
-                if self.poll is not None:
-                    self.poll()
-            if moment - began >= naps_after:
-                time.sleep(NAP_SECONDS)
+        is_meek = self.is_background and self._gives_way  # the core is the computation's
+        stall(
+            flag, step, 0 if is_meek else self._spins, 0.0 if is_meek else NAP_AFTER_SECONDS, self.progress, self.poll
+        )
 
     def close(self) -> None:
         """Free the window and its communicator; collective over the node, once or often."""

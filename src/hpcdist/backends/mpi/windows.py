@@ -1,0 +1,221 @@
+"""One-sided windows over MPI: memory of every rank that the others write and read (MPI-4.1 chapter 12).
+
+Ranks of one node reach each other's memory by load and store; what is between nodes, and every atomic call, is MPI's.
+
+    | signals: a counter a rank | data |        a segment of each rank, MPI_Win_allocate_shared on its node
+
+On one node that is the only window. On several, MPI_Win_create opens the segments to the whole group, and a tensor of
+the user's has an MPI_Win_create of its own. All are in one passive epoch (MPI_Win_lock_all) until they are closed.
+
+Ordering: a call is complete at the target when it returns (MPI_Win_flush; on a node a copy). Only its sender writes a
+counter, so a signal is a store of the sender's count, after an MPI_Win_sync, as in ``node.window``. Atomic calls go
+through the group's window on every rank, even between neighbours: MPI makes them atomic within one window only.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import memmove
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, address, memory, message, run
+from hpcdist.backends.mpi.node.places import Places
+from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
+from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op
+from hpcdist.core import reduction
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.remote_memory import RemoteMemory
+from hpcdist.core.table import ALL_REDUCE
+
+SIGNAL_BYTES = 8
+
+
+class MPIWindow(RemoteMemory):
+    """The memory of a group's ranks that one window opens; every rank of the group makes it.
+
+    Args:
+        communicator: the group's.
+        places: where its ranks are; the window takes ``places.node`` over.
+        sizes: bytes of each rank's memory.
+        tensor: this rank's memory if it is the user's, on all ranks or on none.
+        forget: called by ``close``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        places: Places,
+        sizes: Sequence[int],
+        tensor: torch.Tensor | None,
+        forget: Callable[[MPIWindow], None],
+    ) -> None:
+        self._communicator, self._places, self._forget = communicator, places, forget
+        rank, size = communicator.rank, communicator.size
+        self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
+        mates = places.ranks[places.here]
+        own = self._begin + (sizes[rank] if tensor is None else 0)
+        info = MPI.Info.Create()
+        info.Set("alloc_shared_noncontig", "true")
+        shared = MPI.Win.Allocate_shared(own, 1, info, places.node)
+        info.Free()
+        self._windows = [shared]
+        # arrays, because they can be watched: a tensor on one that is in use when the window is closed keeps it open
+        queried: list[Any] = [shared.Shared_query(index)[0] for index in range(len(mates))]
+        segments = [np.frombuffer(buffer, np.uint8) for buffer in queried]
+        self._watched = [weakref.ref(segment) for segment in segments]
+        self._signals = {
+            mate: segment.data[: self._begin].cast("q") for mate, segment in zip(mates, segments, strict=True)
+        }
+        self._counters = [self._signals[rank][src : src + 1] for src in range(size)]
+        for counter in self._counters:
+            counter[0] = 0
+        self._group = shared
+        if places.nodes > 1:
+            place = segments[mates.index(rank)].ctypes.data  # the array itself would be in use as long as the window
+            self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
+            self._windows.append(self._group)
+        self._mapped: dict[int, torch.Tensor] = {}
+        if tensor is None:
+            self._data, self._start = self._group, self._begin
+            for mate, segment in zip(mates, segments, strict=True):
+                self._mapped[mate] = torch.from_numpy(segment)[self._begin : self._begin + sizes[mate]]
+            self.own = self._mapped[rank].zero_()
+        else:
+            self.own = self._mapped[rank] = tensor.view(-1).view(torch.uint8)
+            self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
+            self._windows.append(self._data)
+        for window in self._windows:
+            window.Lock_all(MPI.MODE_NOCHECK)
+        self._sync = shared.Sync
+        self._sent, self._taken = [0] * size, [0] * size
+        self._addresses = {mate: each.data_ptr() for mate, each in self._mapped.items()}
+        self._sync()
+        communicator.comm.Barrier()  # all is zero on all ranks
+
+    def put(self, tensor: torch.Tensor, dst: int, offset: int) -> None:
+        """Copy on a node; MPI_Put and MPI_Win_flush to another one, and to memory of the user's."""
+        base = self._addresses.get(dst)
+        if base is not None:
+            memmove(base + offset, tensor.data_ptr(), tensor.nbytes)
+            return
+        with self._communicator.translating("Window.put"):
+            self._data.Put(message(tensor), dst, (self._start + offset, *run(tensor.nbytes)))
+            self._data.Flush(dst)
+
+    def get(self, tensor: torch.Tensor, src: int, offset: int) -> None:
+        """Copy on a node; MPI_Get and MPI_Win_flush from another one, and from memory of the user's."""
+        base = self._addresses.get(src)
+        if base is not None:
+            self._sync()
+            memmove(tensor.data_ptr(), base + offset, tensor.nbytes)
+            return
+        with self._communicator.translating("Window.get"):
+            self._data.Get(message(tensor), src, (self._start + offset, *run(tensor.nbytes)))
+            self._data.Flush(src)
+
+    def accumulate(self, tensor: torch.Tensor, dst: int, offset: int, op: Any) -> None:
+        """MPI_Accumulate and MPI_Win_flush."""
+        datatype, itemsize = atomic_type(tensor.dtype), tensor.itemsize
+        reduction.check(ALL_REDUCE, tensor.dtype, op)
+        name = reduction.name_of(op)
+        if name in ("AVG", "PREMUL_SUM"):
+            raise ValueError(
+                f"Window.accumulate: ReduceOp.{name} is no op of one-sided calls; expected {', '.join(MPI_OPS)}"
+            )
+        with self._communicator.translating("Window.accumulate"):
+            for start in range(0, tensor.numel(), PIECE):
+                part = tensor.view(-1)[start : start + PIECE]
+                place = (self._start + offset + start * itemsize, part.numel(), datatype)
+                self._data.Accumulate([memory(part), datatype], dst, place, mpi_op(tensor.dtype, name))
+            self._data.Flush(dst)
+
+    def fetch_and_add(self, value: torch.Tensor, dst: int, offset: int) -> torch.Tensor:
+        """MPI_Fetch_and_op and MPI_Win_flush."""
+        datatype, before = atomic_type(value.dtype), torch.empty_like(value)
+        with self._communicator.translating("Window.fetch_and_add"):
+            self._data.Fetch_and_op(
+                [memory(value), datatype], [memory(before), datatype], dst, self._start + offset, MPI.SUM
+            )
+            self._data.Flush(dst)
+        return before
+
+    def signal(self, dst: int) -> None:
+        """Store the count of signals on a node; MPI_Put and MPI_Win_flush it to another one."""
+        self._sent[dst] = count = self._sent[dst] + 1
+        signals, rank = self._signals.get(dst), self._communicator.rank
+        if signals is not None:
+            self._sync()  # what was written before is there first
+            signals[rank] = count
+            return
+        with self._communicator.translating("Window.signal"):
+            sent = torch.tensor([count], device="cpu")
+            self._group.Put([memory(sent), BYTE], dst, (rank * SIGNAL_BYTES, SIGNAL_BYTES, BYTE))
+            self._group.Flush(dst)
+
+    def wait_signal(self, src: int, seconds: float) -> None:
+        """Look at the sender's counter, and drive MPI meanwhile."""
+        flag, count = self._counters[src], self._taken[src] + 1
+        if flag[0] < count:
+            communicator, deadline = self._communicator, time.monotonic() + seconds
+
+            def poll() -> None:
+                communicator.poll()
+                if time.monotonic() > deadline:
+                    raise DistBackendError(
+                        f"wait_signal on rank {communicator.rank} of {communicator.size}: no signal of rank {src} has "
+                        f"come in {seconds:g} s"
+                    )
+
+            with communicator.translating("Window.wait_signal"):
+                stall(flag, count, SPINS, NAP_AFTER_SECONDS, communicator.comm.Iprobe, poll)
+        self._taken[src] = count
+        for window in self._windows:
+            window.Sync()
+
+    def mapped(self, rank: int) -> torch.Tensor | None:
+        """Return the memory of a rank of this node."""
+        return self._mapped.get(rank)
+
+    def close(self) -> None:
+        """Free the windows, but not memory that somebody has a tensor on: that one stays until the process ends."""
+        if not self._windows:
+            return
+        (shared, *others), self._windows = self._windows, []
+        self.own = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._mapped, self._addresses, self._signals, self._counters = {}, {}, {}, []
+        self._forget(self)
+        communicator, node = self._communicator, self._places.node
+        if communicator.is_revoked():
+            return  # to free them would wait for the dead
+        with communicator.translating("Window.close"):
+            is_used = communicator.comm.allreduce(any(segment() is not None for segment in self._watched), MPI.LOR)
+            for window in reversed([shared, *others]):
+                window.Unlock_all()
+            for window in reversed(others):
+                window.Free()
+            if is_used:
+                warnings.warn(
+                    "a Window is closed while a rank has a tensor on its memory (Window.tensor, map_remote_tensor), "
+                    "which is kept until the process ends",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                return
+            shared.Free()
+            communicator.derived.remove(node)
+            node.Free()
+
+
+def atomic_type(dtype: torch.dtype) -> MPI.Datatype:
+    """Return MPI's datatype for a dtype; TypeError if it has none."""
+    if dtype not in DATATYPES:
+        raise TypeError(f"MPI has no atomic calls for {dtype}; it has for {', '.join(map(str, DATATYPES))}")
+    return DATATYPES[dtype]

@@ -1,0 +1,175 @@
+"""Node-shared tensors: one copy a node, in memory that all ranks of the node read and write.
+
+The memory is a file of /dev/shm (``core.memory_file``) and not a window of MPI's: MPI_Win_free takes all ranks of the
+node, so that a window could be freed neither when one rank drops its tensor nor by Python's garbage collector, and a
+tensor used after it would crash. A file's memory is unmapped by each rank for itself and lives as long as anybody has
+it; it works without MPI, and torch hands it to processes that a DataLoader starts, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hpcdist.c10d.objects import carrier
+from hpcdist.core import memory_file, world
+from hpcdist.core.agreement import attempt
+from hpcdist.core.backend import Backend
+from hpcdist.core.buffers import as_tensor
+from hpcdist.core.errors import DistBackendError, MismatchError
+from hpcdist.core.group import Group
+from hpcdist.launch import environment
+from hpcdist.torch_bridge import private_names
+
+
+class Request(NamedTuple):
+    """What one rank asks for.
+
+    Attributes:
+        node: the same for the ranks that can open each other's files.
+        shape, dtype: of the tensor.
+    """
+
+    node: tuple[str, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file: no file of no bytes can be mapped."""
+        return max(1, math.prod(self.shape) * self.dtype.itemsize)
+
+
+def node_shared(
+    shape: int | Sequence[int], dtype: torch.dtype = torch.float32, group: Group | None = None, fill: Any = None
+) -> torch.Tensor | None:
+    """Make a tensor of which each node has one copy, read and written by all ranks of the group there.
+
+    Every rank of the group calls this, with the same shape and dtype. When it returns, one rank of each node has filled
+    the node's copy. Later writes are seen by the node's ranks after a ``barrier`` that they all call between the write
+    and the read. There is no other synchronisation, and the copies of different nodes are independent.
+
+    It is an ordinary CPU tensor: its memory is freed when the last tensor and view on it is gone, on all ranks of the
+    node, each for itself, and it may be used after ``destroy_process_group``. Forked processes have it, and
+    ``torch.multiprocessing`` (a DataLoader's workers) hands it to started ones without a copy.
+
+    Args:
+        shape: of the tensor, the same on all ranks; a number for one dimension.
+        dtype: any of torch's, the same on all ranks.
+        group: the group; None for the default one.
+        fill: what the lowest rank of each node fills its copy with: a number; a tensor or array of this shape; or a
+            function, called there alone with the tensor, which it writes. The other ranks' is not looked at. None for
+            zeros.
+
+    Returns:
+        The tensor; None on ranks outside the group.
+
+    Raises:
+        DistBackendError: a node has no /dev/shm or too little room there, or ``fill`` failed; on all ranks the same.
+        TypeError, ValueError: no shape, no dtype, or a ``fill`` that does not fit; on all ranks the same.
+        MismatchError: ranks ask for different shapes or dtypes; it is a ValueError.
+    """
+    pg = world.joined(group, "node_shared")
+    if pg is None:
+        return None
+    backend = carrier(pg, "node_shared")
+    with pg.journal.during("node_shared"):
+        requests = attempt(backend, "node_shared", lambda: request(shape, dtype))
+        mine = requests[pg.rank()]
+        for rank, other in enumerate(requests):
+            if other[1:] != requests[0][1:]:
+                raise MismatchError(
+                    f"node_shared: ranks ask for different tensors: rank 0 of the group for {requests[0].dtype} of "
+                    f"shape {requests[0].shape}, rank {rank} for {other.dtype} of shape {other.shape}"
+                )
+        first = next(rank for rank, other in enumerate(requests) if other.node == mine.node)
+        return share(backend, mine, first, fill)
+
+
+def request(shape: Any, dtype: Any) -> Request:
+    """Check one rank's arguments, and that its node has room."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
+    sizes = torch.Size([shape] if isinstance(shape, int) else shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"`shape` is {tuple(sizes)}; expected no negative size")
+    there = memory_file.free()
+    if there is None:
+        raise DistBackendError(f"host {os.uname().nodename} has no {memory_file.FOLDER}")
+    mine = Request((environment.node_key(), memory_file.device()), tuple(sizes), dtype)
+    if 0 < there < mine.nbytes:
+        raise DistBackendError(memory_file.too_little(os.uname().nodename, there, mine.nbytes))
+    return mine
+
+
+def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tensor:
+    """Bring the ranks of each node to one file; every rank of the group calls.
+
+    The file has a name only while it is empty, so that a job which is killed leaves no memory behind.
+
+    Args:
+        backend: carries what the ranks tell each other.
+        asked: what this rank asks for.
+        first: the lowest rank of this node, which makes the file and fills it.
+        fill: as for ``node_shared``.
+    """
+    is_first = backend.rank == first
+    descriptor, name = -1, ""
+    tensor = torch.empty(0, dtype=asked.dtype, device="cpu")
+
+    def create() -> str:
+        nonlocal descriptor, name
+        if is_first:
+            descriptor, name = memory_file.create(asked.nbytes)
+        return name
+
+    def open_and_map() -> None:
+        nonlocal descriptor
+        if not is_first:
+            try:
+                descriptor = memory_file.open_by_name(names[first])
+            except FileNotFoundError as error:
+                raise DistBackendError(
+                    f"ranks {first} and {backend.rank} of the group are both on host {asked.node[0]!r} by name, but do "
+                    f"not see the same {memory_file.FOLDER}; give {environment.NODE_KEY} another value on each"
+                ) from error
+        tensor.set_(private_names.storage_of(descriptor, asked.nbytes), 0, asked.shape)  # type: ignore[call-overload]
+
+    def reserve_and_fill() -> None:
+        if is_first:
+            try:
+                memory_file.reserve(descriptor, asked.nbytes)
+            except OSError as error:
+                text = memory_file.too_little(os.uname().nodename, memory_file.free(), asked.nbytes)
+                raise DistBackendError(f"{text} ({error})") from error
+            put(fill, tensor)
+
+    try:
+        names = attempt(backend, "node_shared", create)
+        attempt(backend, "node_shared", open_and_map)
+        memory_file.remove(name)
+        attempt(backend, "node_shared", reserve_and_fill)
+    finally:
+        memory_file.remove(name)
+        if descriptor >= 0:
+            os.close(descriptor)  # the tensor has one of its own
+    return tensor
+
+
+def put(fill: Any, tensor: torch.Tensor) -> None:
+    """Write what the user gave to a node's copy, which holds zeros."""
+    if fill is None:
+        return
+    if isinstance(fill, (int, float, complex)):
+        tensor.fill_(fill)
+    elif callable(fill):
+        fill(tensor)
+    else:
+        values = as_tensor(fill, "fill")
+        if values.shape != tensor.shape:
+            raise MismatchError(f"`fill` has shape {tuple(values.shape)}; expected the tensor's, {tuple(tensor.shape)}")
+        tensor.copy_(values)

@@ -1,0 +1,236 @@
+"""One-sided windows: memory of each rank that the others write and read without a call of its own.
+
+The names are those of c10d's windows (``new_window`` in torch 2.14: ``put``, ``signal``, ``wait_signal``,
+``map_remote_tensor``); ``get``, ``accumulate`` and ``fetch_and_add`` are MPI's (MPI-4.1 chapter 12). Ranks are ranks of
+the group, offsets count elements of the window.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from hpcdist.c10d.groups import check_timeout
+from hpcdist.c10d.objects import carrier
+from hpcdist.core import memory_file, world
+from hpcdist.core.agreement import attempt
+from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
+from hpcdist.core.errors import DistBackendError, MismatchError
+from hpcdist.core.group import Group
+from hpcdist.launch import environment
+
+
+class Window:
+    """Open memory of every rank of a group to the others; every rank of the group makes it, and closes it.
+
+    Use it in a ``with`` block, or call ``close``. A call is complete when it returns: what ``put`` has written lies in
+    the other rank's memory. That rank learns of it by ``signal`` and ``wait_signal``, or by a collective such as
+    ``barrier``; without one of them it may see old values, or some of each. It needs MPI.
+
+    Args:
+        memory: how many elements this rank opens, zero at first, in memory that its node shares; or a contiguous
+            CPU tensor (or array) of this rank, which is written in place. Ranks may differ in the number of elements.
+        dtype: of the elements, the same on all ranks; not looked at if ``memory`` is a tensor.
+        group: the group; None for the default one.
+
+    Attributes:
+        tensor: this rank's memory, in one dimension; not to be used after ``close``.
+        sizes: the number of elements of each rank.
+
+    Raises:
+        TypeError, ValueError: a ``memory`` or dtype that does not fit, or that differs between the ranks; on all ranks.
+        DistBackendError: a node lacks room in /dev/shm; on all ranks.
+        RuntimeError: the group's backend for CPU tensors is not MPI.
+    """
+
+    def __init__(self, memory: Any, dtype: torch.dtype = torch.float32, group: Group | None = None) -> None:
+        pg = world.resolve(group)
+        backend = pg.backend("cpu")
+        carrier(pg, "Window")
+        with pg.journal.during("Window"):
+            offers = attempt(backend, "Window", lambda: offer(memory, dtype))
+            check_offers(offers)
+            given, self._numel, self.dtype, *_ = offers[pg.rank()]
+            self.sizes = [numel for _, numel, *_ in offers]
+            nbytes = [numel * self.dtype.itemsize for numel in self.sizes]
+            self._remote = backend.open_window(nbytes, as_tensor(memory, "memory", True) if given else None)
+        self._group, self._backend, self._itemsize = pg, backend, self.dtype.itemsize
+        self.tensor = self._remote.own.view(self.dtype)
+        self._is_open = True
+
+    def put(self, tensor: Any, dst: int, offset: int = 0) -> None:
+        """Write a tensor to a rank's memory.
+
+        Args:
+            tensor: of the window's dtype; any shape, strided too.
+            dst: the rank of the group.
+            offset: the element of its memory where the tensor begins.
+
+        Raises:
+            ValueError: no such rank or place, another dtype, or the window is closed.
+        """
+        data = tensor if is_plain(tensor) and tensor.is_cpu else for_reading(as_tensor(tensor, "tensor"))
+        self._remote.put(data, dst, self._place("put", data, dst, offset))
+
+    def get(self, tensor: Any, src: int, offset: int = 0) -> None:
+        """Read a rank's memory into a tensor, which is written in place; arguments and errors as for ``put``."""
+        target = as_tensor(tensor, "tensor", writable=True)
+        staged = for_writing(target)
+        self._remote.get(staged, src, self._place("get", staged, src, offset))
+        if staged is not target:
+            put(staged, target)
+
+    def accumulate(self, tensor: Any, dst: int, offset: int = 0, op: Any = ReduceOp.SUM) -> None:
+        """Combine a tensor with a rank's memory, atomically for each element among all ranks (MPI_Accumulate).
+
+        Args:
+            tensor, dst, offset: as for ``put``; of a dtype that MPI has.
+            op: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+
+        Raises:
+            TypeError: MPI lacks the dtype.
+            ValueError, RuntimeError: an op without meaning here, and as for ``put``.
+        """
+        data = for_reading(as_tensor(tensor, "tensor"))
+        self._remote.accumulate(data, dst, self._place("accumulate", data, dst, offset), op)
+
+    def fetch_and_add(self, dst: int, offset: int = 0, value: Any = 1) -> Any:
+        """Add a number to one element of a rank's memory, atomically among all ranks (MPI_Fetch_and_op).
+
+        Args:
+            dst, offset: as for ``put``.
+            value: what is added.
+
+        Returns:
+            The number that was there before.
+
+        Raises:
+            TypeError: MPI lacks the dtype.
+            ValueError: as for ``put``.
+        """
+        data = torch.tensor([value], dtype=self.dtype, device="cpu")
+        return self._remote.fetch_and_add(data, dst, self._place("fetch_and_add", data, dst, offset)).item()
+
+    def signal(self, dst: int) -> None:
+        """Send a rank a signal, which it sees after all that this rank has written to it before.
+
+        Args:
+            dst: the rank of the group.
+        """
+        self._check("signal", dst)
+        self._remote.signal(dst)
+
+    def wait_signal(self, src: int, timeout: timedelta | None = None) -> None:
+        """Wait for one signal of a rank; each call takes one, and those that come early are kept.
+
+        Args:
+            src: the rank of the group.
+            timeout: the most to wait; None for the group's limit.
+
+        Raises:
+            DistBackendError: no signal has come in time, or under ULFM a rank has died.
+        """
+        check_timeout(timeout)
+        self._check("wait_signal", src)
+        limit = self._group.timeout if timeout is None else timeout
+        self._remote.wait_signal(src, limit.total_seconds())
+
+    def map_remote_tensor(self, rank: int) -> torch.Tensor:
+        """Return the memory of a rank of this node as a tensor, to load from and store to; not after ``close``.
+
+        Raises:
+            RuntimeError: the rank is on another node, or the window was made of a tensor.
+        """
+        self._check("map_remote_tensor", rank)
+        found = self._remote.mapped(rank)
+        if found is None:
+            raise RuntimeError(
+                f"map_remote_tensor: rank {self._group.rank()} cannot load from the memory of rank {rank}, which is on "
+                "another node, or a tensor of its own; make the window with a number of elements, or use get"
+            )
+        return found.view(self.dtype)
+
+    def close(self) -> None:
+        """Free the window; every rank of the group calls, once or often. The end of the group closes it too.
+
+        ``tensor`` and tensors of ``map_remote_tensor`` must be gone before; if one is not, a warning says that the
+        memory stays until the process ends.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        del self.tensor
+        if self._group.backends:
+            self._backend.settle()
+            with self._group.journal.during("Window.close"):
+                self._remote.close()
+
+    def __enter__(self) -> Window:
+        """Return the window."""
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        """Close it, unless this rank leaves by an error, of which the others do not know."""
+        if kind is None:
+            self.close()
+
+    def _check(self, call: str, rank: Any) -> None:
+        if not self._is_open or not self._group.backends:
+            raise ValueError(f"Window.{call}: the window is closed, or its group was destroyed")
+        if not 0 <= operator.index(rank) < len(self.sizes):
+            raise MismatchError(f"Window.{call}: there is no rank {rank} in the group (0 to {len(self.sizes) - 1})")
+
+    def _place(self, call: str, data: torch.Tensor, rank: Any, offset: Any) -> int:
+        """Check a call's arguments, and return the byte where it begins in the other rank's memory."""
+        self._check(call, rank)
+        if data.dtype is not self.dtype or not data.is_cpu:
+            raise MismatchError(
+                f"Window.{call}: the tensor is {data.dtype} on {data.device}; expected {self.dtype} on cpu"
+            )
+        if not 0 <= operator.index(offset) <= self.sizes[rank] - data.numel():
+            raise MismatchError(
+                f"Window.{call}: {data.numel()} elements from offset {offset} on do not lie in the {self.sizes[rank]} "
+                f"elements of rank {rank}"
+            )
+        return operator.index(offset) * self._itemsize
+
+
+Offer = tuple[bool, int, torch.dtype, str, str, "int | None"]
+
+
+def offer(memory: Any, dtype: Any) -> Offer:
+    """Check what one rank opens: is it a tensor, its elements and dtype; and its node, host and room in /dev/shm."""
+    place = environment.node_key(), os.uname().nodename, memory_file.free()
+    if isinstance(memory, int):
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
+        if memory < 0:
+            raise ValueError(f"`memory` is {memory}; expected a number of elements, or a tensor")
+        return False, memory, dtype, *place
+    tensor = as_tensor(memory, "memory", True)
+    if not is_plain(tensor) or not tensor.is_cpu:
+        raise ValueError("`memory` is no plain tensor; expected a contiguous one on the CPU")
+    return True, tensor.numel(), tensor.dtype, *place
+
+
+def check_offers(offers: list[Offer]) -> None:
+    """Raise, on every rank alike, if the ranks open different kinds of memory or a node has no room."""
+    for rank, (is_tensor, _, dtype, node, host, free) in enumerate(offers):
+        if (is_tensor, dtype) != (offers[0][0], offers[0][2]):
+            raise MismatchError(
+                f"Window: rank 0 opens {describe(offers[0])}, rank {rank} {describe(offers[rank])}; expected all to "
+                "open a number of elements, or all a tensor, of one dtype"
+            )
+        needed = sum(numel * dtype.itemsize for is_tensor, numel, _, its, *_ in offers if its == node and not is_tensor)
+        if free is not None and 0 < free < needed:
+            raise DistBackendError(f"Window: {memory_file.too_little(host, free, needed)}")
+
+
+def describe(given: Offer) -> str:
+    """Return in words what a rank opens."""
+    return f"{'a tensor' if given[0] else 'elements'} of {given[2]}"

@@ -1,0 +1,63 @@
+"""Memory files: memory that processes of one machine share, as files of /dev/shm that soon have no name.
+
+The kernel frees such memory when the last process that maps it has unmapped it or ended, however it ended. The ranks
+need not agree on that, so that none waits for another, and a forked child has the memory too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+
+
+def free() -> int | None:
+    """Return how many bytes are free in /dev/shm, None if there is none; 0 may also mean that it has no limit."""
+    try:
+        state = os.statvfs(FOLDER)
+    except OSError:
+        return None
+    return state.f_bavail * state.f_frsize
+
+
+def device() -> int:
+    """Return what is the same for the processes of one machine that see the same /dev/shm."""
+    return FOLDER.stat().st_dev
+
+
+def create(nbytes: int) -> tuple[int, str]:
+    """Make a file that takes no memory yet, and return its descriptor and its name, which ``remove`` takes away."""
+    name = f"hpcdist-{secrets.token_hex(12)}"
+    descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor, name
+
+
+def open_by_name(name: str) -> int:
+    """Return a descriptor of a file that another process has made."""
+    return os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
+
+
+def remove(name: str) -> None:
+    """Take a file's name away, if it has one; the memory stays for those that have opened it."""
+    if name:
+        (FOLDER / name).unlink(missing_ok=True)
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Take the memory of a file, which is zero; without this, a full /dev/shm kills the process that writes (SIGBUS).
+
+    Raises:
+        OSError: /dev/shm has no room.
+    """
+    os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def too_little(host: str, there: int | None, needed: int) -> str:
+    """Return what is said if a host has no room."""
+    return (
+        f"{FOLDER} of host {host} has {there} bytes free, and {needed} are needed: mount -o remount,size=90% /dev/shm, "
+        "or in a container --shm-size"
+    )

@@ -1,0 +1,324 @@
+"""One-sided windows: what is put, got, accumulated and signalled, on one node and between imitated ones."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+import hpcdist as dist
+from tests.mpi.conftest import BACKEND
+
+pytestmark = pytest.mark.filterwarnings("error:a Window is closed")
+HAS_MPI = BACKEND in (None, "mpi") or "cpu:mpi" in BACKEND
+OPS = {
+    ReduceOp.SUM: lambda a: a.sum(0),
+    ReduceOp.PRODUCT: lambda a: a.prod(0),
+    ReduceOp.MIN: lambda a: a.amin(0),
+    ReduceOp.MAX: lambda a: a.amax(0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _windows(request):
+    if HAS_MPI is (request.function is test_a_backend_without_windows):
+        pytest.skip("windows need MPI")
+
+
+def test_a_backend_without_windows(world):
+    with pytest.raises(RuntimeError, match="does not support new_window: one-sided windows need MPI"):
+        dist.Window(1)
+    dist.barrier()
+
+
+@pytest.fixture(params=["one node", "two nodes", "own tensors"])
+def opened(request, rank, monkeypatch):
+    """Makes windows in each of the ways that there are."""
+    if request.param == "two nodes":
+        monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
+
+    def make(numel, dtype=torch.float32, group=None):
+        given = torch.zeros(numel, dtype=dtype) if request.param == "own tensors" else numel
+        return dist.Window(given, dtype, group)
+
+    return make
+
+
+def neighbours(rank, size):
+    return (rank + 1) % size, (rank - 1) % size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_put_and_signal(opened, rank, size, dtype):
+    after, before = neighbours(rank, size)
+    with opened(10, dtype) as window:
+        assert not window.tensor.any()
+        dist.barrier()
+        for number in range(20):
+            values = (torch.arange(4) + number + rank).to(dtype)
+            window.put(values, after, 3)
+            window.signal(after)
+            window.wait_signal(before)
+            want = torch.zeros(10, dtype=dtype)
+            want[3:7] = (torch.arange(4) + number + before).to(dtype)
+            assert torch.equal(window.tensor, want)
+            window.signal(before)  # it may be overwritten
+            window.wait_signal(after)
+
+
+def test_put_from_any_layout(opened, rank, size):
+    after, _ = neighbours(rank, size)
+    with opened(6) as window:
+        for values in (
+            torch.arange(6.0).view(2, 3).t(),
+            torch.arange(6.0, requires_grad=True),
+            np.arange(6, dtype=np.float32),
+            torch.ones(1).expand(6),
+            torch.zeros(0),
+        ):
+            window.put(values, after)
+            dist.barrier()
+            flat = torch.as_tensor(values).detach().reshape(-1)
+            assert torch.equal(window.tensor[: flat.numel()], flat)
+            dist.barrier()
+
+
+def test_get(opened, rank, size):
+    with opened(6 + rank, torch.int32) as window:  # ranks may differ in size
+        assert window.sizes == [6 + each for each in range(size)]
+        window.tensor.copy_(torch.arange(6 + rank) + 100 * rank)
+        dist.barrier()
+        for other in range(size):
+            got = torch.zeros(5 + other, dtype=torch.int32)
+            window.get(got, other, 1)
+            assert got.tolist() == [1 + 100 * other + each for each in range(5 + other)]
+            strided = torch.zeros(3, 2, dtype=torch.int32)
+            window.get(strided[:, 1], other, 2)
+            assert strided.tolist() == [[0, 100 * other + each] for each in (2, 3, 4)]
+            array = np.zeros(1, np.int32)
+            window.get(array, other)
+            assert array[0] == 100 * other
+        dist.barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool], ids=str)
+def test_accumulate(opened, rank, size, dtype):
+    with opened(5, dtype) as window:
+        for op, combine in OPS.items():
+            window.tensor.fill_(2)
+            dist.barrier()
+            window.accumulate(torch.full((3,), rank + 1, dtype=dtype), 0, 1, op)
+            dist.barrier()
+            if rank == 0:
+                every = torch.tensor([2, *range(1, size + 1)]).to(dtype)
+                was = torch.tensor(2).to(dtype).item()
+                assert window.tensor.tolist() == [was, *[combine(every).to(dtype).item()] * 3, was]
+            dist.barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_a_queue_without_a_server(opened, rank, size, dtype):
+    with opened(1, dtype) as window:
+        mine = []
+        while (task := window.fetch_and_add(0)) < 100:
+            mine.append(task)
+        everyone = [None] * size
+        dist.all_gather_object(everyone, mine)
+        assert sorted(task for tasks in everyone for task in tasks) == list(range(100))  # each taken once
+        assert window.fetch_and_add(rank, 0, 0) == (100 + size if rank == 0 else 0)
+        dist.barrier()
+
+
+def test_signals_are_counted_by_sender(opened, rank, size):
+    with opened(1) as window:
+        for other in range(size):
+            for _ in range(3):
+                window.signal(other)
+        for _ in range(3):
+            for other in reversed(range(size)):
+                window.wait_signal(other)
+        with pytest.raises(dist.DistBackendError, match=rf"no signal of rank {rank} has come in 0\.1 s"):
+            window.wait_signal(rank, timedelta(seconds=0.1))
+        window.signal(rank)
+        window.wait_signal(rank)  # a wait that was given up takes none
+        dist.barrier()
+
+
+def test_memory_of_neighbours(rank, size):
+    with dist.Window(3) as window:
+        after, before = neighbours(rank, size)
+        there = window.map_remote_tensor(after)
+        there[1] = rank
+        window.signal(after)
+        window.wait_signal(before)
+        assert window.tensor.tolist() == [0, before, 0]
+        assert window.map_remote_tensor(rank).data_ptr() == window.tensor.data_ptr()
+        del there
+        dist.barrier()
+
+
+def test_memory_that_cannot_be_mapped(rank, size, monkeypatch):
+    with dist.Window(torch.zeros(3)) as window:
+        assert window.map_remote_tensor(rank).tolist() == [0] * 3
+        if size > 1:
+            with pytest.raises(RuntimeError, match=f"cannot load from the memory of rank {(rank + 1) % size}"):
+                window.map_remote_tensor((rank + 1) % size)
+    monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank}")
+    with dist.Window(3) as window:
+        if size > 1:
+            with pytest.raises(RuntimeError, match="on another node"):
+                window.map_remote_tensor((rank + 1) % size)
+
+
+def test_a_tensor_is_written_in_place(rank, size):
+    after, before = neighbours(rank, size)
+    mine = torch.zeros(2, 2)
+    with dist.Window(mine) as window:
+        window.put(torch.full((1,), float(rank)), after, 3)
+        dist.barrier()
+        assert mine.tolist() == [[0, 0], [0, before]]
+    assert mine[1, 1] == before
+
+
+@pytest.mark.parametrize("numel", [1 << 20])
+def test_large(opened, rank, size, numel):
+    after, before = neighbours(rank, size)
+    with opened(numel) as window:
+        window.put(torch.full((numel,), float(rank)), after)
+        dist.barrier()
+        assert bool((window.tensor == before).all())
+        got = torch.empty(numel)
+        window.get(got, after)
+        assert bool((got == rank).all())
+        dist.barrier()
+
+
+def test_a_rank_that_computes_on_the_same_node_need_not_enter_mpi(rank, size):
+    with dist.Window(4, torch.int64) as window:
+        dist.barrier()
+        if rank == 0:
+            began = time.monotonic()
+            window.put(torch.ones(4, dtype=torch.int64), size - 1)
+            assert window.fetch_and_add(size - 1, 0) == 1
+            assert time.monotonic() - began < 0.5
+        else:
+            time.sleep(1)
+        dist.barrier()
+
+
+WRONG = [
+    (lambda w, n: w.put(torch.zeros(3), n), ValueError, "there is no rank"),
+    (lambda w, n: w.put(torch.zeros(3), -1), ValueError, r"no rank -1 in the group \(0 to"),
+    (lambda w, n: w.put(torch.zeros(3), 0, 6), ValueError, "3 elements from offset 6 on do not lie in the 8 elem"),
+    (lambda w, n: w.put(torch.zeros(3), 0, -1), ValueError, "3 elements from offset -1"),
+    (
+        lambda w, n: w.put(torch.zeros(3).int(), 0),
+        ValueError,
+        "the tensor is torch.int32 on cpu; expected torch.fl",
+    ),
+    (lambda w, n: w.put([1.0], 0), TypeError, "Expected parameter `tensor` of type torch.Tensor"),
+    (lambda w, n: w.put(torch.zeros(3), "0"), TypeError, "integer"),
+    (lambda w, n: w.get(torch.zeros(9), 0), ValueError, "9 elements from offset 0"),
+    (
+        lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.AVG),
+        ValueError,
+        "ReduceOp.AVG is no op of one-sided",
+    ),
+    (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND"),
+    (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),
+    (lambda w, n: w.signal(n), ValueError, "there is no rank"),
+    (lambda w, n: w.wait_signal(n), ValueError, "there is no rank"),
+    (lambda w, n: w.wait_signal(0, 3.0), TypeError, "timeout"),
+    (lambda w, n: w.map_remote_tensor(n), ValueError, "there is no rank"),
+]
+
+
+def test_bad_arguments(rank, size):
+    with dist.Window(8) as window:
+        for call, error, text in WRONG:
+            with pytest.raises(error, match=text):
+                call(window, size)
+
+
+def test_dtypes_without_atomic_calls(rank):
+    with dist.Window(2, torch.bfloat16) as window:
+        with pytest.raises(TypeError, match=r"MPI has no atomic calls for torch.bfloat16"):
+            window.accumulate(torch.ones(1, dtype=torch.bfloat16), 0)
+        with pytest.raises(TypeError, match=r"MPI has no atomic calls for torch.bfloat16"):
+            window.fetch_and_add(0)
+
+
+def test_bad_memory_is_an_error_on_all_ranks(rank, size):
+    last = rank == size - 1
+    with pytest.raises(ValueError, match=f"rank {size - 1} of the group: ValueError: `memory` is -1"):
+        dist.Window(-1 if last else 1)
+    with pytest.raises(TypeError, match="`dtype` is of type str"):
+        dist.Window(1, "float")
+    with pytest.raises(ValueError, match="no plain tensor; expected a contiguous one"):
+        dist.Window(torch.zeros(2, 2).t())
+    with pytest.raises(dist.DistBackendError, match=r"/dev/shm of host .* are needed"):
+        dist.Window(1 << 50)
+    if size > 1:
+        with pytest.raises(ValueError, match=r"rank 0 opens elements of torch.float32, rank"):
+            dist.Window(torch.zeros(1) if last else 1)
+        with pytest.raises(ValueError, match=r"rank 0 opens elements of torch.int32, rank"):
+            dist.Window(1, torch.int64 if last else torch.int32)
+    everyone = [None] * size
+    dist.all_gather_object(everyone, rank)
+    assert everyone == list(range(size))
+
+
+def test_groups(rank, size):
+    halves = [dist.new_group([each for each in range(size) if each % 2 == part]) for part in range(min(2, size))]
+    own = halves[rank % 2]
+    with dist.Window(1, torch.int64, own) as window:
+        window.fetch_and_add(0, 0, rank)
+        dist.barrier(own)
+        if dist.get_rank(own) == 0:
+            assert window.tensor.item() == sum(each for each in range(size) if each % 2 == rank % 2)
+        dist.barrier(own)
+
+
+def test_after_its_end(rank):
+    window = dist.Window(2)
+    window.close()
+    window.close()
+    with pytest.raises(ValueError, match="the window is closed"):
+        window.put(torch.zeros(1), 0)
+    assert not hasattr(window, "tensor")
+
+
+def test_memory_in_use_is_not_freed(rank, size):
+    window = dist.Window(2)
+    held = window.map_remote_tensor((rank + 1) % size)[1:]
+    with pytest.warns(RuntimeWarning, match="closed while a rank has a tensor on its memory"):
+        window.close()
+    held.fill_(3)
+    assert held.item() == 3
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = dist.Window(2)
+        seen = other.tensor
+        del seen
+        gc.collect()
+        other.close()
+
+
+def test_the_end_of_the_group_closes_windows(opened, rank, size):
+    window, other = opened(2), opened(1)
+    window.put(torch.ones(1), (rank + 1) % size)
+    del other.tensor, window.tensor
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="its group was destroyed"):
+        window.signal(0)
+    dist.init_process_group(BACKEND)
+    with opened(2) as again:
+        again.signal((rank + 1) % size)
+        again.wait_signal((rank - 1) % size)
