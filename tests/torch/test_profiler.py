@@ -51,6 +51,18 @@ def test_every_collective_leaves_an_event(backend, rank, size):
     assert all(found[f"{backend}:{name}"].is_async for name in shapes)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_joined_calls_are_one_event_with_the_shape_of_each(backend, is_async):
+    def run():
+        tensors = [torch.ones(3, 4), torch.ones(5)]
+        if is_async:
+            dist.all_reduce_coalesced(tensors, async_op=True).wait()
+        else:
+            dist.all_reduce_coalesced(tensors)
+
+    assert events(run)[f"{backend}:all_reduce"].input_shapes == [[3, 4], [5]]
+
+
 CALLS = {
     "facade": lambda **way: dist.all_reduce(torch.ones(2, 2), **way),
     "torch": lambda **way: torch_dist.all_reduce(torch.ones(2, 2), **way),

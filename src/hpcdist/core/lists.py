@@ -231,6 +231,8 @@ def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
     """
     if pg.cpu is None or pg.cpu.has_groups:  # a library that makes many calls one needs no copies for it
         return False
+    if hooks.is_profiled():  # its event has the shape of each
+        return False
     sizes = sizes_of_plain(pg, tensors)
     if sizes is None:
         return False

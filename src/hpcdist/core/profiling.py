@@ -6,12 +6,16 @@ Without a profiler a call costs one question, ``hooks.is_profiled()``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpcdist.core import hooks
+from hpcdist.core.table import ALL_REDUCE
 
 if TYPE_CHECKING:
     import torch
+
+    from hpcdist.core.call import Call
 
 # events that c10d calls otherwise than the table calls the collective
 TITLES = {
@@ -21,7 +25,13 @@ TITLES = {
 }
 
 
-def begin(backend: str, call: str, *tensors: torch.Tensor | None) -> hooks.Event:
-    """Begin the event of a call; its input is the first tensor that is there. Ask ``hooks.is_profiled`` before."""
-    given = next((tensor for tensor in tensors if tensor is not None), None)
-    return hooks.record(f"{backend}:{TITLES.get(call, call)}", [] if given is None else [given])
+def begin(backend: str, call: str, inputs: Sequence[torch.Tensor]) -> hooks.Event:
+    """Begin the event of a call. Ask ``hooks.is_profiled`` before."""
+    return hooks.record(f"{backend}:{TITLES.get(call, call)}", inputs)
+
+
+def inputs(call: Call) -> Sequence[torch.Tensor]:
+    """Return the tensors whose shapes the event of a collective shows: as the caller gave them, if it joins several."""
+    if call.row is ALL_REDUCE and call.result:
+        return call.result
+    return [] if call.tensor is None else [call.tensor]
