@@ -78,7 +78,9 @@ gpu-tests: $(GPU)/.ready
 	  $(GPU)/bin/mpirun --oversubscribe -n $$n $(GPU)/bin/python $(GPU_PYTEST) tests/gpu $(ARGS); done
 	HPCDIST_TEST_BACKEND=cpu:mpi,cuda:nccl $(GPU)/bin/mpirun --oversubscribe -n 2 \
 	  $(GPU)/bin/python $(GPU_PYTEST) -p tests.emulated_gpu.cuda_default $(GPU_MPI)
-	@echo "== tests/torch on 2 ranks, on the torch that this environment has"
+	@echo "== tests/unit, tests/mpi and tests/torch on 2 ranks, on the torch that this environment has"
+	$(GPU)/bin/python $(PYTEST) tests/unit
+	$(GPU)/bin/mpirun --oversubscribe -n 2 $(GPU)/bin/python $(PYTEST) --with-mpi tests/mpi
 	$(GPU)/bin/mpirun --oversubscribe -n 2 $(GPU)/bin/python $(PYTEST) --with-mpi tests/torch --ignore=tests/torch/test_launch.py
 	$(GPU)/bin/python -m torch.distributed.run --nproc-per-node=2 --no-python \
 	  $(GPU)/bin/python -m tests.emulated_gpu tests/gpu/torchrun_job.py
