@@ -134,15 +134,9 @@ class C10dBackend(Backend):
 
     def _all_reduced(self, send: torch.Tensor, op: Any) -> torch.Tensor:
         """Return the reduced values in memory of their own."""
-        averages, factor = op == reduction.AVG, None
-        if op == reduction.PREMUL_SUM:
-            factor = reduction.premultiplier(op)
-        if averages or factor is not None:
+        averages, values = op == reduction.AVG, reduction.terms(send, op)
+        if averages or op == reduction.PREMUL_SUM:
             op = reduction.SUM
-        wide = reduction.WIDE.get(send.dtype)
-        values = send.to(wide) if wide is not None else send.clone()
-        if factor is not None:
-            values.mul_(factor)
         if values.dtype in NATIVE_DTYPES and any(op == known for known in NATIVE_OPS):
             options = c10d.AllreduceOptions()
             options.reduceOp = op

@@ -101,6 +101,13 @@ def premultiplier(op: Any) -> Any:
     return op.__getstate__()[1]
 
 
+def terms(values: torch.Tensor, op: Any) -> torch.Tensor:
+    """Return what an op combines, in memory of its own: in the wide dtype, and times the factor of a PREMUL_SUM."""
+    wide = WIDE.get(values.dtype)
+    made = values.to(wide) if wide is not None else values.clone()
+    return made.mul_(premultiplier(op)) if op == PREMUL_SUM else made
+
+
 def average(total: torch.Tensor, size: int) -> torch.Tensor:
     """Return ``total / size`` in place; integers are cut toward zero, as NCCL does."""
     if total.dtype.is_complex:

@@ -50,13 +50,8 @@ class Reproducible:
 
     def run(self, call: Call) -> None:
         """Run a reduction to its end."""
-        send, op = call.send, call.op
-        name = reduction.name_of(op)
-        values = send.reshape(-1)
-        wide = reduction.WIDE.get(send.dtype)
-        values = values.to(wide) if wide is not None else values.clone()
-        if name == "PREMUL_SUM":
-            values.mul_(reduction.premultiplier(op))
+        op = call.op
+        name, values = reduction.name_of(op), reduction.terms(call.send.reshape(-1), op)
         if self._mode == EXACTLY and name in EXACT:
             total = self._add_exactly(call, values)
         else:
