@@ -51,6 +51,10 @@ TRAIN = """
     dist.barrier(group=everyone)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model(tensor).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(2))
+    names = {event.name for event in profiler.events() if event.name.endswith(":all_reduce")}
+    assert names == {dist.get_backend() + ":all_reduce"} or dist.get_backend() not in ("gloo", "mpi"), names
     who = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
     logged = model._get_ddp_logging_data()["backend_name"]
     assert logged == {"mpi": "mpi"}.get(dist.get_backend(), "hpcdist"), logged  # "gloo" would be looked into in C++

@@ -51,16 +51,50 @@ def test_every_collective_leaves_an_event(backend, rank, size):
     assert all(found[f"{backend}:{name}"].is_async for name in shapes)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_joined_calls_are_one_event_with_the_shape_of_each(backend, is_async):
-    def run():
-        tensors = [torch.ones(3, 4), torch.ones(5)]
-        if is_async:
-            dist.all_reduce_coalesced(tensors, async_op=True).wait()
-        else:
-            dist.all_reduce_coalesced(tensors)
+SIZES = [(3, 4), (5,), (1 << 17,)]  # the last is reduced by a call of its own
 
-    assert events(run)[f"{backend}:all_reduce"].input_shapes == [[3, 4], [5]]
+
+def gather_lists(size):
+    return [[torch.empty(each) for each in SIZES] for _ in range(size)]
+
+
+# c10d's event of a list of tensors -> the call
+JOINED = {
+    "all_reduce facade": lambda inputs, size, way: dist.all_reduce_coalesced(inputs, **way),
+    "all_reduce torch": lambda inputs, size, way: torch_dist.all_reduce_coalesced(inputs, **way),
+    "all_gather facade": lambda inputs, size, way: dist.all_gather_coalesced(gather_lists(size), inputs, **way),
+    "all_gather torch": lambda inputs, size, way: torch_dist.all_gather_coalesced(gather_lists(size), inputs, **way),
+}
+
+
+@pytest.mark.parametrize("call", JOINED)
+@pytest.mark.parametrize("way", ["sync", "wait", "future"])
+def test_joined_calls_are_one_event_with_the_shape_of_each(backend, size, call, way):
+    def run():
+        work = JOINED[call]([torch.ones(each) for each in SIZES], size, {} if way == "sync" else {"async_op": True})
+        if way == "wait":
+            work.wait()
+        elif way == "future":
+            getattr(work, "get_future", lambda: work)().wait()  # torch's all_reduce_coalesced returns the future
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        run()
+    shapes = [each.input_shapes for each in profiler.events() if each.name.startswith(f"{backend}:")]
+    assert shapes == [[list(each) for each in SIZES]]
+
+
+def test_a_joined_event_ends_with_its_last_call_though_nobody_waits(backend, rank, size):
+    nap = 0.2
+
+    def run():
+        time.sleep(nap if rank else 0)
+        work = dist.all_gather_coalesced(gather_lists(size), [torch.ones(each) for each in SIZES], async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+
+    event = events(run)[f"{backend}:all_gather"]
+    if rank == 0 and size > 1:
+        assert event.cpu_time_total > 0.9e6 * nap
 
 
 CALLS = {

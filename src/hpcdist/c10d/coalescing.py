@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.c10d.lists import all_gather
 from hpcdist.core import lists, world
 from hpcdist.core.buffers import as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import canonical, issue_any
 from hpcdist.core.table import ALL_REDUCE
-from hpcdist.core.work import AllWork, Work
+from hpcdist.core.work import Work
 
 
 def all_reduce_coalesced(
@@ -47,8 +46,8 @@ def all_reduce_coalesced(
     if given:
         same_dtype(*given)
     with pg.grouped():
-        works = lists.reduce_together(pg, given, op, async_op)
-    return ended(works, given, async_op)
+        work = lists.reduce_together(pg, given, op, async_op)
+    return begun_or_ended(work, async_op)
 
 
 def all_gather_coalesced(
@@ -83,10 +82,8 @@ def all_gather_coalesced(
                 f"`input_tensor_list` {len(inputs)}"
             )
     with pg.grouped():
-        works = [
-            all_gather([tensors[index] for tensors in outputs], tensor, pg, True) for index, tensor in enumerate(inputs)
-        ]
-    return ended(works, [tensor for tensors in outputs for tensor in tensors], async_op)
+        work = lists.gather_together(pg, outputs, inputs, True)
+    return begun_or_ended(work, async_op)
 
 
 class CoalescingManager:
@@ -147,7 +144,7 @@ def together(pg: Group, held: list[Call], async_ops: bool) -> list[Work | None]:
 
     def flush() -> None:
         if alike and (async_ops or not lists.reduce_plain(pg, alike, op)):
-            works.extend(lists.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
+            works.append(lists.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
         alike.clear()
 
     for call in held:
@@ -169,9 +166,8 @@ def together(pg: Group, held: list[Call], async_ops: bool) -> list[Work | None]:
     return works
 
 
-def ended(works: Sequence[Work | None], result: list[torch.Tensor], async_op: bool) -> Work | None:
-    """Return one Work for several, or wait for them."""
-    work = AllWork([each for each in works if each is not None], result)
+def begun_or_ended(work: Work, async_op: bool) -> Work | None:
+    """Return the Work of an asynchronous call, or wait for it."""
     if async_op:
         return work
     work.wait()

@@ -46,7 +46,7 @@ def send(
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
-    event = profiling.begin(backend.name, "send", [data]) if hooks.is_profiled() else None
+    event = profiling.begin(pg, backend, "send", [data]) if hooks.is_profiled() else None
     journal = pg.journal
     journal.current = journal.message("send", data, peer)
     try:
@@ -87,7 +87,7 @@ def recv(
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
-    event = profiling.begin(backend.name, title(source), [data]) if hooks.is_profiled() else None
+    event = profiling.begin(pg, backend, title(source), [data]) if hooks.is_profiled() else None
     journal = pg.journal
     journal.current = journal.message("recv", data, source)
     try:

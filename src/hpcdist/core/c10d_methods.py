@@ -120,7 +120,6 @@ class C10dMethods(Group):
     """The calls of torch's libraries on a group."""
 
     _begun: list[Work] | None = None  # the calls between _start_coalescing and _end_coalescing
-    logged_name = "hpcdist"  # of the backend; never "gloo" or "nccl"
 
     def _issue(
         self,
@@ -145,9 +144,6 @@ class C10dMethods(Group):
             self._begun.append(work)
         return work
 
-    def _all(self, works: list[Work], result: Tensors) -> Work:
-        return works[0] if len(works) == 1 else AllWork(works, result) if works else DoneWork(result)
-
     def _begin(self, issued: Work | None, result: Tensors) -> Work:
         """Return a Work for C++, which takes no None: the one that was issued, or one that has ended."""
         return self._note(issued if issued is not None else DoneWork(result))
@@ -169,7 +165,7 @@ class C10dMethods(Group):
         given = list(tensors)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = asked("allreduce_coalesced", is_complex, opts)
-        return self._note(AllWork(lists.reduce_together(self, given, op, is_async), given))
+        return self._note(lists.reduce_together(self, given, op, is_async))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
@@ -209,8 +205,8 @@ class C10dMethods(Group):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Combine and scatter each tensor of a list."""
         check_pairs("reduce_scatter_single_coalesced", outputs, inputs)
-        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return self._all(works, list(outputs))
+        works = (self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
+        return lists.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
 
     reduce_scatter_tensor_coalesced = as_torch(reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced")
 
@@ -234,13 +230,11 @@ class C10dMethods(Group):
         check_lengths("allgather", "output", output_tensors, self.size() * len(input_tensors))
         is_async = getattr(opts, "asyncOp", True)
         if len(input_tensors) == 1:
-            return self._gather_list(list(output_tensors[0]), input_tensors[0], is_async)
+            outputs = list(output_tensors[0])
+            return self._begin(lists.all_gather(self, outputs, input_tensors[0], is_async), outputs)
         everything = [each for outputs in output_tensors for each in outputs]
         several.check_alike("allgather", [*input_tensors, *everything])
         return self._begin(several.all_gather(self, output_tensors, input_tensors, is_async), everything)
-
-    def _gather_list(self, outputs: Tensors, given: torch.Tensor, is_async: bool) -> Work:
-        return self._begin(lists.all_gather(self, outputs, given, is_async), outputs)
 
     @as_torch
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
@@ -252,11 +246,7 @@ class C10dMethods(Group):
                 f"the group has {self.size()} ranks"
             )
         check_lengths("allgather_coalesced", "output", output_lists, len(input_list))
-        works = [
-            self._gather_list([outputs[index] for outputs in output_lists], given, is_async)
-            for index, given in enumerate(input_list)
-        ]
-        return self._all(works, [each for outputs in output_lists for each in outputs])
+        return self._note(lists.gather_together(self, output_lists, list(input_list), is_async))
 
     @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -270,8 +260,8 @@ class C10dMethods(Group):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list into one."""
         check_pairs("all_gather_single_coalesced", outputs, inputs)
-        works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return self._all(works, list(outputs))
+        works = (self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
+        return lists.begin_all(self, "all_gather", inputs, works, list(outputs))
 
     allgather_into_tensor_coalesced = as_torch(all_gather_single_coalesced, "allgather_into_tensor_coalesced")
 
@@ -396,7 +386,7 @@ class C10dMethods(Group):
 
     def getBackendName(self) -> str:
         """Return the name for DDP's logger, which would look inside "gloo" and "nccl" in C++."""
-        return self.logged_name
+        return "hpcdist" if self.asked_name in (None, "gloo") else self.asked_name
 
     def name(self) -> str:
         """Return the backend string."""

@@ -32,7 +32,10 @@ class Group:
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
         known: what need not be asked of a collective that repeats the last one of its kind.
+        asked_name: what a script that runs on ``torch.distributed`` calls the backend; None if it says nothing.
     """
+
+    asked_name: str | None = None
 
     def __init__(
         self,

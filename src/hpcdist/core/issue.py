@@ -239,7 +239,9 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
     record = journal.collective(call.row, call.tensor, call.root)
-    event = profiling.begin(backend.name, call.row.name, profiling.inputs(call)) if hooks.is_profiled() else None
+    event = None
+    if hooks.is_profiled():
+        event = profiling.begin(pg, backend, call.row.name, [] if call.tensor is None else [call.tensor])
     if async_op and backend.has_threads:
         work = begun(partial(carries.start, call), record)
         if event is not None:

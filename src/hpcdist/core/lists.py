@@ -8,14 +8,14 @@ decides only how it is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcdist.core import hooks, world
+from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import (
     as_splits,
     as_tensor,
@@ -44,7 +44,7 @@ from hpcdist.core.table import (
     REDUCE_SCATTER_SINGLE,
     SCATTER,
 )
-from hpcdist.core.work import Work
+from hpcdist.core.work import AllWork, Work
 
 BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
 ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it would cost more than a call
@@ -243,16 +243,47 @@ def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
     return True
 
 
-def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> list[Work]:
-    """Run or begin the all_reduces of many tensors, one for each bucket; return the Works of those begun."""
-    works: list[Work | None] = []
+def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Work:
+    """Run or begin the all_reduces of many tensors, one for each bucket, as one Work."""
+    return begin_all(pg, "all_reduce", tensors, reductions(pg, tensors, op, async_op), tensors)
+
+
+def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Iterator[Work | None]:
+    """Run or begin the all_reduce of each bucket."""
     for bucket in buckets(pg, tensors):
         together = [tensors[index] for index in bucket]
         is_begun = async_op or pg.backend(together[0].device).has_groups  # such a library launches all of them at once
         if len(together) == 1:
-            works.append(issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun))
+            yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun)
             continue
         flat = in_one(pg, together, is_begun)
         then = scattering(flat, together)
-        works.append(issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun))
-    return [work for work in works if work is not None]
+        yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun)
+
+
+def gather_together(
+    pg: Group, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], async_op: bool
+) -> Work:
+    """Run or begin the all_gather of each tensor as one Work; ``output_lists`` has for each rank a list of outputs."""
+    calls = (
+        all_gather(pg, [outputs[index] for outputs in output_lists], each, async_op)
+        for index, each in enumerate(inputs)
+    )
+    return begin_all(pg, "all_gather", inputs, calls, [each for outputs in output_lists for each in outputs])
+
+
+def begin_all(
+    pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[torch.Tensor]
+) -> Work:
+    """Make calls that are one for the caller: one Work, and one event of a profiler with the shape of each input."""
+    event = None
+    if inputs and hooks.is_profiled():
+        event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
+    if event is None:
+        return AllWork([work for work in calls if work is not None], result)
+    with profiling.joined(event):
+        work = AllWork([work for work in calls if work is not None], result)
+    work._ends(event)
+    if not work.is_completed():
+        work._pursue()  # the event ends though nobody waits
+    return work

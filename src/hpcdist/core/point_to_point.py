@@ -54,7 +54,7 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
         return None
     pg, peer = way
     backend, data = outgoing(pg, tensor)
-    event = profiling.begin(backend.name, "send", [data]) if hooks.is_profiled() else None
+    event = profiling.begin(pg, backend, "send", [data]) if hooks.is_profiled() else None
     journal = pg.journal
     call = journal.message("isend", data, peer)
     before, journal.current = journal.current, call
@@ -71,7 +71,7 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
         return None
     pg, source = way
     backend, data, finish = incoming(pg, tensor)
-    event = profiling.begin(backend.name, title(source), [data]) if hooks.is_profiled() else None
+    event = profiling.begin(pg, backend, title(source), [data]) if hooks.is_profiled() else None
     journal = pg.journal
     call = journal.message("irecv", data, source)
     before, journal.current = journal.current, call

@@ -1,21 +1,24 @@
 """Events of torch.profiler for calls.
 
-A call is an event named ``backend:call`` that carries the shape of the input, and that ends when the operation ends.
+A call is an event ``backend:call`` that carries the shape of the input and ends when the operation ends. The backend is
+called what a script on ``torch.distributed`` calls it, because tools look for events by that name.
 Without a profiler a call costs one question, ``hooks.is_profiled()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hpcdist.core import hooks
-from hpcdist.core.table import ALL_REDUCE
 
 if TYPE_CHECKING:
     import torch
 
-    from hpcdist.core.call import Call
+    from hpcdist.core.backend import Backend
+    from hpcdist.core.group import Group
 
 # events that c10d calls otherwise than the table calls the collective
 TITLES = {
@@ -25,13 +28,34 @@ TITLES = {
 }
 
 
-def begin(backend: str, call: str, inputs: Sequence[torch.Tensor]) -> hooks.Event:
-    """Begin the event of a call. Ask ``hooks.is_profiled`` before."""
-    return hooks.record(f"{backend}:{TITLES.get(call, call)}", inputs)
+class Thread(threading.local):
+    """What this thread is in.
+
+    Attributes:
+        is_joining: calls that are one for the caller, whose event has begun.
+    """
+
+    is_joining = False
 
 
-def inputs(call: Call) -> Sequence[torch.Tensor]:
-    """Return the tensors whose shapes the event of a collective shows: as the caller gave them, if it joins several."""
-    if call.row is ALL_REDUCE and call.result:
-        return call.result
-    return [] if call.tensor is None else [call.tensor]
+THREAD = Thread()
+
+
+def begin(pg: Group, backend: Backend, call: str, inputs: Sequence[torch.Tensor]) -> hooks.Event | None:
+    """Begin the event of a call; None inside one that joins several. Ask ``hooks.is_profiled`` before."""
+    if THREAD.is_joining:
+        return None
+    return hooks.record(f"{pg.asked_name or backend.name}:{TITLES.get(call, call)}", inputs)
+
+
+@contextmanager
+def joined(event: hooks.Event) -> Iterator[None]:
+    """Let the calls made inside be this event, so that they leave none of their own; it ends here only if they fail."""
+    THREAD.is_joining = True
+    try:
+        yield
+    except BaseException:
+        event.__exit__(None, None, None)
+        raise
+    finally:
+        THREAD.is_joining = False

@@ -120,8 +120,7 @@ def divert(launch: environment.Launch | None) -> None:
         if carried and group in c10d._world.pg_map:
             asked = NAME if str(backend) == "undefined" else str(backend)
             c10d._world.pg_map[group] = (asked, store)
-            if asked != "gloo":
-                group.logged_name = asked
+            group.asked_name = None if asked == NAME else asked
         return made
 
     def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
