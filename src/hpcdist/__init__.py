@@ -103,7 +103,7 @@ from hpcdist.c10d.objects import (
     scatter_object_list,
     send_object_list,
 )
-from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, recv, send
 from hpcdist.c10d.queries import (
     GroupMember,
     get_backend,
@@ -149,6 +149,7 @@ from hpcdist.c10d.torch_names import (
 )
 from hpcdist.c10d.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
 from hpcdist.c10d.window import Window
+from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous

@@ -20,7 +20,7 @@ from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor, for_writing
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import begin_receive, begin_send, dense
+from hpcdist.core.point_to_point import dense, irecv, isend
 from hpcdist.core.work import AllWork, Work
 
 TAG = 32767  # the largest that every MPI has (MPI 9.1.2)
@@ -75,8 +75,8 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> list[M
 def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Work]:
     """Begin messages; several between two ranks arrive in the order in which each gives them."""
     with pg.grouped():
-        begun = [begin_receive(pg, tensor, None, peer, TAG) for tensor, peer in recvs]
-        begun += [begin_send(pg, tensor, None, peer, TAG) for tensor, peer in sends]
+        begun = [irecv(tensor, None, pg, TAG, peer) for tensor, peer in recvs]
+        begun += [isend(tensor, None, pg, TAG, peer) for tensor, peer in sends]
     return [work for work in begun if work is not None]
 
 

@@ -16,7 +16,7 @@ from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import begin_receive, begin_send, incoming, outgoing, title
+from hpcdist.core.point_to_point import incoming, irecv, isend, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -107,36 +107,6 @@ def itself(pg: Group, kind: str, other: str) -> ValueError:
         f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process "
         f"({pg.ranks[pg.rank()]}); to talk to oneself use {other} or batch_isend_irecv"
     )
-
-
-def isend(
-    tensor: Any,
-    dst: int | None = None,
-    group: Group | None = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> Work | None:
-    """Begin to send a tensor, which must not change until ``wait()`` of the Work returns.
-
-    Takes the arguments of ``send`` and raises as it does; a rank may send to itself. Returns None on ranks
-    outside the group.
-    """
-    return begin_send(group, tensor, dst, group_dst, tag)
-
-
-def irecv(
-    tensor: Any,
-    src: int | None = None,
-    group: Group | None = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> Work | None:
-    """Begin to receive a tensor, which is there when ``wait()`` of the Work returns.
-
-    Takes the arguments of ``recv`` and raises as it does; the Work's ``source_rank()`` tells the sender as a
-    rank of the group. Returns None on ranks outside the group.
-    """
-    return begin_receive(group, tensor, src, group_src, tag)
 
 
 OPS: dict[Any, Callable[..., Work | None]] = {

@@ -20,7 +20,7 @@ from hpcdist.core import issue, lists, several, table
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import begin_receive, begin_send
+from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.reduction import PRODUCT, SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
 
@@ -349,15 +349,15 @@ class C10dMethods(Group):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:
         """Begin to send a tensor to a rank of the group."""
-        return self._note(begin_send(self, tensors[0], None, dstRank, tag) or DoneWork([]))
+        return self._note(isend(tensors[0], None, self, tag, dstRank) or DoneWork([]))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:
         """Begin to receive a tensor from a rank of the group."""
-        return self._note(begin_receive(self, tensors[0], None, srcRank, tag) or DoneWork(tensors))
+        return self._note(irecv(tensors[0], None, self, tag, srcRank) or DoneWork(tensors))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Begin to receive a tensor from any rank of the group."""
-        return self._note(begin_receive(self, tensors[0], None, None, tag) or DoneWork(tensors))
+        return self._note(irecv(tensors[0], None, self, tag) or DoneWork(tensors))
 
     # -- several at once -----------------------------------------------------------------------------
 

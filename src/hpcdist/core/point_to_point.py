@@ -1,4 +1,4 @@
-"""Messages: the group, checks and buffers of every send and receive."""
+"""Messages: the group, checks and buffers of every send and receive, and those that do not block."""
 
 from __future__ import annotations
 
@@ -47,8 +47,18 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, tag: int) -> Work | None:
-    """Begin to send; None where this rank is not in the group."""
+def isend(
+    tensor: Any,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Begin to send a tensor, which must not change until ``wait()`` of the Work returns.
+
+    Takes the arguments of ``send`` and raises as it does; a rank may send to itself. Returns None on ranks
+    outside the group.
+    """
     way = route(group, "isend", dst, group_dst)
     if way is None:
         return None
@@ -59,13 +69,27 @@ def begin_send(group: Any, tensor: Any, dst: int | None, group_dst: int | None, 
     call = journal.message("isend", data, peer)
     before, journal.current = journal.current, call
     try:
-        return recorded(backend.isend(data, peer, tag), call, event)
+        work = backend.isend(data, peer, tag)
     finally:
         journal.current = before
+    work._call = call
+    if event is not None:
+        work._ends(event)
+    return work
 
 
-def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | None, tag: int) -> Work | None:
-    """Begin to receive, from anyone where neither source is given; None where this rank is not in the group."""
+def irecv(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Begin to receive a tensor, which is there when ``wait()`` of the Work returns.
+
+    Takes the arguments of ``recv`` and raises as it does; the Work's ``source_rank()`` tells the sender as a
+    rank of the group. Returns None on ranks outside the group.
+    """
     way = origin(group, "irecv", src, group_src)
     if way is None:
         return None
@@ -76,19 +100,15 @@ def begin_receive(group: Any, tensor: Any, src: int | None, group_src: int | Non
     call = journal.message("irecv", data, source)
     before, journal.current = journal.current, call
     try:
-        return recorded(backend.irecv(data, source, tag, finish), call, event)
+        work = backend.irecv(data, source, tag, finish)
     finally:
         journal.current = before
+    work._call = call
+    if event is not None:
+        work._ends(event)
+    return work
 
 
 def title(source: int | None) -> str:
     """Return what c10d calls the event of a receive."""
     return "recvAnySource" if source is None else "recv"
-
-
-def recorded(work: Work, call: tuple[Any, ...], event: hooks.Event | None) -> Work:
-    """Let a Work know its record, and end its event."""
-    work._call = call
-    if event is not None:
-        work._ends(event)
-    return work

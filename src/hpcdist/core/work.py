@@ -47,18 +47,24 @@ class Work(KeptAlive, torch.distributed.Work):
     from any thread and more than once.
     """
 
-    # What most calls never set stays with the class: a Work costs as much as its MPI call. What is told of the end (a
-    # future, an event, a lock) is an entry of ``__dict__`` from when somebody asks until it is popped, which is atomic.
-    _error: BaseException | None = None
-    _done = False
+    # A Work costs as much as its MPI call. What every call sets is a slot, because the first entry of an object's
+    # ``__dict__`` takes 1 µs; what most calls never set stays with the class. What is told of the end (a future, an
+    # event, a lock) is an entry of ``__dict__`` from when somebody asks until it is popped, which is atomic.
+    __slots__ = ("__dict__", "_call", "_done", "_error", "_limit", "_result")
+
+    _call: tuple[Any, ...] | None  # its record in the group's journal
+    _done: bool
+    _error: BaseException | None
+    _limit: float | None  # seconds, of the wait under way where it has a limit of its own
+    _result: list[torch.Tensor]
     _is_asked = False  # whether somebody is to be told of the end
     _future: torch.futures.Future | None = None
-    _call: tuple[Any, ...] | None = None  # its record in the group's journal
-    _limit: float | None = None  # seconds, of the wait under way where it has a limit of its own
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         init_torch_work(self)
         self._result = result
+        self._done = False
+        self._call = self._error = self._limit = None
 
     # -- for the one who carries the call out --------------------------------------------------------
 
@@ -202,6 +208,8 @@ class Work(KeptAlive, torch.distributed.Work):
 class DoneWork(Work):
     """A call that had ended before its Work was made."""
 
+    __slots__ = ()
+
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__(result)
         self._done = True
@@ -210,11 +218,11 @@ class DoneWork(Work):
 class QueuedWork(Work):
     """A call in a queue, which whoever comes first carries out."""
 
-    _modes: Modes = DEFAULT_MODES  # of the thread that made the call
+    __slots__ = ("_modes", "_queue", "_run")
 
     def __init__(self, queue: Queue, call: Callable[[], None], result: list[torch.Tensor]) -> None:
-        init_torch_work(self)
-        self._result = result
+        Work.__init__(self, result)
+        self._modes = DEFAULT_MODES  # of the thread that made the call
         self._queue = queue
         self._run: Callable[[], None] | None = call  # until it has been carried out; it holds the buffers
 
@@ -252,6 +260,8 @@ class QueuedWork(Work):
 
 class AllWork(Work):
     """Several calls that are waited for as one (c10d's coalesced calls)."""
+
+    __slots__ = ("_works",)
 
     def __init__(self, works: list[Work], result: list[torch.Tensor]) -> None:
         super().__init__(result)

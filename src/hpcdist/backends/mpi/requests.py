@@ -12,13 +12,15 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.probed import ProbedReceive
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.work import Work, init_torch_work
+from hpcdist.core.work import Work
 
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at a request while a limit runs
 
 
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete."""
+
+    __slots__ = ("_buffer", "_request", "_status", "_turn", "_when_done")
 
     _reason: str | None = None  # why it was cancelled
 
@@ -29,19 +31,12 @@ class RequestWork(Work):
         result: list[torch.Tensor],
         finish: Callable[[], None] | None,
     ) -> None:
-        init_torch_work(self)
-        self._result = result
+        Work.__init__(self, result)
         self._request = request
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
         self._status = MPI.Status() if result else None  # a send has nothing to tell
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
-
-    def _conclude(self, error: BaseException | None = None) -> None:
-        if error is None and self._when_done is not None:
-            self._when_done()
-        self._buffer = self._when_done = None
-        self._finish(error)
 
     def _carry_out(self) -> bool:
         """Complete the request, if this is the only wait on the group, as ``_await`` and ``_block`` do."""
@@ -88,19 +83,19 @@ class RequestWork(Work):
         return True
 
     def _complete(self, call: Callable[..., bool]) -> None:
+        error: DistBackendError | None = None
         try:
             if not call(self._status):
                 return
-        except MPI.Exception as error:
-            failure = DistBackendError(f"message failed in MPI: {error.Get_error_string()}")
-            failure.__cause__ = error
-            self._conclude(failure)
-        else:
             if self._reason is not None and self._status is not None and self._status.Is_cancelled():
-                self._when_done = None
-                self._conclude(DistBackendError(self._reason))
-            else:
-                self._conclude()
+                error = DistBackendError(self._reason)
+            elif self._when_done is not None:
+                self._when_done()
+        except MPI.Exception as failure:
+            error = DistBackendError(f"message failed in MPI: {failure.Get_error_string()}")
+            error.__cause__ = failure
+        self._buffer = self._when_done = None
+        self._finish(error)
 
     def _pursue(self) -> None:
         threading.Thread(target=self._block, args=(None,), name="hpcdist-message", daemon=True).start()
