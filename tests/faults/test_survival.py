@@ -179,6 +179,35 @@ def test_a_revoked_group_takes_no_more_calls(launcher: str, arguments: list[str]
         assert (job.stderr().count("raised:"), job.stderr().count("alive")) == (6, 3), job.stderr()
 
 
+@pytest.mark.parametrize("launcher", ULFM)
+def test_a_group_with_a_stopped_rank_is_destroyed_in_bounded_time(launcher: str, tmp_path: Path) -> None:
+    """Its node's window is left: to free it would wait for the stopped rank."""
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, signal, sys, time, torch\n"
+        "from datetime import timedelta\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "group, values = dist.new_group(timeout=timedelta(seconds=2)), torch.ones(1_000_000)\n"
+        "processes = [None] * 3\n"
+        "dist.all_gather_object(processes, os.getpid())\n"
+        "dist.all_reduce(values, group=group)\n"  # through the window
+        "if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "try: dist.all_reduce(values, group=group)\n"
+        "except dist.DistBackendError: pass\n"
+        "dist.revoke_process_group(group)\n"
+        "start = time.time()\n"
+        "dist.destroy_process_group(group)\n"  # 1 to 20 ms; if it waits for the stopped rank, 5.7 s
+        "print('destroyed' if time.time() - start < 4 else 'late', file=sys.stderr, flush=True)\n"
+        "time.sleep(6)\n"  # the other one too
+        "os.kill(processes[1], signal.SIGKILL)\n"
+        "os._exit(0)\n"
+    )
+    with Job(launcher, 3, [], program) as job:
+        job.finish(60)
+        assert job.stderr().count("destroyed") == 2, job.stderr()
+
+
 @pytest.mark.parametrize("launcher", some(PLAIN, 1))
 def test_without_ulfm_revoking_a_group_ends_the_job(launcher: str, tmp_path: Path) -> None:
     program = tmp_path / "job.py"
