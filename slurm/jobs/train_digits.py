@@ -14,8 +14,7 @@ depend on how many ranks there are.
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
+import shutil
 import time
 import warnings
 from contextlib import contextmanager
@@ -23,7 +22,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpcdist as dist
@@ -37,8 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=64, help="samples a step, over all ranks")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="where rank 0 saves the state after each epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--checkpoint", type=Path, help="folder for the states after the last epochs")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest state, if there is one")
     parser.add_argument("--elastic", action="store_true", help="go on when a rank dies (mpirun --with-ft ulfm)")
     parser.add_argument("--spares", type=int, default=0, help="ranks that wait to take a dead one's place")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a call may take")
@@ -99,24 +101,58 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
     return correct.item() / len(test)
 
 
-def save(path: Path, state: dict) -> None:
-    """Write a checkpoint so that a job killed meanwhile leaves the old one whole."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)
+class Checkpoints:
+    """The states after each epoch, in a folder a state, written in a thread while training goes on.
 
+    torch.distributed.checkpoint (DCP) writes ``.metadata`` last: a job killed meanwhile leaves the state before whole.
+    """
 
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint on rank 0, whose state the others take over, and return the first epoch to run."""
-    if dist.get_rank() != 0 or not path.exists():
-        return 0
-    state = torch.load(path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"] + 1
+    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder, self.model, self.optimizer = folder, model, optimizer
+        self.group = self.written = None
+
+    def whole(self) -> list[Path]:
+        """Return the states that can be loaded, the newest last; a name is ``epochs-change``."""
+        found = [each.parent for each in self.folder.glob("*/.metadata")]
+        return sorted(found, key=lambda each: [int(number) for number in each.name.split("-")])
+
+    def state(self) -> dict:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def resume(self) -> int:
+        """Load the newest state, on any number of ranks, and return the first epoch to run."""
+        newest = [str((self.whole() or [""])[-1])]
+        dist.broadcast_object_list(newest)  # as rank 0 sees the folder
+        if not newest[0]:
+            return 0
+        state = self.state()
+        dcp.load(state, checkpoint_id=newest[0])
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return int(Path(newest[0]).name.split("-")[0])
+
+    def regroup(self) -> None:
+        """Make a group for the writing among the ranks there are now; what was being written is given up."""
+        self.group, self.written = dist.new_group(), None
+
+    def save(self, epochs: int, change: int) -> None:
+        """Begin to write the state, when the one before is whole."""
+        self.wait()
+        place = self.folder / f"{epochs}-{change}"  # a rank that died may have left a part of the same epoch
+        self.written = dcp.async_save(self.state(), checkpoint_id=place, process_group=self.group)
+
+    def wait(self) -> None:
+        """Return when the last state is whole, and remove all but two."""
+        if self.written is None:
+            return
+        try:
+            self.written.result()
+        except CheckpointException as error:  # the job may have lost a rank, which the elastic job makes good
+            raise dist.DistBackendError("the checkpoint could not be written") from error
+        self.written = None
+        if dist.get_rank() == 0:
+            for old in self.whole()[:-2]:
+                shutil.rmtree(old)
 
 
 def train_epoch(model, optimizer, loader, global_batch: int, clock: Clock) -> float:
@@ -146,8 +182,8 @@ def divide(train: TensorDataset, options) -> tuple[DistributedSampler, DataLoade
     return sampler, DataLoader(train, share, sampler=sampler, drop_last=True), share * size
 
 
-def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset, checkpoint: Path | None) -> None:
-    """Train for one epoch, print its figures, and save the state."""
+def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset) -> None:
+    """Train for one epoch and print its figures."""
     sampler, loader, batch = data
     size = dist.get_world_size()
     sampler.set_epoch(epoch)
@@ -162,10 +198,6 @@ def run_epoch(epoch: int, model, optimizer, data, test: TensorDataset, checkpoin
         share = sum(each["communicating"] / each["seconds"] for each in figures) / size
         speed = len(loader) * batch / slowest
         print(f"{epoch + 1:5d} {loss:9.4f} {reached:9.4f} {speed:10,.0f} {share:16.1%}", flush=True)
-        if checkpoint:
-            state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save(checkpoint, state)
-    dist.barrier()  # nobody goes on before the checkpoint is safe
 
 
 def main() -> None:
@@ -185,7 +217,8 @@ def main() -> None:
     train, test = load_data()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
-    first = resume(options.checkpoint, model, optimizer) if options.resume and options.checkpoint else 0
+    checkpoints = Checkpoints(options.checkpoint, model, optimizer) if options.checkpoint else None
+    first = checkpoints.resume() if options.resume and checkpoints else 0
     if rank == 0:
         print(f"{size} ranks on {dist.get_backend()}, {len(train)} training and {len(test)} test samples")
         print(f"{'epoch':>5} {'loss':>9} {'accuracy':>9} {'samples/s':>10} {'in communication':>17}")
@@ -194,6 +227,8 @@ def main() -> None:
     def setup() -> None:
         nonlocal data
         data = divide(train, options)
+        if checkpoints:
+            checkpoints.regroup()
         if job.changes and job.rank == 0:
             print(f"a rank has died, going on with {job.size}", flush=True)
 
@@ -201,10 +236,16 @@ def main() -> None:
         state = {"model": model, "optimizer": optimizer}
         for step in job.steps(state, max(first, options.epochs), start=first, setup=setup):
             with step as epoch:
-                run_epoch(epoch, model, optimizer, data, test, options.checkpoint)
+                run_epoch(epoch, model, optimizer, data, test)
                 done = epoch + 1
+                is_last = done == options.epochs
                 if dist.stop_requested():
                     job.stop()
+                    is_last = True
+                if checkpoints:
+                    checkpoints.save(done, job.changes)
+                    if is_last:
+                        checkpoints.wait()
         if job.rank is not None:
             reached = accuracy(model, test)
         if job.rank == 0:

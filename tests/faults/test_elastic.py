@@ -42,8 +42,8 @@ def ranks_of(job: Job) -> list[int]:
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each == "openmpi-ulfm"])
 @pytest.mark.parametrize(("spares", "left"), [(0, 3), (1, 4)])
-def test_training_goes_on_without_a_rank_that_was_killed(launcher: str, spares: int, left: int) -> None:
-    arguments = ["--elastic", "--epochs", "15", "--spares", str(spares)]
+def test_training_goes_on_without_a_rank_that_was_killed(launcher: str, spares: int, left: int, tmp_path: Path) -> None:
+    arguments = ["--elastic", "--epochs", "15", "--spares", str(spares), "--checkpoint", str(tmp_path)]
     with Job(launcher, 4 + spares, arguments, TRAINING) as job:
         wait_for_epochs(job, 2)
         os.kill(ranks_of(job)[2], signal.SIGKILL)
@@ -53,11 +53,12 @@ def test_training_goes_on_without_a_rank_that_was_killed(launcher: str, spares: 
     reached = re.search(rf"held-out accuracy ([\d.]+) after 15 epochs on {left} ranks", text)
     assert reached is not None, text
     assert float(reached.group(1)) >= 0.96
+    assert (tmp_path / "15-1" / ".metadata").exists(), "the state was being written when the rank died, and since"
 
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_training_stops_with_its_checkpoint_and_is_taken_up_again(launcher: str, tmp_path: Path) -> None:
-    state = ["--checkpoint", str(tmp_path / "state.pt")]
+    state = ["--checkpoint", str(tmp_path / "states")]
     with Job(launcher, 2, ["--epochs", "2000", *state], TRAINING) as job:
         wait_for_epochs(job, 2)
         os.kill(ranks_of(job)[1], signal.SIGUSR1)

@@ -43,10 +43,10 @@ def test_training_reaches_its_accuracy_on_any_number_of_ranks():
 
 
 def test_training_resumes_from_its_checkpoint(tmp_path, short_accuracy):
-    checkpoint = tmp_path / "state.pt"
+    checkpoint = tmp_path / "states"
     first = mpirun(2, [TRAIN, "--epochs", "1", "--checkpoint", checkpoint])
     assert first.returncode == 0, first.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+    assert [path.name for path in checkpoint.iterdir()] == ["1-0"]
     second = mpirun(2, [TRAIN, *SHORT, "--checkpoint", checkpoint, "--resume"])
     assert second.returncode == 0, second.stderr
     assert "\n    1 " not in second.stdout
