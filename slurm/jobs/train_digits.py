@@ -14,6 +14,7 @@ depend on how many ranks there are.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import time
 import warnings
@@ -111,10 +112,14 @@ class Checkpoints:
         self.folder, self.model, self.optimizer = folder, model, optimizer
         self.group = self.written = None
 
-    def whole(self) -> list[Path]:
-        """Return the states that can be loaded, the newest last; a name is ``epochs-change``."""
-        found = [each.parent for each in self.folder.glob("*/.metadata")]
+    def states(self) -> list[Path]:
+        """Return the folders of states, whose names are ``epochs-change``, the newest last."""
+        found = [each for each in self.folder.glob("*-*") if re.fullmatch(r"\d+-\d+", each.name)]
         return sorted(found, key=lambda each: [int(number) for number in each.name.split("-")])
+
+    def whole(self) -> list[Path]:
+        """Return the states that can be loaded, the newest last."""
+        return [each for each in self.states() if (each / ".metadata").exists()]
 
     def state(self) -> dict:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -142,7 +147,7 @@ class Checkpoints:
         self.written = dcp.async_save(self.state(), checkpoint_id=place, process_group=self.group)
 
     def wait(self) -> None:
-        """Return when the last state is whole, and remove all but two."""
+        """Return when the last state is whole, and remove what is older than it and the one before."""
         if self.written is None:
             return
         try:
@@ -151,8 +156,10 @@ class Checkpoints:
             raise dist.DistBackendError("the checkpoint could not be written") from error
         self.written = None
         if dist.get_rank() == 0:
-            for old in self.whole()[:-2]:
-                shutil.rmtree(old)
+            states, newest = self.states(), self.whole()[-2:]
+            for old in states[: states.index(newest[-1])]:
+                if old not in newest:
+                    shutil.rmtree(old, ignore_errors=True)
 
 
 def train_epoch(model, optimizer, loader, global_batch: int, clock: Clock) -> float:
