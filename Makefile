@@ -20,7 +20,7 @@ RANKS  ?= 1 3 4
 WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity cluster)
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-gpu gpu-environment gpu-tests test-cluster bench lint format docs clean
+.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-gpu gpu-environment gpu-tests test-cluster bench figures lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -99,6 +99,10 @@ bench: $(READY)
 	$(MPIRUN) -n 2 $(BIN)/python -m tests.bench.targets
 	$(BIN)/python -m tests.bench.store
 
+# what the performance page and the README say first: measured here, for minutes on a quiet machine, and drawn
+figures: $(READY)
+	$(BIN)/python docs/figures.py --measure
+
 lint: $(READY)
 	$(BIN)/ruff format --check src tests slurm docs
 	$(BIN)/ruff check src tests slurm docs
@@ -110,6 +114,7 @@ format: $(READY)
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/support_table.py --check
+	$(BIN)/python docs/figures.py --check
 	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

@@ -1,12 +1,15 @@
 """Subjects of ``python -m hpcdist bench`` on 2 ranks: every row has a figure of each side."""
 
+import html
 import json
+import re
 
 import pytest
 
+from hpcdist.cli import bench, web_page
+from hpcdist.cli.bench import plots
+from hpcdist.cli.bench.timing import Figure
 from tests.programs import MPIRUN, mpirun
-
-pytestmark = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
 
 ROWS = {
     "latency": {
@@ -35,10 +38,11 @@ ROWS = {
 }
 
 
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
 @pytest.mark.parametrize("subject", ROWS)
 def test_every_row_has_each_side(subject, tmp_path):
-    file = tmp_path / "figures.json"
-    options = ["--rounds", 1, "--seconds", 0.001, "--json", file]
+    file, page = tmp_path / "figures.json", tmp_path / "figures.html"
+    options = ["--rounds", 1, "--seconds", 0.001, "--json", file, "--html", page]
     done = mpirun(2, ["-m", "hpcdist", "bench", subject, *options], timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
@@ -46,3 +50,29 @@ def test_every_row_has_each_side(subject, tmp_path):
         assert figure["median"] > 0
         found.setdefault(figure["what"], set()).add(figure["side"])
     assert {what: found.get(what) for what in ROWS[subject]} == ROWS[subject]
+    text = page.read_text()
+    assert text.count("<svg") == text.count("<section>") >= len(found)
+    assert not [what for what in found if html.escape(what) not in text]
+
+
+def test_a_page_loads_nothing_and_its_colors_are_all_known():
+    figures = [
+        Figure("all_reduce", "float32", nbytes, side, time, time / 2, 2 * time)
+        for side, time in (("hpcdist", 10.0), ("<b>", 2000.0))
+        for nbytes in (4, 1 << 20)
+    ]
+    line, bars = plots.parts([*figures, Figure("barrier", "", 0, "hpcdist", 1.5, 1.4, 1.6)])
+    assert ("1 MiB" in line, "2 ms" in line, "0.005" in line) == (True, True, True)
+    assert (">barrier<" in bars, "1.5 µs" in bars) == (True, True)
+    assert "<b>" not in line + bars
+    links = re.findall(r"""(?:href|src)="([^"]*)|url\(([^)]*)""", line + bars)
+    assert all("".join(link).startswith("#") for link in links), links
+    used = set(re.findall(r"var\(--(\w+)\)", line + bars))
+    assert {"ink", "side0", "side1"} <= used <= set(web_page.COLORS)
+
+
+def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="2"):
+        bench.run(["--html", "page.html"])
+    assert "pip install 'hpcdist[plot]'" in capsys.readouterr().err

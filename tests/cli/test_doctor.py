@@ -70,12 +70,14 @@ def test_ranks_of_two_nodes_on_one_page():
     assert {"within a node", "between nodes"} == set(page["ranks"][0]["speed"]["pairs"])
 
 
-def test_the_page_for_a_person():
-    done = programs.mpirun(2, DOCTOR, timeout=250, COLUMNS="100")
+def test_the_page_for_a_person(tmp_path):
+    file = tmp_path / "page.html"
+    done = programs.mpirun(2, [*DOCTOR, "--html", file], timeout=250, COLUMNS="100")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("hpcdist doctor, 2 ranks") == 1
     for title in ("What is installed", "MPI: library and launcher", "Where the ranks run", "Results and speed"):
         assert title in done.stdout
+        assert f"<h2>{title}</h2>" in file.read_text()
     assert "0 wrong" in done.stdout
 
 

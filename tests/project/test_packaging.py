@@ -71,6 +71,7 @@ def test_what_is_in_them(built):
         "hpcdist/py.typed",
         "stores/py.typed",
         "hpcdist_autoload.py",
+        "hpcdist/cli/web_page.html",
         "hpcdist/cli/templates/cpu.sbatch",
         "hpcdist/cli/templates/train_digits.py",
         "hpcdist/cli/templates/errors.md",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hpcdist as dist
-from hpcdist.cli.bench import report
+from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import Bench
 from hpcdist.cli.job_arguments import JobParser
 
@@ -72,7 +72,7 @@ def parser() -> JobParser:
     made.add_argument("--sides", nargs="+", default=["hpcdist", "mpi4py", "gloo", "copy"])
     made.add_argument("--json", metavar="FILE")
     made.add_argument("--csv", metavar="FILE")
-    made.add_argument("--plot", metavar="FILE.png", help="needs matplotlib: pip install 'hpcdist[plot]'")
+    made.add_argument("--html", metavar="FILE", help="a page with plots; needs matplotlib: pip install 'hpcdist[plot]'")
     made.add_argument(
         "--explain", action="store_true", help="print from which size on shared memory is used, and by which setting"
     )
@@ -95,7 +95,10 @@ def run(args: list[str]) -> int:
     chosen, args = device.parse_known_args(args)
     if chosen.device == "cuda":
         return int(importlib.import_module("hpcdist.cli.bench.cuda").run(args))
-    options = parser().parse_args(args)
+    made = parser()
+    options = made.parse_args(args)
+    if options.html and not plots.can_draw():
+        made.error(plots.MISSING)
     module: Any = importlib.import_module(SUBJECTS[options.subject])
     began = not dist.is_initialized()
     if began:
@@ -106,6 +109,7 @@ def run(args: list[str]) -> int:
             report.explain(bench)
         status = module.measure(bench) or 0
         report.write(bench)
+        plots.write(bench)
     finally:
         if began:
             dist.destroy_process_group()

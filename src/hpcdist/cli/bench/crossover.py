@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.mpi.node import thresholds
 from hpcdist.backends.mpi.node.calls import SHARED_CALLS
 from hpcdist.backends.mpi.node.collectives import NodeShared
+from hpcdist.cli.bench import plots
 from hpcdist.cli.bench.collectives import COLLECTIVES, buffers
 from hpcdist.cli.bench.report import least, size_name
 from hpcdist.cli.bench.timing import Bench
@@ -93,5 +94,6 @@ def measure(bench: Bench) -> int:
             vendor = bench.library.rsplit(" ", 1)[0]
             thresholds.write(path, vendor, bench.size, found)
             print(f"written: use it by {thresholds.VARIABLE}={path}")
+    plots.write(bench)
     bench.figures.clear()  # the table has them, and --json is the file of the crossovers
     return 0

@@ -1,4 +1,4 @@
-"""Output of the figures: a table with ratios, JSON, CSV, a plot."""
+"""Output of the figures: a table with ratios, JSON, CSV."""
 
 from __future__ import annotations
 
@@ -144,34 +144,6 @@ def explain(bench: Bench) -> None:
     console.print(f"Source: {source}.")
 
 
-def plot(bench: Bench, path: str) -> None:
-    """Draw time over size, a line for each side.
-
-    Raises:
-        SystemExit: matplotlib is missing.
-    """
-    try:
-        import matplotlib  # type: ignore[import-not-found,unused-ignore]  # the extra hpcdist[plot]
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'hpcdist[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    whats = list(dict.fromkeys((f.what, f.dtype) for f in bench.figures))
-    figure, axes = pyplot.subplots(1, len(whats), figsize=(5 * len(whats), 4), squeeze=False)
-    for axis, (what, dtype) in zip(axes[0], whats, strict=True):
-        mine = [f for f in bench.figures if (f.what, f.dtype) == (what, dtype)]
-        for side in dict.fromkeys(f.side for f in mine):
-            points = [f for f in mine if f.side == side]
-            axis.plot([f.nbytes for f in points], [f.median for f in points], marker=".", label=side)
-        axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="µs a call", title=f"{what} {dtype}")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.suptitle(f"{bench.size} ranks, {bench.library}, {os.cpu_count()} cores")
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
-
-
 def write(bench: Bench) -> None:
     """Print the table and write the files that were asked for, on rank 0."""
     if bench.rank or not bench.figures:
@@ -192,5 +164,3 @@ def write(bench: Bench) -> None:
             writer = csv.writer(file)
             writer.writerow(["mpi", "ranks", *asdict(bench.figures[0])])
             writer.writerows([bench.library, bench.size, *asdict(figure).values()] for figure in bench.figures)
-    if options.plot:
-        plot(bench, options.plot)

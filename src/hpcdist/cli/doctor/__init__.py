@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from argparse import Namespace
 from typing import Any
 
 import hpcdist as dist
@@ -69,6 +70,7 @@ def run(args: list[str]) -> int:
     """
     parser = JobParser(prog="python -m hpcdist doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the page for the browser too")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each topic (default %(default)g)")
     try:
         options = parser.parse_args(args)
@@ -77,10 +79,10 @@ def run(args: list[str]) -> int:
     warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about
 
     def work(tell: Step) -> int:
-        return examine(tell, options.json)
+        return examine(tell, options)
 
     def report(ended: Ended) -> None:
-        report_end(ended, options.json, options.seconds)
+        report_end(ended, options)
 
     if CONNECTION in os.environ:
         return watch(work, options.seconds, report).status
@@ -91,7 +93,7 @@ def run(args: list[str]) -> int:
     return 1
 
 
-def examine(tell: Step, as_json: bool) -> int:
+def examine(tell: Step, options: Namespace) -> int:
     """Run all checks on this rank, let rank 0 write the page, and return the exit status."""
     facts: Facts = {}
     for name, topic in LOCAL.items():
@@ -119,7 +121,7 @@ def examine(tell: Step, as_json: bool) -> int:
         if (
             failure is None or launch is None or launch.rank == 0
         ):  # without a common world every rank is rank 0 of a world of its own
-            show(chapters, ranks, as_json)
+            show(chapters, ranks, options)
     dist.broadcast_object_list(status, 0)
     dist.destroy_process_group()
     return status[0]
@@ -149,19 +151,21 @@ def judge(ranks: list[Facts]) -> page.Chapters:
     return {topic.TITLE: topic.judge(ranks) for name, topic in ORDER.items() if name in ranks[0]}
 
 
-def show(chapters: page.Chapters, ranks: list[Facts], as_json: bool) -> None:
-    """Print the page."""
-    if as_json:
+def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> None:
+    """Print the page, and write it for the browser if that was asked for."""
+    if options.json:
         page.write_json(chapters, ranks)
     else:
         page.write(chapters, len(ranks))
+    if options.html:
+        page.write_html(chapters, len(ranks), options.html)
 
 
-def report_end(ended: Ended, as_json: bool, seconds: float) -> None:
+def report_end(ended: Ended, options: Namespace) -> None:
     """Report checks that ended their own process: a page on the launcher's rank 0, a line on other ranks."""
     launch = environment.detect()
     how = (
-        f"did not finish within {seconds:g} s"
+        f"did not finish within {options.seconds:g} s"
         if ended.is_late
         else f"ended the process with {'signal' if ended.status < 0 else 'status'} {abs(ended.status)}"
     )
@@ -173,4 +177,4 @@ def report_end(ended: Ended, as_json: bool, seconds: float) -> None:
     ranks = [seen]
     chapters = {ORDER[name].TITLE: ORDER[name].judge(ranks) for name in seen}
     chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.mend_launch(seen["mpi_library"]))]
-    show(chapters, ranks, as_json)
+    show(chapters, ranks, options)

@@ -1,15 +1,20 @@
-"""The doctor's page: the merged findings of all ranks, as text or JSON."""
+"""The doctor's page: the merged findings of all ranks, as text, as JSON and for the browser."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
+from datetime import datetime
+from html import escape
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import hpcdist
+from hpcdist.cli import web_page
 from hpcdist.cli.doctor.findings import ADVICE, LEVELS, NOTE, OK, PROBLEM, Facts, Finding
 
 Chapters = dict[str, list[Finding]]
@@ -44,13 +49,7 @@ def write(chapters: Chapters, size: int) -> None:
             if finding.mend and finding.level == NOTE:
                 table.add_row("", Text(f"  {finding.mend}", "dim"))
         console.print(table)
-    wanted = [
-        finding
-        for level in (PROBLEM, ADVICE)
-        for findings in chapters.values()
-        for finding in findings
-        if finding.level == level
-    ]
+    wanted = to_fix(chapters)
     if wanted:
         console.print("\n[bold]What to do[/bold]")
     for finding in wanted:
@@ -58,10 +57,44 @@ def write(chapters: Chapters, size: int) -> None:
         console.print(Text(f"{mark} {finding.text}", style))
         # commands are meant to be copied: they are never wrapped
         console.print(Text(f"    {finding.mend or 'no fix is known'}"), soft_wrap=True)
-    problems, advice = count(chapters, PROBLEM), count(chapters, ADVICE)
     console.print()
-    style = "bold red" if problems else "green"
-    console.rule(Text(f"{problems} wrong, {advice} that could be better", style))
+    console.rule(Text(verdict(chapters), "bold red" if count(chapters, PROBLEM) else "green"))
+
+
+def to_fix(chapters: Chapters) -> list[Finding]:
+    """Return what is wrong, and after it what could be better."""
+    found = [finding for findings in chapters.values() for finding in findings]
+    return [finding for level in (PROBLEM, ADVICE) for finding in found if finding.level == level]
+
+
+def verdict(chapters: Chapters) -> str:
+    """Return the last line of the page."""
+    return f"{count(chapters, PROBLEM)} wrong, {count(chapters, ADVICE)} that could be better"
+
+
+def write_html(chapters: Chapters, size: int, path: str) -> None:
+    """Write the page for the browser: first what to do, then a chapter for each topic."""
+
+    def items(findings: list[Finding], level: str | None = None) -> str:
+        lines = [
+            f'<li class="{each.level}"><b>{MARKS[each.level][0]}</b>{escape(each.text)}'
+            + (f"<pre>{escape(each.mend)}</pre>" if each.mend and level in (None, each.level) else "")
+            for each in findings
+        ]
+        return "\n".join(["<ul>", *lines, "</ul>"])
+
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    place = f"{ranks}, {platform.node()}, hpcdist {hpcdist.__version__}, {datetime.now():%Y-%m-%d %H:%M}"
+    wanted = to_fix(chapters)
+    web_page.write(
+        path,
+        "hpcdist doctor",
+        [
+            f"<p>{escape(verdict(chapters))}; {escape(place)}</p>",
+            *([web_page.section("What to do", items(wanted))] if wanted else []),
+            *(web_page.section(title, items(findings, NOTE)) for title, findings in chapters.items()),
+        ],
+    )
 
 
 assert set(MARKS) == set(LEVELS)

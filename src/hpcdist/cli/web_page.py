@@ -1,0 +1,58 @@
+"""Pages for the browser: one file each that loads nothing, for light and dark screens, narrow and wide ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from string import Template
+
+# name -> its color on a light and on a dark screen; a page and its plots name colors as var(--NAME)
+COLORS = {
+    "paper": ("#ffffff", "#15181c"),
+    "shade": ("#f1f3f5", "#22262c"),
+    "line": ("#d8dce1", "#3a4048"),
+    "ink": ("#1b1f24", "#e4e7eb"),
+    "faint": ("#5b6570", "#9aa4af"),
+    "good": ("#1a7f37", "#4ac26b"),
+    "warn": ("#8a5a00", "#e3a93a"),
+    "bad": ("#c0242c", "#ff7b72"),
+    # of the sides of a plot, in their order; they differ in lightness too
+    "side0": ("#0b57c4", "#6cb0ff"),
+    "side1": ("#d35400", "#ff9d4d"),
+    "side2": ("#2a8a4a", "#5fd38a"),
+    "side3": ("#7a7f87", "#a0a7b0"),
+    "side4": ("#8a3ab9", "#cf9bf2"),
+    "side5": ("#946c00", "#d6b656"),
+}
+TEMPLATE = Path(__file__).with_name("web_page.html")
+
+
+def stylesheet() -> str:
+    """Return the colors as CSS, for both kinds of screens."""
+    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLORS.items()) for i in (0, 1))
+    return f":root{{{light}}}\n@media (prefers-color-scheme: dark) {{:root{{{dark}}}}}"
+
+
+def section(title: str, *parts: str) -> str:
+    """Return a part of a page, with a heading."""
+    return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *parts, "</section>"])
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table; ``rows`` are HTML, ``head`` is text."""
+    first = "".join(f"<th>{escape(name)}" for name in head)
+    others = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}\n" for row in rows)
+    return f'<div class="wide"><table><tr>{first}\n{others}</table></div>'
+
+
+def write(path: str, title: str, parts: Iterable[str]) -> None:
+    """Write a page.
+
+    Args:
+        path: the file; one that is there is replaced.
+        title: as text.
+        parts: as HTML.
+    """
+    filled = Template(TEMPLATE.read_text()).substitute(title=escape(title), colors=stylesheet(), parts="\n".join(parts))
+    Path(path).write_text(filled, encoding="utf-8")
