@@ -29,6 +29,7 @@ CHAPTERS = {
     "shrink": "Going on without some ranks",
     "elastic": "Going on without some ranks",
     "debug": "Looking into a job, and stopping it",
+    "profile": "Looking into a job, and stopping it",
     "rendezvous": "Finding the other processes",
     "multigpu": "Legacy: several devices a process",
     "dist2": "Object-oriented groups",

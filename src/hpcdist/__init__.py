@@ -104,6 +104,7 @@ from hpcdist.c10d.objects import (
     send_object_list,
 )
 from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, recv, send
+from hpcdist.c10d.profile import Profile, profile
 from hpcdist.c10d.queries import (
     GroupMember,
     get_backend,
@@ -188,6 +189,7 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "ProcessGroupGloo",
+    "Profile",
     "QueueEmptyError",
     "ReduceOp",
     "ReduceOptions",
@@ -260,6 +262,7 @@ __all__ = [
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "node_shared",
+    "profile",
     "record_comm",
     "recv",
     "recv_object_list",

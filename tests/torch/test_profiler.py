@@ -185,3 +185,14 @@ def test_a_name_of_its_own(backend):
 def test_no_event_without_a_profiler(backend):
     dist.all_reduce(torch.ones(2))
     assert events(lambda: None) == {}
+
+
+def test_profile_sees_torchs_functions_and_ddp_and_torchs_profiler_beside_it(backend, rank, size):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 4))
+    with dist.profile(show=False) as seen:
+        found = events(lambda: torch_dist.all_reduce(torch.ones(2, 2)))
+        model(torch.ones(2, 3)).sum().backward()
+    assert found[f"{backend}:all_reduce"].input_shapes == [[2, 2]]
+    reduced = {call.nbytes: call for call in seen.calls if call.name == "all_reduce" and call.kind == "collective"}
+    assert reduced.keys() == {16, 64}  # torch's, and the bucket of 3 * 4 + 4 gradients
+    assert all(call.where.startswith("test_profiler.py:") for call in reduced.values())

@@ -14,6 +14,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist.core import hooks, world
+from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
@@ -21,7 +22,7 @@ from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.core.work import Work
-from hpcdist.watch import fingerprints, report
+from hpcdist.watch import fingerprints, nan_check, report
 from hpcdist.watch.debugger import RankDebugger
 from hpcdist.watch.watchdog import RUNNING
 
@@ -58,8 +59,18 @@ def set_debug_level_from_env() -> None:
 
 
 def scrutinise(level: DebugLevel) -> None:
-    """Have collectives compared, or not, on all groups."""
-    hooks.compare = fingerprints.check if level == DebugLevel.DETAIL else None
+    """Have the calls on all groups compared, and looked at for NaN, or not."""
+    is_nan_checked, is_compared = nan_check.is_asked_for(), level == DebugLevel.DETAIL
+    hooks.compare = fingerprints.check if is_compared else None
+    hooks.check_message = nan_check.check_message if is_nan_checked else None
+    if is_nan_checked:
+        hooks.compare = check_both if is_compared else nan_check.check
+
+
+def check_both(pg: Group, backend: Backend, call: Any) -> None:
+    """Look for NaN, then compare the call with the other ranks'."""
+    nan_check.check(pg, backend, call)
+    fingerprints.check(pg, backend, call)
 
 
 def monitored_barrier(

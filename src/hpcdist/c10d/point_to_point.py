@@ -46,9 +46,11 @@ def send(
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
-    event = profiling.begin(pg, backend, "send", [data]) if hooks.is_profiled() else None
+    if hooks.check_message is not None:
+        hooks.check_message(pg, "send", peer, data)
     journal = pg.journal
-    journal.current = journal.message("send", data, peer)
+    journal.current = call = journal.message("send", data, peer)
+    event = profiling.begin(pg, backend, "send", [data], call) if hooks.is_profiled() else None
     try:
         backend.send(data, peer, tag)
     finally:
@@ -87,9 +89,9 @@ def recv(
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
-    event = profiling.begin(pg, backend, title(source), [data]) if hooks.is_profiled() else None
     journal = pg.journal
-    journal.current = journal.message("recv", data, source)
+    journal.current = call = journal.message("recv", data, source)
+    event = profiling.begin(pg, backend, title(source), [data], call) if hooks.is_profiled() else None
     try:
         sender = backend.recv(data, source, tag)
     finally:

@@ -6,8 +6,6 @@ torch calls ``create`` once for the default group and, on its members, once for 
 
 from __future__ import annotations
 
-import os
-import warnings
 from typing import Any
 
 from hpcdist.c10d.lifecycle import begin, carried, choose
@@ -54,8 +52,6 @@ def create(options: Any, pg_options: Any) -> Group:
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
     logs.set_up()
-    if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
-        warnings.warn("TORCH_DIST_NAN_CHECK=1: torch does not look for NaN in calls of hpcdist's groups", stacklevel=2)
     launch = registration.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi

@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
     "explain": Command("hpcdist.cli.explain", "say what a message of hpcdist means, what causes it, and how to fix it"),
+    "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
     "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
 }

@@ -25,7 +25,9 @@ def is_profiled_by_nobody() -> bool:
     return False
 
 
-def record_nothing(name: str, inputs: Sequence[torch.Tensor]) -> Event:
+def record_nothing(
+    name: str | None, inputs: Sequence[torch.Tensor], call: tuple[Any, ...] | None, is_async: bool
+) -> Event | None:
     """Raise: no profiler is known."""
     raise RuntimeError(f"no profiler is installed to record {name}")
 
@@ -45,16 +47,20 @@ def explain_nothing(call: Any) -> str:
     return ""
 
 
-# whether a profiler runs, and what begins an event of a name and inputs; ``torch_bridge`` sets both
+# whether a profiler runs, and what begins an event of a name, inputs, the call's record in its journal, and whether it
+# goes on after the call has returned; a call without a name is part of an event that has begun, and an event without a
+# record joins several calls. ``torch_bridge`` sets both, and ``watch.timing`` puts itself before them
 is_profiled: Callable[[], bool] = is_profiled_by_nobody
-record: Callable[[str, Sequence[torch.Tensor]], Event] = record_nothing
+record: Callable[[str | None, Sequence[torch.Tensor], tuple[Any, ...] | None, bool], Event | None] = record_nothing
 
 # what makes a test of whether tensors look like the given ones (``core.call_cache``); ``torch_bridge.compiler`` sets it
 # if this torch has such a comparison
 likeness: Callable[..., Callable[..., bool]] | None = None
 
-# compares a collective with the other ranks' before it runs; ``c10d.debug`` sets it at the debug level DETAIL
+# looks at a collective before it runs, to compare it with the other ranks' or to find NaN in it, and at a message
+# before it is sent; ``c10d.debug`` sets them
 compare: Callable[..., None] | None = None
+check_message: Callable[..., None] | None = None
 
 # how reductions are made to repeat bit for bit (``core.reproducible``), if they are; ``c10d.reproducible`` sets it
 reproducible: str | None = None

@@ -239,10 +239,11 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
     record = journal.collective(call.row, call.tensor, call.root)
-    event = None
+    event, is_async = None, async_op and backend.has_threads
     if hooks.is_profiled():
-        event = profiling.begin(pg, backend, call.row.name, [] if call.tensor is None else [call.tensor])
-    if async_op and backend.has_threads:
+        inputs = [] if call.tensor is None else [call.tensor]
+        event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)
+    if is_async:
         work = begun(partial(carries.start, call), record)
         if event is not None:
             work._ends(event)

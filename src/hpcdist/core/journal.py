@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core import hooks
@@ -118,15 +119,16 @@ class Journal:
         self.push(call)
         return call
 
-    def during(self, what: str, root: int | None = None) -> Journal:
+    def during(self, what: str, root: int | None = None) -> AbstractContextManager[None]:
         """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
         if what in MESSAGES:
             self.messages = number = self.messages + 1
             self.current = call = (self, number, what, None, None, root)
             self.push(call)
         else:
-            self.current = self.collective(what, None, root)
-        return self
+            self.current = call = self.collective(what, None, root)
+        event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
+        return self if event is None else Profiled(self, event)
 
     def __enter__(self) -> None:
         """Begin to block."""
@@ -134,3 +136,19 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         """Blocks no longer."""
         self.current = None
+
+
+class Profiled:
+    """A call without a tensor, while it blocks and a profiler looks on."""
+
+    def __init__(self, journal: Journal, event: hooks.Event) -> None:
+        self._journal = journal
+        self._event = event
+
+    def __enter__(self) -> None:
+        """Begin to block."""
+
+    def __exit__(self, *_: object) -> None:
+        """Blocks no longer."""
+        self._journal.current = None
+        self._event.__exit__(None, None, None)

@@ -64,9 +64,11 @@ def isend(
         return None
     pg, peer = way
     backend, data = outgoing(pg, tensor)
-    event = profiling.begin(pg, backend, "send", [data]) if hooks.is_profiled() else None
+    if hooks.check_message is not None:
+        hooks.check_message(pg, "isend", peer, data)
     journal = pg.journal
     call = journal.message("isend", data, peer)
+    event = profiling.begin(pg, backend, "send", [data], call, True) if hooks.is_profiled() else None
     before, journal.current = journal.current, call
     try:
         work = backend.isend(data, peer, tag)
@@ -95,9 +97,9 @@ def irecv(
         return None
     pg, source = way
     backend, data, finish = incoming(pg, tensor)
-    event = profiling.begin(pg, backend, title(source), [data]) if hooks.is_profiled() else None
     journal = pg.journal
     call = journal.message("irecv", data, source)
+    event = profiling.begin(pg, backend, title(source), [data], call, True) if hooks.is_profiled() else None
     before, journal.current = journal.current, call
     try:
         work = backend.irecv(data, source, tag, finish)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.core import hooks
 
@@ -41,11 +41,20 @@ class Thread(threading.local):
 THREAD = Thread()
 
 
-def begin(pg: Group, backend: Backend, call: str, inputs: Sequence[torch.Tensor]) -> hooks.Event | None:
-    """Begin the event of a call; None inside one that joins several. Ask ``hooks.is_profiled`` before."""
-    if THREAD.is_joining:
-        return None
-    return hooks.record(f"{pg.asked_name or backend.name}:{TITLES.get(call, call)}", inputs)
+def begin(
+    pg: Group,
+    backend: Backend,
+    call: str,
+    inputs: Sequence[torch.Tensor],
+    record: tuple[Any, ...] | None = None,
+    is_async: bool = False,
+) -> hooks.Event | None:
+    """Begin the event of a call, if anybody wants one. Ask ``hooks.is_profiled`` before.
+
+    Inside an event that joins several calls, which has no record in the journal, theirs have no name.
+    """
+    name = None if THREAD.is_joining else f"{pg.asked_name or backend.name}:{TITLES.get(call, call)}"
+    return hooks.record(name, inputs, record, is_async)
 
 
 @contextmanager

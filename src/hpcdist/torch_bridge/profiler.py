@@ -48,8 +48,12 @@ class AsynchronousEvent:
             self._end.set_result(None)
 
 
-def record(name: str, inputs: Sequence[torch.Tensor]) -> hooks.Event:
+def record(
+    name: str | None, inputs: Sequence[torch.Tensor], call: tuple[Any, ...] | None, is_async: bool
+) -> hooks.Event | None:
     """Begin a profiler's event; ``record_comm``'s name goes before ours."""
+    if name is None:
+        return None
     return AsynchronousEvent(bindings._get_comm_profiling_name() or name, inputs)
 
 

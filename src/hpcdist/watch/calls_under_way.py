@@ -5,12 +5,15 @@ They are looked up only when somebody asks, from the threads' frames: a call pay
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
@@ -20,7 +23,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch.call_states import Facts
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}mpi4py{os.sep}", f"{os.sep}contextlib.py", f"{os.sep}threading.py")
+FOREIGN = (os.path.dirname(torch.__file__) + os.sep, f"{os.sep}mpi4py{os.sep}", contextlib.__file__, threading.__file__)
 DESTROY = "destroy_process_group"
 OURS = "hpcdist-"  # the names of this package's own threads begin so
 
@@ -103,12 +106,17 @@ def is_ours(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(PACKAGE)
 
 
+def is_users(frame: FrameType) -> bool:
+    """Tell whether a frame is of the user's code."""
+    name = frame.f_code.co_filename
+    return not is_ours(frame) and not any(part in name for part in FOREIGN) and not name.startswith("<")
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the user's code."""
     outermost = frame
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_ours(frame) and not any(part in name for part in FOREIGN) and not name.startswith("<"):
+        if is_users(frame):
             return frame
         outermost, frame = frame, frame.f_back
     return outermost
@@ -141,6 +149,12 @@ def line(frame: FrameType | None) -> str:
 def call_site(each: UnderWay) -> str:
     """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
     return line(user_frame(frames_in(None if each.in_background else each.group)))
+
+
+def caller() -> str:
+    """Return the line of the user's code that this thread is in, or the main thread, for a thread of a library's."""
+    frame = user_frame(sys._getframe(1))
+    return line(frame) if frame is not None and is_users(frame) else main_line()
 
 
 def main_line() -> str:

@@ -36,6 +36,7 @@ from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means,
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.inspection import SECRET_VARIABLE, Door, Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
 from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
@@ -60,6 +61,7 @@ class Watchdog:
         signals: what came from outside.
         states: which calls are overdue, and what is to be done about them.
         inquiries: who asks whom about calls that do not end.
+        inspection: what ``python -m hpcdist debug`` is told.
         job_end: whether the job was aborted, and when this process exits then.
         meeting: the meeting of an elastic job that this process waits in.
         leaving: whether the program has ended, and only MPI's end is to come.
@@ -74,6 +76,7 @@ class Watchdog:
         self.rank = rank
         self.states = CallStates()
         self.inquiries = Inquiries()
+        self.inspection = Inspection()
         self.job_end = JobEnd(self.channel, self.say)
         self.meeting: Meeting | None = None
         self.leaving = self.has_left = False
@@ -92,9 +95,13 @@ class Watchdog:
 
     def _run(self) -> None:
         next_look = 0.0
+        door = Door()
         while True:
             wait = max(0.0, next_look - time.monotonic())
-            ready, _, _ = select.select([self.channel.socket, self.signals.reader], [], [], wait)
+            ready, _, _ = select.select([self.channel.socket, self.signals.reader, *door.sockets], [], [], wait)
+            if any(each in ready for each in door.sockets):
+                own = {"rank": self.rank, "size": len(self.channel.places) or 1, "job": self.recorder.name}
+                door.answer({**own, "program": program(), "place": self.channel.own})
             if self.signals.reader in ready:
                 for number in self.signals.arrived():
                     self._heed(number)
@@ -114,6 +121,7 @@ class Watchdog:
         """Note what is under way, and deal with what is overdue."""
         now = time.monotonic()
         self.recorder.tick()
+        self.inspection.look(now)
         self.job_end.look(now)
         if self.meeting is not None and (reason := self.meeting.look(now)):
             self.abort(self.meeting.backend, reason)
@@ -159,7 +167,8 @@ class Watchdog:
             question: ``from``, and what it may hold besides: the ``group`` that it is about; ``dump`` asks for a trace
                 too; ``about``, a call that the asker waits in; ``verdict``, what it found out; ``left``, that it makes
                 no more calls; ``ended``, processes that are gone; ``judge``, ranks that do not answer; ``abort``, why
-                it aborts the job. With ``is_there`` it asks only for a sign of life.
+                it aborts the job; ``inspect``, that ``python -m hpcdist debug`` asks, and the first rank whose place it
+                wants to know. With ``is_there`` it asks only for a sign of life.
         """
         if question.get("left"):
             self.channel.left.add(tuple(question["left"]))
@@ -185,7 +194,12 @@ class Watchdog:
             made["state"] = self.states.state(each.record).value
             calls.append(made)
         calls += [{**made, "ranks": [], "state": "reported"} for made in self._given_up]
+        told = {}
+        if isinstance(first := question.get("inspect"), int):
+            places = self.channel.places or {self.rank: self.channel.own}
+            told["inspected"] = self.inspection.tell(places, first)
         return {
+            **told,
             "rank": question.get("to"),
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
@@ -410,6 +424,8 @@ def begin(group: Group) -> Watchdog:
         places = [Place(*each) for each in group.any_backend().objects.all_gather(tuple(watchdog.channel.own))]
         watchdog.channel.learn(group.ranks, places)
     watchdog.recorder.name = places[0].secret[:8]
+    if rank == 0 and os.environ.get(SECRET_VARIABLE) and not RUNNING:
+        watchdog.say(f"python -m hpcdist debug {watchdog.channel.own.host}:{watchdog.channel.own.port}")
     if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()

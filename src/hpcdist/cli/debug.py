@@ -1,0 +1,316 @@
+"""The command ``debug``: shows a running job, in the terminal or in a browser.
+
+Each rank's watchdog is asked where the rank is, as the watchdogs ask each other, also while its main thread is inside
+MPI. Ranks on this machine are found by themselves, others by a Slurm job's number, or by the address that a job prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcdist.core.ranks import listed
+from hpcdist.watch import inspection, report
+from hpcdist.watch.side_channel import Place, SideChannel
+from hpcdist.watch.timeline import aligned_text, sized
+
+ANSWER_SECONDS, RANK_SECONDS = 1.0, 1e-4
+LATE_SECONDS = 1.0  # how long others wait in a call before those that have not entered it are called late
+RANKS = ("rank", "host", "", "where it is")
+GROUPS = ("group", "backend", "ranks", "collectives", "messages", "behind")
+CALLS = ("call", "calls", "bytes", "time s", "mean µs", "longest µs", "where")
+STYLE = """
+:root { color-scheme: light dark; --line: light-dark(#ccc, #444); --late: light-dark(#b00020, #ff8a80); }
+body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; background: light-dark(#fff, #16181c); }
+table { border-collapse: collapse; margin: 1em 0; } td, th { text-align: left; padding: .2em .8em;
+border-bottom: 1px solid var(--line); } .late td { color: var(--late); } pre { font-size: 13px; }
+"""
+
+
+class Job(NamedTuple):
+    """A running job: its program, and what asks its ranks."""
+
+    program: str
+    channel: SideChannel
+
+
+class Picture(NamedTuple):
+    """A job at one moment.
+
+    Attributes:
+        title: the job and the time.
+        ranks: rows of RANKS.
+        groups: rows of GROUPS.
+        calls: rows of CALLS, of all ranks together.
+        stacks: the frames of each rank, the innermost first.
+        late: the ranks that others wait for, or that do not answer.
+    """
+
+    title: str
+    ranks: list[tuple[str, ...]]
+    groups: list[tuple[str, ...]]
+    calls: list[tuple[str, ...]]
+    stacks: dict[int, list[str]]
+    late: list[int]
+
+
+def ask(channel: SideChannel, ranks: list[int], first: int = -1) -> report.Answers:
+    """Ask ranks where they are."""
+    question = {"from": -1, "group": "", "inspect": first}
+    return channel.ask(ranks, question, ANSWER_SECONDS + len(ranks) * RANK_SECONDS)
+
+
+def joined(program: str, rank: int, place: Place) -> Job:
+    """Return a job one of whose ranks is known, which tells where the others are.
+
+    Raises:
+        ConnectionError: it does not answer.
+    """
+    channel = SideChannel()
+    channel.learn([rank], [place])
+    known: dict[int, Place] = {}
+    while True:
+        answer = ask(channel, [rank], len(known)).get(rank)
+        if answer is None or "inspected" not in answer:
+            raise ConnectionError(
+                f"no answer from rank {rank} at {place.host}:{place.port}: the job has ended, it was started with "
+                f"another {inspection.SECRET_VARIABLE}, or UDP is blocked"
+            )
+        told = answer["inspected"]
+        known.update((each, Place(*where)) for each, where in told["places"])
+        if len(known) >= told["size"] or not told["places"]:
+            channel.learn(known, known.values())
+            return Job(program, channel)
+
+
+def find(pid: int | None) -> Job:
+    """Return the job on this machine.
+
+    Raises:
+        ConnectionError: there is none, or several.
+    """
+    said = [(each, Place(*each["place"])) for each in inspection.doors()]
+    jobs: dict[str, tuple[dict[str, Any], Place]] = {}
+    for each, place in said:
+        if pid is None or place.pid == pid:
+            jobs.setdefault(each["job"], (each, place))
+    if len(jobs) != 1:
+        lines = [f"  --pid {place.pid:<8} {each['program']}" for each, place in jobs.values()]
+        what = "several jobs of yours run" if jobs else "no job of yours with a group of hpcdist runs"
+        raise ConnectionError("\n".join([f"{what} on this machine", *lines]))
+    ((each, place),) = jobs.values()
+    return joined(each["program"], each["rank"], place)
+
+
+def at(address: str) -> Job:
+    """Return the job whose rank 0 listens at ``host:port``; the secret is that of HPCDIST_DEBUG_SECRET.
+
+    Raises:
+        ConnectionError: no secret, or no answer.
+    """
+    secret, (host, _, port) = os.environ.get(inspection.SECRET_VARIABLE, ""), address.rpartition(":")
+    if not secret:
+        raise ConnectionError(f"set {inspection.SECRET_VARIABLE} here to what it was when the job started")
+    return joined(address, 0, Place((host,), int(port), secret, 0, "", "", host))
+
+
+def look(job: Job) -> Picture:
+    """Ask all ranks of a job."""
+    places = job.channel.places
+    answers = ask(job.channel, sorted(places))
+    groups: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    inside: dict[str, int] = {}  # the latest collective of each group that ranks have waited in for a while
+    for rank, answer in answers.items():
+        for name, each in answer["inspected"]["groups"].items():
+            groups[name][rank] = each
+        for call in answer["calls"]:
+            if not call["message"] and call["seconds"] >= LATE_SECONDS:
+                inside[call["group"]] = max(inside.get(call["group"], 0), call["number"])
+    behind = {
+        name: [rank for rank, each in members.items() if each["collectives"] < inside.get(name, 0)]
+        for name, members in groups.items()
+    }
+    late = sorted({rank for ranks in behind.values() for rank in ranks} | (places.keys() - answers.keys()))
+    ranks: list[tuple[str, ...]] = [
+        (f"{rank}", place.host, "LATE" if rank in late else "", where(job.channel, rank, answers.get(rank)))
+        for rank, place in sorted(places.items())
+    ]
+    rows: list[tuple[str, ...]] = []
+    for name, members in sorted(groups.items()):
+        first = next(iter(members.values()))
+        rows.append(
+            (
+                first["label"],
+                first["backend"],
+                f"{first['size']}",
+                span([each["collectives"] for each in members.values()]),
+                span([each["messages"] for each in members.values()]),
+                listed(behind[name]) if behind[name] else "",
+            )
+        )
+    stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
+    title = f"{job.program}, {len(places)} rank{'s' * (len(places) > 1)}, {time.strftime('%H:%M:%S')}"
+    return Picture(title, ranks, rows, tallied(answers), stacks, late)
+
+
+def where(channel: SideChannel, rank: int, answer: dict[str, Any] | None) -> str:
+    """Return in words where a rank is."""
+    return channel.judge(rank) if answer is None else report.place(answer, "0")
+
+
+def span(numbers: list[int]) -> str:
+    """Return the least and the greatest of some numbers."""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
+    """Return the calls of all ranks by name and line, those that took most time first."""
+    sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for answer in answers.values():
+        for name, line, is_async, calls, nbytes, total, longest in answer["inspected"]["calls"]:
+            mine = sums[name, line, is_async]
+            mine[:] = mine[0] + calls, mine[1] + nbytes, mine[2] + total, max(mine[3], longest)
+    return [
+        (
+            f"{name}{' async' * is_async}",
+            f"{calls}",
+            sized(nbytes),
+            f"{total / 1e9 / len(answers):.3f}",
+            f"{total / calls / 1e3:.1f}",
+            f"{longest / 1e3:.1f}",
+            line,
+        )
+        for (name, line, is_async), (calls, nbytes, total, longest) in sorted(sums.items(), key=lambda s: -s[1][2])
+    ]
+
+
+def tables(picture: Picture) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Return a picture's tables, each with its columns; without those that are empty."""
+    all_tables = [(RANKS, picture.ranks), (GROUPS, picture.groups), (CALLS, picture.calls)]
+    return [(columns, rows) for columns, rows in all_tables if rows]
+
+
+def as_text(picture: Picture, shows_all: bool) -> str:
+    """Return a picture for the terminal: the stacks of the late ranks, or of all."""
+    parts = [picture.title]
+    parts += [aligned_text([columns, *rows], set(range(len(columns)))) for columns, rows in tables(picture)]
+    for rank, frames in picture.stacks.items():
+        if shows_all or rank in picture.late:
+            parts.append("\n".join([f"stack of rank {rank}:", *(f"  {frame}" for frame in frames)]))
+    return "\n\n".join(parts)
+
+
+def as_html(picture: Picture, seconds: float | None) -> str:
+    """Return a picture as a page that needs nothing else, and that a browser asks for again after so many seconds."""
+    late = {f"{rank}" for rank in picture.late}
+    parts = []
+    for columns, rows in tables(picture):
+        head = "".join(f"<th>{html.escape(each)}</th>" for each in columns)
+        lines = []
+        for row in rows:
+            cells = "".join(f"<td>{html.escape(each)}</td>" for each in row)
+            lines.append(f"<tr{' class=late' if columns is RANKS and row[0] in late else ''}>{cells}</tr>")
+        parts.append(f"<table><tr>{head}</tr>{''.join(lines)}</table>")
+    for rank, frames in picture.stacks.items():
+        stack = html.escape("\n".join(frames))
+        is_open = " open" if rank in picture.late else ""
+        parts.append(f"<details{is_open}><summary>stack of rank {rank}</summary><pre>{stack}</pre></details>")
+    again = f'<meta http-equiv="refresh" content="{seconds:g}">' if seconds else ""
+    title = html.escape(picture.title)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>{again}'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
+    )
+
+
+def serve(job: Job, port: int, seconds: float) -> None:
+    """Serve the page on this machine's loopback address, to whoever knows the path that is printed, until Ctrl-C."""
+    path = f"/{secrets.token_urlsafe(16)}"
+
+    class Page(BaseHTTPRequestHandler):
+        """The page, asked for anew each time."""
+
+        def do_GET(self) -> None:
+            """Answer a browser."""
+            is_known = secrets.compare_digest(self.path.encode(), path.encode())
+            text = as_html(look(job), seconds).encode() if is_known else b""
+            self.send_response(200 if is_known else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Page) as server:
+        print(f"http://127.0.0.1:{server.server_port}{path}", flush=True)
+        server.serve_forever()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(prog="python -m hpcdist debug", description=__doc__)
+    made.add_argument("job", nargs="?", help="a Slurm job's number, or HOST:PORT; your job on this machine without it")
+    made.add_argument("--pid", type=int, help="a process of the job, where several run on this machine")
+    made.add_argument("--once", action="store_true", help="print one picture and end")
+    made.add_argument("--stacks", action="store_true", help="print every rank's stack, not only those of late ranks")
+    made.add_argument("--seconds", type=float, default=2.0, metavar="N", help="between two pictures (2)")
+    made.add_argument("--html", metavar="FILE", help="write one picture to a page for a browser, and end")
+    made.add_argument("--serve", type=int, metavar="PORT", help="serve the page on 127.0.0.1; 0 for any free port")
+    return made
+
+
+def run(args: list[str]) -> int:
+    """Show a running job.
+
+    Args:
+        args: the command line after ``debug``.
+
+    Returns:
+        0, or srun's exit status; 1 if no job is found or it does not answer; 2 for wrong arguments.
+    """
+    given = parser().parse_args(args)
+    if given.job is not None and re.fullmatch(r"\d+([_.+]\d+)?", given.job):
+        rest = [each for each in args if each != given.job]
+        where_it_runs = ["srun", f"--jobid={given.job}", "--overlap", "--nodes=1", "--ntasks=1"]
+        command = [*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest]
+        try:
+            return subprocess.run(command, check=False).returncode
+        except FileNotFoundError:
+            print("error: no srun on the PATH; run this where the cluster's Slurm is", file=sys.stderr)
+            return 1
+    if given.job is not None and not re.fullmatch(r".+:\d+", given.job):
+        parser().error(f"{given.job!r}: expected a Slurm job's number or HOST:PORT")
+    try:
+        job = find(given.pid) if given.job is None else at(given.job)
+        if given.serve is not None:
+            serve(job, given.serve, given.seconds)
+            return 0
+        look(job)  # from here on calls are timed
+        time.sleep(min(1.0, given.seconds))
+        if given.html:
+            Path(given.html).write_text(as_html(look(job), None))
+            return 0
+        while True:
+            text = as_text(look(job), given.stacks)
+            print(text if given.once else f"\033[H\033[2J{text}", flush=True)
+            if given.once:
+                return 0
+            time.sleep(given.seconds)
+    except ConnectionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0

@@ -1,0 +1,271 @@
+"""Timeline of all ranks on one clock: as a trace that Perfetto and Chrome open, and as a summary table.
+
+A rank's clock is brought to rank 0's by two measured differences, at the beginning and at the end, between which it is
+taken to drift evenly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from hpcdist.core.journal import MESSAGES
+from hpcdist.watch.timing import COLLECTIVE, WAIT, TimedCall
+
+COLUMNS = ("call", "calls", "bytes", "time s", "share", "median µs", "waiting s", "where")
+RANK_COLUMNS = ("rank", "host", "in calls s", "share", "waiting s", "last in", "made wait s")
+NAME_LENGTH = 28  # of a call in the table
+
+
+class Share(NamedTuple):
+    """What one rank has recorded.
+
+    Attributes:
+        host: its host's name.
+        begin: nanoseconds on its clock; so is ``end``.
+        end: of the recording.
+        calls: in the order in which they ended.
+        groups: the global ranks of each group, by its name.
+    """
+
+    host: str
+    begin: int
+    end: int
+    calls: list[TimedCall]
+    groups: dict[str, tuple[int, ...]]
+
+
+class Row(NamedTuple):
+    """A call at one line of the program, on all ranks.
+
+    Attributes:
+        call: what c10d calls it, or ``wait(all_reduce)`` for the wait for it.
+        where: the line, as ``file.py:88 (function)``.
+        is_async: whether it went on after it had returned.
+        calls: how often it was made, by all ranks together.
+        nbytes: of the tensors sent (or received, where none is), by all ranks together.
+        seconds: from begin to end, of a rank on average.
+        share: of the time that was recorded; 0 to 1, or more for asynchronous calls that overlap.
+        median: seconds of one call.
+        waiting: seconds of ``seconds`` in which the last rank had not come yet; asynchronous calls wait for nobody.
+    """
+
+    call: str
+    where: str
+    is_async: bool
+    calls: int
+    nbytes: int
+    seconds: float
+    share: float
+    median: float
+    waiting: float
+
+
+class RankRow(NamedTuple):
+    """A rank's part in the waiting.
+
+    Attributes:
+        rank: the global rank.
+        host: where it ran.
+        seconds: in calls that block.
+        share: of the time that was recorded.
+        waiting: seconds that it waited in collectives for the last rank.
+        last: how many collectives it was the last one to enter.
+        made_wait: seconds that the others waited for it then, added up.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    share: float
+    waiting: float
+    last: int
+    made_wait: float
+
+
+class Timeline:
+    """The calls of all ranks on rank 0's clock.
+
+    Args:
+        shares: of each rank, in order.
+        offsets: of each rank, nanoseconds to be added to its clock at the beginning and at the end.
+    """
+
+    def __init__(self, shares: Sequence[Share], offsets: Sequence[tuple[int, int]]) -> None:
+        self.shares = shares
+        moved = [aligned(share, *offset) for share, offset in zip(shares, offsets, strict=True)]
+        zero = min(begin for begin, _, _ in moved)
+        self.seconds = (max(end for _, end, _ in moved) - zero) / 1e9
+        self.calls = [
+            [call._replace(begin=call.begin - zero, end=call.end - zero) for call in calls] for _, _, calls in moved
+        ]
+        self.waits, self._last, self._made_wait = self._find_waits()
+
+    def _find_waits(self) -> tuple[dict[tuple[int, int], int], dict[int, int], dict[int, int]]:
+        """Return what each call waited, by rank and place; by rank how often it was last, and what others waited then.
+
+        A collective is one of a group, as its name and ranks say, and of a number.
+        """
+        entered: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
+        for rank, calls in enumerate(self.calls):
+            groups = self.shares[rank].groups
+            for place, call in enumerate(calls):
+                if call.kind == COLLECTIVE:
+                    entered[call.group, groups.get(call.group), call.number].append((rank, place))
+        waits: dict[tuple[int, int], int] = {}
+        last: dict[int, int] = defaultdict(int)
+        made_wait: dict[int, int] = defaultdict(int)
+        for places in entered.values():
+            if len(places) < 2:
+                continue
+            late = max(places, key=lambda each: self.calls[each[0]][each[1]].begin)
+            moment = self.calls[late[0]][late[1]].begin
+            last[late[0]] += 1
+            for rank, place in places:
+                call = self.calls[rank][place]
+                if not call.is_async and (rank, place) != late:
+                    waits[rank, place] = wait = max(0, min(moment, call.end) - call.begin)
+                    made_wait[late[0]] += wait
+        return waits, last, made_wait
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the summary, the longest first, those that block before asynchronous ones."""
+        found: dict[tuple[bool, str, str], list[tuple[TimedCall, int]]] = defaultdict(list)
+        for rank, calls in enumerate(self.calls):
+            for place, call in enumerate(calls):
+                found[call.is_async, name_of(call), call.where].append((call, self.waits.get((rank, place), 0)))
+        made = []
+        for (is_async, name, where), pairs in found.items():
+            times = [call.end - call.begin for call, _ in pairs]
+            seconds = sum(times) / 1e9 / len(self.shares)
+            waiting = sum(wait for _, wait in pairs) / 1e9 / len(self.shares)
+            nbytes, share = sum(call.nbytes for call, _ in pairs), seconds / self.seconds
+            made.append(Row(name, where, is_async, len(pairs), nbytes, seconds, share, median(times) / 1e9, waiting))
+        return sorted(made, key=lambda row: (row.is_async, -row.seconds))
+
+    def ranks(self) -> list[RankRow]:
+        """Return a row for each rank."""
+        made = []
+        for rank, calls in enumerate(self.calls):
+            seconds = sum(call.end - call.begin for call in calls if not call.is_async) / 1e9
+            waiting = sum(wait for (who, _), wait in self.waits.items() if who == rank) / 1e9
+            late, cost = self._last[rank], self._made_wait[rank] / 1e9
+            share = seconds / self.seconds
+            made.append(RankRow(rank, self.shares[rank].host, seconds, share, waiting, late, cost))
+        return made
+
+    def table(self) -> str:
+        """Return the summary as text."""
+        rows, ranks = self.rows(), self.ranks()
+        blocked = sum(row.seconds for row in ranks) / len(ranks)
+        waiting = sum(row.waiting for row in ranks) / len(ranks)
+        head = (
+            f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {self.seconds:.3f} s; a rank is in blocking calls for "
+            f"{blocked:.3f} s ({blocked / self.seconds:.0%}), {waiting:.3f} s of it ({waiting / self.seconds:.0%}) "
+            "until the last rank has come"
+        )
+        calls = [
+            (
+                f"{row.call}{' async' * row.is_async}"[:NAME_LENGTH],
+                f"{row.calls}",
+                sized(row.nbytes),
+                f"{row.seconds:.4f}",
+                f"{row.share:.1%}",
+                f"{row.median * 1e6:.1f}",
+                "-" if row.is_async else f"{row.waiting:.4f}",
+                row.where,
+            )
+            for row in rows
+        ]
+        by_rank = [
+            (
+                f"{row.rank}",
+                row.host,
+                f"{row.seconds:.4f}",
+                f"{row.share:.1%}",
+                f"{row.waiting:.4f}",
+                f"{row.last}",
+                f"{row.made_wait:.4f}",
+            )
+            for row in ranks
+        ]
+        return "\n\n".join([head, aligned_text([COLUMNS, *calls], {0, 7}), aligned_text([RANK_COLUMNS, *by_rank], {1})])
+
+    def trace(self) -> dict[str, Any]:
+        """Return the trace: an object of Chrome's trace-event format, whose times are microseconds.
+
+        Each rank is a process, and each thread that makes calls a thread of it. A call that blocks is a complete event
+        (``X``), an asynchronous one a pair (``b``, ``e``), which is drawn on a line of its own.
+        """
+        events: list[dict[str, Any]] = []
+        for rank, (share, calls) in enumerate(zip(self.shares, self.calls, strict=True)):
+            threads: dict[int, int] = {}
+            about = {"ph": "M", "pid": rank, "tid": 0, "ts": 0}
+            events.append({**about, "name": "process_name", "args": {"name": f"rank {rank} on {share.host}"}})
+            events.append({**about, "name": "process_sort_index", "args": {"sort_index": rank}})
+            for place, call in enumerate(calls):
+                where = {
+                    "pid": rank,
+                    "tid": threads.setdefault(call.thread, len(threads)),
+                    "cat": call.kind,
+                    "name": name_of(call),
+                }
+                args: dict[str, Any] = {"group": call.group, "number": call.number, "bytes": call.nbytes}
+                args["where"] = call.where
+                if call.peer is not None:
+                    args["peer" if call.name in MESSAGES else "root"] = self._global(rank, call)
+                if (wait := self.waits.get((rank, place))) is not None:
+                    args["waiting_us"] = wait / 1e3
+                if not call.is_async:
+                    times = {"ts": call.begin / 1e3, "dur": (call.end - call.begin) / 1e3}
+                    events.append({"ph": "X", **where, **times, "args": args})
+                    continue
+                both = {"id": f"{rank}.{place}", **where}
+                events.append({"ph": "b", **both, "ts": call.begin / 1e3, "args": args})
+                events.append({"ph": "e", **both, "ts": call.end / 1e3})
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": len(self.shares)}}
+
+    def _global(self, rank: int, call: TimedCall) -> int | None:
+        """Return a call's peer or root as a global rank."""
+        ranks = self.shares[rank].groups.get(call.group)
+        return call.peer if ranks is None or call.peer is None else ranks[call.peer]
+
+
+def aligned(share: Share, first: int, last: int) -> tuple[int, int, list[TimedCall]]:
+    """Return begin, end and calls of a share on rank 0's clock."""
+    slope = (last - first) / max(1, share.end - share.begin)
+
+    def moved(moment: int) -> int:
+        return moment + first + round(slope * (moment - share.begin))
+
+    calls = [call._replace(begin=moved(call.begin), end=moved(call.end)) for call in share.calls]
+    return moved(share.begin), moved(share.end), calls
+
+
+def name_of(call: TimedCall) -> str:
+    """Return what a call is called in the table and the trace."""
+    return f"wait({call.name})" if call.kind == WAIT else call.name
+
+
+def sized(nbytes: float) -> str:
+    """Return a number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def aligned_text(rows: Iterable[Sequence[str]], to_the_left: set[int]) -> str:
+    """Return rows of cells as lines with columns of one width."""
+    cells = list(rows)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in to_the_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )

@@ -1,0 +1,199 @@
+"""Times of calls: when each begins and ends on this rank, for as long as somebody listens.
+
+Without a listener a call pays nothing. With one, calls take the way that they take under torch.profiler, which is the
+same to the libraries below, and costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+
+from hpcdist.core import hooks
+from hpcdist.core.journal import Call
+from hpcdist.core.work import NO_TIMEOUT, Work
+from hpcdist.watch import calls_under_way
+
+if TYPE_CHECKING:
+    from hpcdist.core.hooks import Event
+
+
+COLLECTIVE, MESSAGE, WAIT = "collective", "message", "wait"
+
+
+class TimedCall(NamedTuple):
+    """A call that has ended.
+
+    Attributes:
+        name: what c10d calls it.
+        group: the group's name.
+        number: counts the group's collectives, or this rank's messages on the group.
+        peer: a message's other rank or the root, as a rank of the group; None for other calls, and for anyone.
+        nbytes: of the tensor sent, or received where none is; 0 for objects, whose size is not looked at.
+        where: the line of the user's code, as ``file.py:88 (function)``.
+        begin: nanoseconds on this host's clock (``time.perf_counter_ns``).
+        end: the same.
+        kind: COLLECTIVE, MESSAGE (two ranks alone take part) or WAIT, for an asynchronous call of this name and number.
+        is_async: whether it went on after it had returned to the caller.
+        thread: that made it.
+    """
+
+    name: str
+    group: str
+    number: int
+    peer: int | None
+    nbytes: int
+    where: str
+    begin: int
+    end: int
+    kind: str
+    is_async: bool
+    thread: int
+
+
+Listener = Callable[[TimedCall], None]
+LISTENERS: list[Listener] = []
+GUARD = threading.Lock()
+plain_wait = Work.wait
+BEFORE: dict[str, Any] = {}  # the hooks that are set while nobody listens
+RANGES: list[Callable[[str, bool], Callable[[], Any] | None]] = []  # each opens a range and returns what closes it
+
+
+class TimedEvent:
+    """A call under way, as a profiler's event."""
+
+    __slots__ = ("__weakref__", "_begin", "_call", "_closers", "_inner", "_is_async", "_nbytes", "_thread", "_where")
+
+    def __init__(self, call: Call, nbytes: int, is_async: bool, inner: Event | None) -> None:
+        self._call = call
+        self._nbytes = nbytes
+        self._is_async = is_async
+        self._inner = inner
+        self._thread = threading.get_ident()
+        self._where = calls_under_way.caller()
+        self._closers = [each(f"{call.name} #{call.number} group {call.journal.group}", is_async) for each in RANGES]
+        self._begin = time.perf_counter_ns()
+        UNDER_WAY.add(self)
+
+    def __exit__(self, *_: object) -> None:
+        """End it, from any thread."""
+        timed = self.until(time.perf_counter_ns())
+        UNDER_WAY.discard(self)
+        for close in self._closers:
+            if close is not None:
+                close()
+        if self._inner is not None:
+            self._inner.__exit__(None, None, None)
+        tell(timed)
+
+    def until(self, end: int) -> TimedCall:
+        """Return the call as if it ended at some moment."""
+        call, kind = self._call, MESSAGE if self._call.is_message else COLLECTIVE
+        what = call.name, call.journal.group, call.number, call.root, self._nbytes, self._where
+        return TimedCall(*what, self._begin, end, kind, self._is_async, self._thread)
+
+
+def under_way(since: int, until: int) -> list[TimedCall]:
+    """Return the calls that began at some moment or later and have not ended, as if they ended at another one."""
+    calls = [event.until(until) for event in list(UNDER_WAY)]
+    return [call for call in calls if call.begin >= since]
+
+
+def tell(call: TimedCall) -> None:
+    """Give a call that has ended to the listeners."""
+    for listener in LISTENERS:
+        listener(call)
+
+
+def timed_wait(self: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
+    """Wait as ``Work.wait`` does, in whose place this stands while somebody listens; on a device nobody waits."""
+    if self._done or self._call is None:
+        return plain_wait(self, timeout)
+    begin = time.perf_counter_ns()
+    try:
+        return plain_wait(self, timeout)
+    finally:
+        end, call = time.perf_counter_ns(), Call(*self._call)
+        what = call.name, call.journal.group, call.number, call.root, 0, calls_under_way.caller()
+        tell(TimedCall(*what, begin, end, WAIT, False, threading.get_ident()))
+
+
+UNDER_WAY: WeakSet[TimedEvent] = WeakSet()
+
+
+def is_listened_to() -> bool:
+    """Return True: somebody wants the times."""
+    return True
+
+
+def record(
+    name: str | None, inputs: Sequence[torch.Tensor], call: tuple[Any, ...] | None, is_async: bool
+) -> Event | None:
+    """Begin a call's event, and torch.profiler's where that runs too."""
+    inner: Event | None = BEFORE["record"](name, inputs, call, is_async) if BEFORE["is_profiled"]() else None
+    if call is None:
+        return inner
+    return TimedEvent(Call(*call), sum(each.nbytes for each in inputs), is_async, inner)
+
+
+def listen(listener: Listener) -> None:
+    """Give each call that ends from now on to a listener, which any thread may call."""
+    with GUARD:
+        if not BEFORE:
+            BEFORE.update(is_profiled=hooks.is_profiled, record=hooks.record)
+            hooks.record = record  # for good: a call may have asked whether it is profiled, and not begun its event
+            RANGES[:] = [each for each in (nvtx(), score_p()) if each is not None]
+        LISTENERS.append(listener)
+        hooks.is_profiled, Work.wait = is_listened_to, timed_wait  # type: ignore[method-assign]
+
+
+def leave(listener: Listener) -> None:
+    """Give a listener no more calls."""
+    with GUARD:
+        LISTENERS.remove(listener)
+        if not LISTENERS:
+            hooks.is_profiled, Work.wait = BEFORE["is_profiled"], plain_wait  # type: ignore[method-assign]
+
+
+def nvtx() -> Callable[[str, bool], Callable[[], Any] | None] | None:
+    """Return what opens a range of NVTX: torch's where it has CUDA, else the package ``nvtx``'s, if it is installed."""
+    if torch.version.cuda is not None:
+        start, end = torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end
+    else:
+        try:
+            package = importlib.import_module("nvtx")
+            start, end = package.start_range, package.end_range
+        except (ImportError, AttributeError):  # not there, or something else of that name
+            return None
+
+    def open_range(name: str, is_async: bool) -> Callable[[], Any]:
+        handle = start(name)
+        return lambda: end(handle)
+
+    return open_range
+
+
+def score_p() -> Callable[[str, bool], Callable[[], Any] | None] | None:
+    """Return what opens a region of Score-P if the program runs under it; regions nest, so async calls have none."""
+    user = sys.modules.get("scorep.user")
+    if user is None and "scorep" in sys.modules:
+        user = importlib.import_module("scorep.user")
+    if user is None:
+        return None
+
+    def open_region(name: str, is_async: bool) -> Callable[[], Any] | None:
+        if is_async:
+            return None
+        region = f"hpcdist {name.partition(' ')[0]}"  # a region of each number would be one too many
+        user.region_begin(region)
+        return lambda: user.region_end(region)
+
+    return open_region

@@ -1,0 +1,35 @@
+"""What a rank tells who inspects it, and that its calls are timed no longer than somebody asks."""
+
+from __future__ import annotations
+
+import math
+
+from hpcdist.core import hooks
+from hpcdist.watch.inspection import PLACES, Inspection
+from hpcdist.watch.side_channel import Place
+from hpcdist.watch.timing import COLLECTIVE, LISTENERS, TimedCall
+
+
+def test_calls_are_timed_from_the_first_question_until_nobody_asks_any_more():
+    made = Inspection()
+    assert made.tell({}, -1)["calls"] == []
+    assert hooks.is_profiled()
+    for end in (10, 30):
+        LISTENERS[0](TimedCall("all_reduce", "0", 1, None, 8, "job.py:1 (f)", 0, end, COLLECTIVE, False, 1))
+    assert made.tell({}, -1)["calls"] == [["all_reduce", "job.py:1 (f)", False, 2, 16, 40, 30]]
+    made.look(0.0)
+    assert hooks.is_profiled()
+    made.look(math.inf)
+    made.look(math.inf)
+    assert not hooks.is_profiled()
+
+
+def test_places_are_told_in_parts_that_fit():
+    places = {rank: Place(("10.0.0.1",), 1, "secret", rank, "machine", "", "host") for rank in range(PLACES + 3)}
+    made, known = Inspection(), {}
+    while len(known) < len(places):
+        known.update((rank, Place(*place)) for rank, place in made.tell(places, len(known))["places"])
+    made.look(math.inf)
+    assert known.keys() == places.keys()
+    assert made.tell(places, -1)["places"] == []
+    made.look(math.inf)
