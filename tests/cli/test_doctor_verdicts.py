@@ -16,6 +16,7 @@ from hpcdist.cli.doctor import devices, installed, memory, mpi_library, network,
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text
 from hpcdist.cli.doctor.supervision import supervise
 from hpcdist.core.ranks import listed
+from hpcdist.launch import topology
 from tests import programs
 
 
@@ -60,7 +61,8 @@ def test_a_quota_of_the_control_group_counts_as_cores():
 
 def test_bound_ranks_are_well_and_overlapping_ones_are_not():
     def bound(*sets):
-        changes = [{"cores": list(s), "quota": None, "threads": 1, "launcher_size": None, "numa": [0]} for s in sets]
+        same = {"quota": None, "threads": 1, "launcher_size": None, "numa": [0]}
+        changes = [{"cores": list(s), "physical": list(s), **same} for s in sets]
         return placement.judge(of_ranks("placement", placement.look, *changes))
 
     assert found(bound([0, 1], [2, 3]), "has its own cores").level == OK
@@ -76,7 +78,7 @@ def test_threads_beyond_the_cores_name_the_number_that_fits():
 
 @pytest.mark.parametrize(("text", "numbers"), [("0-3,8", {0, 1, 2, 3, 8}), ("5\n", {5}), ("", set())])
 def test_lists_of_cpus(text, numbers):
-    assert placement.cpus(text) == numbers
+    assert topology.cpus(text) == numbers
 
 
 def test_too_little_shared_memory_is_a_problem():

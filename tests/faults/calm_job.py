@@ -36,11 +36,16 @@ def a_receive_past_the_timeout_of_its_group_raises() -> None:
         assert 1 <= time.monotonic() - start < 8
         with pytest.raises(dist.DistBackendError, match="irecv from rank 1"):
             dist.irecv(values, 1, group).wait()
+        with pytest.raises(dist.DistBackendError, match="irecv from rank 1"):
+            dist.exchange({1: torch.full((4,), 6.0)}, {1: values, 0: torch.zeros(1)}, group)
         dist.recv(values, 1)  # and what comes later is received
         assert values.tolist() == [7.0] * 4
     if rank == 1:
-        time.sleep(4)
+        time.sleep(6)
         dist.send(torch.full((4,), 7.0), 0)
+        values = torch.zeros(4)
+        dist.exchange({}, {0: values}, group)  # what was sent before the other side gave up
+        assert values.tolist() == [6.0] * 4
     dist.barrier()
     if rank < 2:
         dist.barrier(group)

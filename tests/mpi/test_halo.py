@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -178,6 +179,53 @@ def test_exchange_beside_other_messages(rank, size):
     assert array[0] == before
     assert users[0] == 5
     dist.exchange({}, {})
+
+
+def test_the_same_memory_again_and_again(rank, size):
+    """Messages are described once; what is in the memory changes, and other memory comes between."""
+    for dims in MESHES[size]:
+        halo = dist.HaloExchange(dims, periodic=True)
+        fields = [torch.zeros([4] * len(dims)), torch.zeros([4] * len(dims)).movedim(0, -1)]
+        for turn in range(6):
+            field = fields[turn // 2 % 2]
+            field.fill_(float(10 * turn + rank))
+            halo(field)
+            for dim in range(len(dims)):
+                before, after = halo.neighbours(dim)
+                middle = [1] * len(dims)
+                for at, neighbour in ((0, before), (3, after)):
+                    middle[dim] = at
+                    assert field[tuple(middle)] == 10 * turn + neighbour, (dims, turn)
+
+
+def test_a_message_that_is_too_long_and_what_comes_after_it(rank, size, world):
+    if size == 1 or dist.get_backend() != "mpi":
+        pytest.skip("MPI tells it, between two ranks")
+    if rank < 2:
+        other = 1 - rank
+        shorter, next_to_it = torch.zeros(2), torch.zeros(1)
+        with pytest.raises(dist.DistBackendError) if rank else contextlib.nullcontext():
+            dist.exchange({other: torch.ones(2 + 2 * other)}, {other: shorter})
+        dist.exchange({other: torch.full((1,), float(rank))}, {other: next_to_it})
+        assert next_to_it == other
+    dist.barrier()
+
+
+def test_the_tag_is_refused_to_users(rank, size, world):
+    with pytest.raises(ValueError, match="tag 32767 is kept"):
+        dist.send(torch.zeros(1), rank, tag=32767)
+    with pytest.raises(ValueError, match="tag 32767 is kept"):
+        dist.recv(torch.zeros(1), tag=32767)
+    for call in (dist.isend, dist.irecv):
+        with pytest.raises(ValueError, match="tag 32767 is kept"):
+            call(torch.zeros(1), rank, tag=32767)
+        with pytest.raises(ValueError, match="tag 32767 is kept"):
+            dist.batch_isend_irecv([dist.P2POp(call, torch.zeros(1), rank, tag=32767)])
+    for method in (world.send, world.recv):
+        with pytest.raises(ValueError, match="tag 32767 is kept"):
+            method([torch.zeros(1)], rank, 32767)
+    with pytest.raises(ValueError, match="tag 32767 is kept"):
+        world.recv_anysource([torch.zeros(1)], 32767)
 
 
 def test_wrong_arguments(rank, size):

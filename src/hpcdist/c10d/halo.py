@@ -1,12 +1,12 @@
 """Messages to neighbours: exchange with some ranks, and ghost cells of arrays that are divided among a mesh of ranks.
 
-Only ranks that have a message for each other call together. Messages travel under a tag of their own, ``TAG``, so that
-no other message on the group matches them. A strided tensor is sent from a copy and received through one.
+Only ranks that have a message for each other call together, so that they can agree on no communicator of their own:
+messages travel under a tag that users cannot give. A strided tensor is sent from a copy and received through one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch.autograd.function import once_differentiable
 
 from hpcdist.c10d.device_mesh import DeviceMesh
 from hpcdist.core import world
-from hpcdist.core.buffers import as_tensor, for_writing
+from hpcdist.core.backend import Message
+from hpcdist.core.buffers import as_tensor, for_writing, is_plain
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import dense, irecv, isend
+from hpcdist.core.point_to_point import begin, between, dense
 from hpcdist.core.work import AllWork, Work
 
-TAG = 32767  # the largest that every MPI has (MPI 9.1.2)
-
-Message = tuple[Any, int]  # a tensor and the other rank, in the group
 # a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper one
 Ends = tuple[int, Tensor, Tensor, Tensor, Tensor]
+Step = Callable[[], None]  # the exchange of one dimension
 
 
 def exchange(
@@ -53,31 +52,28 @@ def exchange(
     pg = world.joined(group, "exchange")
     if pg is None:
         return None
-    outgoing, incoming = messages(pg, sends, "sends"), messages(pg, recvs, "recvs", writable=True)
-    works = begin(pg, outgoing, incoming)
+    outgoing, are_plain = messages(pg, sends, "sends")
+    incoming, are_plain_too = messages(pg, recvs, "recvs", writable=True)
     if async_op:
-        return AllWork(works, [tensor for tensor, _ in incoming])
-    for work in works:
-        work.wait()
+        return AllWork(begin(pg, outgoing, incoming), [tensor for tensor, _ in incoming])
+    between(pg, outgoing, incoming, are_plain and are_plain_too)()
     return None
 
 
-def messages(pg: Group, given: Any, name: str, writable: bool = False) -> list[Message]:
-    """Return a caller's messages, checked."""
+def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[list[Message], bool]:
+    """Return a caller's messages, checked, and whether all are plain tensors on the CPU."""
     if not isinstance(given, Mapping):
         raise TypeError(f"`{name}` is of type {type(given).__name__}; expected a mapping from ranks to tensors")
-    return [
-        (dense(as_tensor(tensor, f"{name}[{rank}]", writable)), world.group_rank(pg, rank, None))
-        for rank, tensor in given.items()
-    ]
-
-
-def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Work]:
-    """Begin messages; several between two ranks arrive in the order in which each gives them."""
-    with pg.grouped():
-        begun = [irecv(tensor, None, pg, TAG, peer) for tensor, peer in recvs]
-        begun += [isend(tensor, None, pg, TAG, peer) for tensor, peer in sends]
-    return [work for work in begun if work is not None]
+    found: list[Message] = []
+    are_plain = True
+    for rank, tensor in given.items():
+        peer = pg.group_ranks.get(rank)
+        if peer is None:
+            peer = world.group_rank(pg, rank, None)
+        if not (is_plain(tensor) and tensor.is_cpu):
+            tensor, are_plain = dense(as_tensor(tensor, f"{name}[{rank}]", writable)), False
+        found.append((tensor, peer))
+    return found, are_plain
 
 
 class HaloExchange:
@@ -131,7 +127,7 @@ class HaloExchange:
         self.coordinates: tuple[int, ...] = tuple(place[0])
         self._neighbours = [self._beside(dim) for dim in range(len(self.dims))]
         self._seen: tuple[Any, ...] = ()
-        self._last: list[Ends] = []
+        self._last: list[Step] = []
 
     def _each(self, name: str, given: Any) -> tuple[Any, ...]:
         values = tuple(given) if isinstance(given, Sequence) else (given,) * len(self.dims)
@@ -177,8 +173,9 @@ class HaloExchange:
         seen = whole.data_ptr(), whole.shape, whole.stride(), whole.dtype, whole.is_conj(), whole.is_neg()
         if seen != self._seen:  # what has been described still belongs to the memory, which ``_last`` keeps
             self._check(whole, 3)
-            self._seen, self._last = seen, self._ends(whole)
-        self._fill(self._last)
+            self._seen, self._last = seen, self._filling(whole)
+        for step in self._last:
+            step()
         return tensor
 
     def pad(self, tensor: Any) -> Any:
@@ -226,18 +223,23 @@ class HaloExchange:
             shape[at] += 2 * width
         whole = tensor.new_zeros(shape)
         self._inner(whole).copy_(tensor)
-        self._fill(self._ends(whole))
+        for step in self._filling(whole):
+            step()
         return whole
 
-    def _fill(self, ends: list[Ends]) -> None:
-        """Copy outermost cells to the neighbours' ghost cells, dimension after dimension."""
-        for dim, low, first, last, high in ends:
+    def _filling(self, whole: Tensor) -> list[Step]:
+        """Return what copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
+        return [
             self._swap(dim, (first, last), (low, high), Tensor.copy_)
+            for dim, low, first, last, high in self._ends(whole)
+        ]
 
-    def _return(self, ends: list[Ends]) -> None:
-        """Add ghost cells to the neighbours' outermost cells, in the reverse order."""
-        for dim, low, first, last, high in reversed(ends):
+    def _returning(self, whole: Tensor) -> list[Step]:
+        """Return what adds ghost cells to the neighbours' outermost cells, in the reverse order."""
+        return [
             self._swap(dim, (low, high), (first, last), Tensor.add_)
+            for dim, low, first, last, high in reversed(self._ends(whole))
+        ]
 
     def _ends(self, whole: Tensor) -> list[Ends]:
         """Return the dimensions in which this rank has neighbours, and the layers of cells that they exchange."""
@@ -251,25 +253,39 @@ class HaloExchange:
                 found.append((dim, low, first, last, high))
         return found
 
-    def _swap(self, dim: int, given: Sequence[Tensor], targets: Sequence[Tensor], write: Any) -> None:
-        """Send layers to the neighbours before and after, and write what they send for the same ends."""
+    def _swap(self, dim: int, given: Sequence[Tensor], targets: Sequence[Tensor], write: Any) -> Step:
+        """Return what sends layers to the neighbours before and after, and writes what they send for the same ends."""
         before, after = self._neighbours[dim]
         if before == after == self._group.rank():
-            lower, upper = given[0].clone(), given[1].clone()
-            write(targets[1], lower)
-            write(targets[0], upper)
-            return
+
+            def turn() -> None:
+                lower, upper = given[0].clone(), given[1].clone()
+                write(targets[1], lower)
+                write(targets[0], upper)
+
+            return turn
         # where both neighbours are one rank, what it sends first, its lower end, belongs to the upper one here
         ends = [(peer, target) for peer, target in ((after, targets[1]), (before, targets[0])) if peer is not None]
         received = [(received_in(target, write), peer, target) for peer, target in ends]
         sent = [
-            (layer.contiguous(), peer) for layer, peer in zip(given, (before, after), strict=True) if peer is not None
+            (for_writing(layer), peer, layer)
+            for layer, peer in zip(given, (before, after), strict=True)
+            if peer is not None
         ]
-        for work in begin(self._group, sent, [(buffer, peer) for buffer, peer, _ in received]):
-            work.wait()
-        for buffer, _, target in received:
-            if buffer is not target:
+        sends, recvs = ([(buffer, peer) for buffer, peer, _ in ends] for ends in (sent, received))
+        are_plain = all(is_plain(buffer) and buffer.is_cpu for buffer, _ in (*sends, *recvs))
+        exchange = between(self._group, sends, recvs, are_plain)
+        first = [(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
+        last = [(buffer, target) for buffer, _, target in received if buffer is not target]
+
+        def swap() -> None:
+            for buffer, layer in first:
+                buffer.copy_(layer)
+            exchange()
+            for buffer, target in last:
                 write(target, buffer)
+
+        return swap
 
 
 def received_in(target: Tensor, write: Any) -> Tensor:
@@ -293,5 +309,6 @@ class Pad(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Add the gradients of ghost cells to their owners'."""
         whole = gradient.clone(memory_format=torch.contiguous_format)
-        ctx.halo._return(ctx.halo._ends(whole))
+        for step in ctx.halo._returning(whole):
+            step()
         return ctx.halo._inner(whole), None

@@ -21,7 +21,7 @@ from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
-from hpcdist.launch import environment
+from hpcdist.launch import environment, topology
 from hpcdist.torch_bridge import mirror
 from hpcdist.watch import logs, watchdog
 from hpcdist.watch.process_exit import EXIT
@@ -103,6 +103,8 @@ def init_process_group(
     name = local_name(_ranks) if _ranks else WORLD.next_name()
     begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
     WORLD.store = bootstrap.store
+    if first.rank == 0:
+        topology.warn_if_spread()
     if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
         mirror.show(WORLD.groups.values())
 

@@ -16,7 +16,7 @@ from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import incoming, irecv, isend, outgoing, title
+from hpcdist.core.point_to_point import EXCHANGE_TAG, incoming, irecv, isend, kept_tag, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -33,12 +33,14 @@ def send(
         tensor: what to send.
         dst: the receiver as a global rank; give this or ``group_dst``.
         group: the group; None for the default one.
-        tag: a number that the receiver must ask for.
+        tag: a number that the receiver must ask for; any but 32767, which ``exchange`` and ``HaloExchange`` use.
         group_dst: the receiver as a rank of the group.
 
     Raises:
-        ValueError: no receiver, two, one outside the group, or this rank itself.
+        ValueError: no receiver, two, one outside the group, or this rank itself, or tag 32767.
     """
+    if tag == EXCHANGE_TAG:
+        raise kept_tag()
     way = world.route(group, "send", dst, group_dst)
     if way is None:
         return
@@ -79,9 +81,11 @@ def recv(
         The sender's global rank; -1 on ranks outside the group.
 
     Raises:
-        ValueError: two senders, one outside the group, or this rank itself.
+        ValueError: two senders, one outside the group, or this rank itself, or tag 32767.
         DistBackendError: what was sent does not fit.
     """
+    if tag == EXCHANGE_TAG:
+        raise kept_tag()
     way = world.origin(group, "recv", src, group_src)
     if way is None:
         return -1

@@ -134,17 +134,21 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     pg = world.joined(group, "all_to_all_varied")
     if pg is None:
         return None
-    as_tensors(tensors, "tensors")
+    if not isinstance(tensors, (list, tuple)):
+        as_tensors(tensors, "tensors")
     given = [tensor_of(each, "tensors") for each in tensors]
     forms = dict.fromkeys(described(each, dim) for each in given)
     is_fit = len(given) == pg.size() and len(forms) == 1 and has_dimension(given[0], dim)
     form = ", ".join(forms) if is_fit else f"a list of {len(given)}: {', '.join(forms)}"
     sizes = [each.size(dim) for each in given] if is_fit else [0] * pg.size()
     received, is_recorded = agree(pg, "all_to_all_varied", form, is_fit, dim, sizes, needs_gradient(*given))
+    if not is_recorded and dim == 0:
+        rows = torch.cat(given)
+        parts = torch.split_with_sizes(exchange(rows, pg, sizes, received), received)
+        return [like(tensors[0], part) for part in parts]
     rows = torch.cat([recorded(each, is_recorded).movedim(dim, 0) for each in given])
     out = AllToAll.apply(rows, pg, sizes, received) if is_recorded else exchange(rows, pg, sizes, received)
-    parts = out.split(received)
-    return [like(tensors[0], part.movedim(0, dim)) for part in parts]
+    return [like(tensors[0], part.movedim(0, dim)) for part in torch.split_with_sizes(out, received)]
 
 
 # -- what the ranks tell each other first ------------------------------------------------------------------
@@ -152,8 +156,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
 
 def tensor_of(value: Any, name: str) -> Tensor:
     """Return a caller's tensor or array as a tensor, still in its graph; TypeError for what is sparse."""
-    plain = dense(as_tensor(value, name))
-    return value if isinstance(value, Tensor) else plain
+    return dense(value if isinstance(value, Tensor) else as_tensor(value, name))
 
 
 def has_dimension(tensor: Tensor, dim: int) -> bool:
@@ -198,8 +201,8 @@ def agree(
     if len(sizes) == 1:
         all_gather_object(heads, (sizes[0], form, is_recorded), pg)
     else:  # every rank's sizes for all others would be the square of their number
-        device = pg.any_backend().device
-        mine = torch.tensor([[size, crc32(form.encode()), is_recorded] for size in sizes], device=device)
+        mark = crc32(form.encode())
+        mine = torch.from_numpy(np.array([(size, mark, is_recorded) for size in sizes])).to(pg.any_backend().device)
         received = torch.empty_like(mine)
         issue(ALL_TO_ALL_SINGLE, pg, mine, received)
         heads = received.tolist()

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from torch.distributed import ReduceOp
     from torch.distributed.distributed_c10d import Store
 
+    from hpcdist.core.journal import Journal
     from hpcdist.core.objects import Objects
     from hpcdist.core.remote_memory import RemoteMemory
     from hpcdist.core.table import Row
+
+Message = tuple[torch.Tensor, int]  # what is sent or received, and the other rank in the group
 
 DROP_SECONDS = 3.0  # how long a queued call may take to raise once its communicator is revoked
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
@@ -152,6 +155,17 @@ class Backend(Supervised):
     @abstractmethod
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
+
+    def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None] | None:
+        """Return what exchanges messages with some ranks on this rank, as often as it is called, and notes them.
+
+        None where ``isend`` and ``irecv`` do it as well.
+
+        Args:
+            sends, recvs: contiguous tensors and the other ranks.
+            tag: no other message of the group has it.
+        """
+        return None
 
     def hold(self, work: Work) -> Work:
         """Keep a message's Work, and with it its buffer, until it has ended, though the caller may drop it."""

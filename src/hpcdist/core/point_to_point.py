@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hpcdist.core import hooks, profiling
-from hpcdist.core.backend import Backend
+from hpcdist.core.backend import Backend, Message
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.work import Work, in_modes_of_caller
 from hpcdist.core.world import origin, route
+
+
+class KeptTag(int):
+    """A tag that is refused to users, whose number is not this object."""
+
+
+EXCHANGE_TAG = KeptTag(32767)  # of messages between neighbours; the largest that every MPI has (MPI 9.1.2)
 
 
 def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
@@ -59,6 +67,8 @@ def isend(
     Takes the arguments of ``send`` and raises as it does; a rank may send to itself. Returns None on ranks
     outside the group.
     """
+    if tag == EXCHANGE_TAG and tag is not EXCHANGE_TAG:
+        raise kept_tag()
     way = route(group, "isend", dst, group_dst)
     if way is None:
         return None
@@ -92,6 +102,8 @@ def irecv(
     Takes the arguments of ``recv`` and raises as it does; the Work's ``source_rank()`` tells the sender as a
     rank of the group. Returns None on ranks outside the group.
     """
+    if tag == EXCHANGE_TAG and tag is not EXCHANGE_TAG:
+        raise kept_tag()
     way = origin(group, "irecv", src, group_src)
     if way is None:
         return None
@@ -109,6 +121,40 @@ def irecv(
     if event is not None:
         work._ends(event)
     return work
+
+
+def kept_tag() -> MismatchError:
+    """Return the error of a user's message with the tag of messages between neighbours."""
+    return MismatchError(f"tag {EXCHANGE_TAG} is kept for `exchange` and `HaloExchange`; expected any other")
+
+
+def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Work]:
+    """Begin messages under ``EXCHANGE_TAG``; several between two ranks arrive in the order in which each gives them."""
+    with pg.grouped():
+        begun = [irecv(tensor, None, pg, EXCHANGE_TAG, peer) for tensor, peer in recvs]
+        begun += [isend(tensor, None, pg, EXCHANGE_TAG, peer) for tensor, peer in sends]
+    return [work for work in begun if work is not None]
+
+
+def between(pg: Group, sends: Sequence[Message], recvs: Sequence[Message], are_plain: bool) -> Callable[[], None]:
+    """Return what exchanges messages, as ``begin`` and ``wait`` do, as often as it is called on the same memory.
+
+    Args:
+        pg: the group.
+        sends, recvs: tensors and ranks of the group.
+        are_plain: whether all tensors are, and on the CPU.
+    """
+    cpu = pg.cpu
+    prepared = cpu.between(sends, recvs, EXCHANGE_TAG) if are_plain and cpu is not None else None
+
+    def exchange() -> None:
+        if prepared is not None and pg.backends and not hooks.is_profiled():
+            prepared(pg.journal)
+            return
+        for work in begin(pg, sends, recvs):
+            work.wait()
+
+    return exchange
 
 
 def title(source: int | None) -> str:

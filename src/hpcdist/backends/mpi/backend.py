@@ -22,8 +22,9 @@ from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.backends.mpi.windows import MPIWindow
-from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
+from hpcdist.core.journal import Journal
 from hpcdist.core.work import Queue, Work
 
 
@@ -97,6 +98,10 @@ class MPIBackend(Backend):
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv."""
         return self.hold(self.point_to_point.irecv(tensor, src, tag, finish))
+
+    def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
+        """Describe messages by MPI_Isend and MPI_Irecv."""
+        return self.point_to_point.between(sends, recvs, tag, self.hold)
 
     def worker(self) -> Queue:
         """Begin the thread that carries out asynchronous calls, beside others of this rank."""

@@ -163,6 +163,12 @@ class Communicator:
             return True
         return False
 
+    def check_cancelled(self, status: MPI.Status) -> None:
+        """Raise why a receive was interrupted, unless its message came at the last moment."""
+        reason, self.interruption = self.interruption, None
+        if status.Is_cancelled():
+            raise DistBackendError(reason)
+
     def revoke(self) -> None:
         """Make every call on the group's communicators raise, on all ranks (MPI_Comm_revoke, if this MPI has it)."""
         if ulfm.is_tolerant():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from hpcdist.backends.mpi import probed
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import message
 from hpcdist.backends.mpi.requests import RequestWork
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.backend import Message
+from hpcdist.core.journal import Journal
 from hpcdist.core.work import Work
 
 
@@ -48,6 +50,12 @@ class PointToPoint:
             raise self._communicator.failure("irecv", error) from error
         return RequestWork(request, tensor, [tensor], finish)
 
+    def between(
+        self, sends: Sequence[Message], recvs: Sequence[Message], tag: int, hold: Callable[[Work], Work]
+    ) -> Callable[[Journal], None]:
+        """Describe messages to MPI once; return what exchanges them. ``hold`` keeps sends that an error leaves."""
+        return MessageSet(self._communicator, sends, recvs, tag, hold)
+
     def _send(self, buffer: list[Any], dst: int, tag: int) -> None:
         try:
             self._comm.Send(buffer, dst, tag)
@@ -65,9 +73,7 @@ class PointToPoint:
         finally:
             communicator.receiving = None
         if communicator.interruption is not None:
-            reason, communicator.interruption = communicator.interruption, None
-            if status.Is_cancelled():  # and not come at the last moment
-                raise DistBackendError(reason)
+            communicator.check_cancelled(status)
         return status.Get_source()
 
     def _begin_receive(self, buffer: list[Any], src: int | None, tag: int) -> Any:
@@ -77,3 +83,71 @@ class PointToPoint:
         if self._probed is not None:
             return self._probed.begin(buffer, src, tag)
         return self._comm.Irecv(buffer, MPI.ANY_SOURCE if src is None else src, tag)
+
+
+class MessageSet:
+    """Messages to and from some ranks on memory that stays, exchanged by MPI_Isend, MPI_Irecv and MPI_Wait (MPI 3.7).
+
+    Each receive is waited for by itself, so that past the timeout it can be cancelled; the others are cancelled then.
+    Receives name their senders, and no user has the tag, so that none has to be probed for.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        tag: int,
+        hold: Callable[[Work], Work],
+    ) -> None:
+        self._communicator, self._hold, self._receives = communicator, hold, len(recvs)
+        self._messages: list[tuple[Any, ...]] = []  # the tensor, MPI's call, what it takes, and the journal's words
+        receive, send = communicator.comm.Irecv, communicator.comm.Isend
+        for tensor, peer in recvs:
+            self._messages.append((tensor, receive, message(tensor), peer, "irecv", tensor.shape, tensor.dtype))
+        for tensor, peer in sends:
+            self._messages.append((tensor, send, message(tensor), peer, "isend", tensor.shape, tensor.dtype))
+        self._tag = tag
+
+    def __call__(self, journal: Journal) -> None:
+        """Exchange the messages.
+
+        Raises:
+            DistBackendError: MPI failed, or a receive was cancelled.
+        """
+        communicator, push, tag, receives = self._communicator, journal.push, self._tag, self._receives
+        begun: list[tuple[tuple[Any, ...], MPI.Request]] = []
+        status = MPI.Status()
+        try:
+            for _, call, buffer, peer, name, shape, dtype in self._messages:
+                journal.messages = number = journal.messages + 1
+                record = (journal, number, name, shape, dtype, peer)
+                push(record)
+                begun.append((record, call(buffer, peer, tag)))
+            for record, request in begun:
+                receives -= 1
+                communicator.receiving = request if receives >= 0 else None
+                journal.current = record
+                request.Wait(status)
+                if communicator.interruption is not None and receives >= 0:
+                    communicator.check_cancelled(status)
+        except BaseException as error:
+            communicator.receiving = None
+            self._give_up([request for _, request in begun])
+            if isinstance(error, MPI.Exception):
+                raise communicator.failure("exchange", error) from error
+            raise
+        finally:
+            communicator.receiving = journal.current = None
+
+    def _give_up(self, requests: list[MPI.Request]) -> None:
+        """Cancel the receives that have not ended, and keep the memory of the sends until they have."""
+        for index, request in enumerate(requests):
+            if request == MPI.REQUEST_NULL:
+                continue
+            if index < self._receives:
+                with suppress(MPI.Exception):
+                    request.Cancel()
+                    request.Wait()
+            else:
+                self._hold(RequestWork(request, self._messages[index][0], [], None))

@@ -35,10 +35,10 @@ SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a
 # run before MPI is started, on each rank by itself
 LOCAL = {
     "installed": installed,
-    "placement": placement,
     "mpi_library": mpi_library,
     "slurm": slurm_step,
     "devices": devices,
+    "placement": placement,
 }
 # run with the world's communicator (None without MPI), and those that use the default group
 WITH_COMM = {"mpi_world": mpi_world, "memory": memory}

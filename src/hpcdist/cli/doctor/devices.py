@@ -32,9 +32,14 @@ def look() -> Facts:
         "computed": None,
     }
     if torch.cuda.is_available():
-        index = (environment.node_local_rank() or 0) % torch.cuda.device_count()
+        index = own()
         facts.update(index=index, uuid=str(torch.cuda.get_device_properties(index).uuid), computed=compute(index))
     return facts
+
+
+def own() -> int:
+    """Return the index of this rank's GPU."""
+    return (environment.node_local_rank() or 0) % torch.cuda.device_count()
 
 
 def compute(index: int) -> str:

@@ -1,50 +1,77 @@
-"""Placement of the ranks: nodes, cores, NUMA domains, and whether ranks share cores."""
+"""Placement of the ranks: nodes, cores, NUMA domains; whether ranks share cores or are far from their GPU or card."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from hpcdist.cli.doctor import devices
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, Facts, Finding
 from hpcdist.core.ranks import listed
-from hpcdist.launch import environment
+from hpcdist.launch import environment, topology
 
 TITLE = "Where the ranks run"
-NUMA = Path("/sys/devices/system/node")
+CARDS = ("UCX_NET_DEVICES", "NCCL_IB_HCA")  # which network cards are used
+CRAY_CARDS = "MPICH_OFI_NIC_POLICY"
 
 
 def look() -> Facts:
-    """Return this rank's node, cores, NUMA domains and threads."""
-    cores = sorted(os.sched_getaffinity(0))
-    launch = environment.detect()
+    """Return this rank's node, cores, NUMA domains, GPU, cards and threads."""
+    torch.ones(1 << 20).sum()  # starts OpenMP's threads, which OMP_PROC_BIND binds, each to a place of its own
+    threads = [int(thread) for thread in os.listdir("/proc/self/task")]
+    cores = sorted(set().union(*map(os.sched_getaffinity, threads)))
+    node, launch = topology.read(), environment.detect()
+    gpus = [topology.gpu_domain(address(index), node) for index in range(torch.cuda.device_count())]
     return {
         "node": environment.node_key(),
         "host": os.uname().nodename,
         "cores": cores,
+        "main": sorted(os.sched_getaffinity(0)),  # of the main thread
+        "physical": sorted({min(topology.siblings(cpu)) for cpu in cores}),
         "cores_of_node": os.cpu_count(),
-        "numa": numa_domains(set(cores)),
         "quota": cpu_quota(),
         "threads": torch.get_num_threads(),
         "omp": os.environ.get("OMP_NUM_THREADS"),
+        "launcher": launch.name if launch else None,
         "launcher_rank": launch.rank if launch else None,
         "launcher_size": launch.size if launch else None,
         "local_rank": environment.node_local_rank(),
+        "chosen": {name: os.environ[name] for name in (*CARDS, CRAY_CARDS, "OMP_PROC_BIND") if name in os.environ},
+        "visible": "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES",
+        **in_domains(node, cores, gpus, gpus[devices.own()] if gpus else None),
     }
 
 
-def numa_domains(cores: set[int]) -> list[int]:
-    """Return the NUMA domains that have some of these cores."""
-    lists = NUMA.glob("node[0-9]*/cpulist")
-    return sorted(int(path.parent.name.removeprefix("node")) for path in lists if cores & cpus(path.read_text()))
+def address(index: int) -> str:
+    """Return the PCI address of a GPU."""
+    about: Any = torch.cuda.get_device_properties(index)  # whose stub lacks these
+    return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
 
-def cpus(text: str) -> set[int]:
-    """Return the numbers of a list such as ``0-3,8``."""
-    pairs = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return {cpu for first, last in pairs for cpu in range(int(first), int(last or first) + 1)}
+def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None], gpu: int | None) -> Facts:
+    """Return where a rank is on its node.
+
+    Args:
+        node: the node's topology.
+        cores: the logical CPUs that the rank may use.
+        gpus: the NUMA domains of the GPUs that it sees; None if unknown.
+        gpu: that of its own GPU.
+    """
+    domains = node.domains(cores)
+    here = domains if gpu is None else [gpu]
+    return {
+        "numa": domains,
+        "sockets": sorted({node.sockets[domain] for domain in domains}),
+        "available": node.domains(node.usable),
+        "room": node.room(),
+        "gpus": gpus,
+        "gpu": gpu,
+        "cards": {name: node.distance(here, domain) for name, domain in node.cards.items()},
+    }
 
 
 def cpu_quota() -> float | None:
@@ -86,33 +113,56 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
 
 
 def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
+    """Check the ranks of one node."""
+    some = next(iter(places.values()))
+    available = sorted(set().union(*(place["available"] for place in places.values())))
+    fix = topology.bind(some["launcher"], len(places), some["room"])
+    return [
+        *judge_cores(node, places, fix),
+        *judge_domains(node, places, available, fix),
+        *judge_gpus(node, places, fix),
+        *judge_cards(node, places),
+    ]
+
+
+def judge_cores(node: str, places: dict[int, Facts], fix: str) -> list[Finding]:
     """Check the cores of the ranks of one node."""
     sets = {rank: frozenset(place["cores"]) for rank, place in places.items()}
-    together = frozenset().union(*sets.values())
+    together, different = frozenset().union(*sets.values()), set(sets.values())
     quota = max((place["quota"] or 0 for place in places.values()), default=0)
     room = min(len(together), quota or len(together))
     threads = max(place["threads"] for place in places.values())
+    some = next(iter(places.values()))
     findings = []
     if len(places) > room:
+        text, mend = f"{len(places)} ranks share {room:g} cores on {node}", f"mpirun -n {max(1, int(room))} …"
+        if len(together) < len(places) <= min(some["room"].cpus, quota or some["room"].cpus):
+            text, mend = f"{text}, and the job may use {some['room'].cpus}", fix
+        else:
+            mend += f"   # or: sbatch --ntasks-per-node={max(1, int(room))}"
+        findings.append(Finding(ADVICE, f"{text}: results are right, but slow", mend))
+    elif len(different) == 1 and len(places) > 1:
+        wide = len(some["numa"])
+        text = f"ranks on {node} are not bound: each may use all {room:g} cores"
         findings.append(
-            Finding(
-                ADVICE,
-                f"{len(places)} ranks share {room:g} cores on {node}: results are right, but slow",
-                f"mpirun -n {max(1, int(room))} …   # or: sbatch --ntasks-per-node={max(1, int(room))}",
-            )
-        )
-    elif len(set(sets.values())) == 1 and len(places) > 1:
-        findings.append(
-            Finding(NOTE, f"ranks on {node} are not bound: each may use all {room:g} cores", "srun --cpu-bind=cores …")
+            Finding(ADVICE, f"{text}, of {wide} NUMA domains", fix) if wide > 1 else Finding(NOTE, text, fix)
         )
     elif len(places) > 1:
-        overlapping = len(together) < sum(len(cores) for cores in sets.values())
-        mend = "srun --cpu-bind=cores …   # or: mpirun --bind-to core"
-        findings.append(
-            Finding(ADVICE, f"bindings overlap on {node}", mend)
-            if overlapping
-            else Finding(OK, f"each rank on {node} has its own cores")
-        )
+        physical = [set(place["physical"]) for place in places.values()]
+        if sum(map(len, different)) > len(together):
+            findings.append(Finding(ADVICE, f"bindings overlap on {node}", fix))
+        elif len(different) < len(places):
+            findings.append(judge_shared(node, places, sets, fix))
+        elif sum(map(len, physical)) > len(set().union(*physical)):
+            text = f"ranks on {node} run on hardware threads of the same cores"
+            findings.append(Finding(ADVICE, text, fix.replace("srun", "srun --threads-per-core=1")))
+        else:
+            findings.append(Finding(OK, f"each rank on {node} has its own cores"))
+    mains = {tuple(place["main"]) for place in places.values()}
+    if len(places) > 1 and len(mains) == 1 and len(min(mains)) == 1 < len(together):
+        value, core = some["chosen"].get("OMP_PROC_BIND"), some["main"][0]
+        text = f"OMP_PROC_BIND={value} binds the main threads of all ranks on {node} to core {core}"
+        findings.append(Finding(ADVICE, text, f"unset OMP_PROC_BIND   # or bind the ranks first: {fix}"))
     if len(places) * threads > max(room, len(places)):
         fitting = max(1, int(room // len(places)))
         findings.append(
@@ -122,10 +172,97 @@ def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
                 f"export OMP_NUM_THREADS={fitting}",
             )
         )
-    wide = [rank for rank, place in places.items() if len(place["numa"]) > 1]
-    if wide and len(places) > 1:
-        findings.append(Finding(NOTE, f"{listed(wide)} may move between NUMA domains", "srun --cpu-bind=ldoms …"))
     return findings
+
+
+def judge_shared(node: str, places: dict[int, Facts], sets: dict[int, frozenset[int]], fix: str) -> Finding:
+    """Check ranks of which some are bound to the same cores: there are enough of them, or not."""
+    for cores in set(sets.values()):
+        those = [rank for rank in places if sets[rank] == cores]
+        if sum(places[rank]["threads"] for rank in those) > len(cores):
+            return Finding(ADVICE, f"{listed(those)} on {node} are bound to the same {plural(len(cores), 'core')}", fix)
+    return Finding(OK, f"ranks on {node} that are bound to the same cores have one for each of their threads")
+
+
+def judge_domains(node: str, places: dict[int, Facts], available: list[int], fix: str) -> list[Finding]:
+    """Check the NUMA domains in which the ranks of one node run: a rank is best in one, and none should be idle."""
+    used = sorted(set().union(*(place["numa"] for place in places.values())))
+    idle = sorted(set(available) - set(used))
+    findings = []
+    if idle and len(places) > max(1, len(used)):
+        text = f"all {len(places)} ranks on {node} run in NUMA {domains(used)}; the job may use {domains(idle)} too"
+        findings.append(Finding(ADVICE, text, fix))
+    share = -(-len(available) // len(places))
+    wide = [rank for rank, place in places.items() if len(place["numa"]) > share]
+    across = [rank for rank in wide if len(places[rank]["sockets"]) > 1 and places[rank]["threads"] > 1]
+    if len({tuple(place["cores"]) for place in places.values()}) == 1:
+        return findings  # ranks that are not bound were named
+    if across:
+        findings.append(Finding(ADVICE, f"threads of {listed(across)} on {node} run in several sockets", fix))
+    elif wide:
+        findings.append(Finding(NOTE, f"{listed(wide)} may move between NUMA domains", fix))
+    return findings
+
+
+def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> list[Finding]:
+    """Check whether each rank's cores are in the NUMA domain of its GPU; if not, find an order in which they are."""
+    far = [rank for rank, place in places.items() if place["gpu"] is not None and place["gpu"] not in place["numa"]]
+    if not far:
+        return []
+    some = places[far[0]]
+    text = (
+        f"{listed(far)} on {node}: the GPU is in another NUMA domain than the cores, for rank {far[0]} in "
+        f"{domains([some['gpu']])}, and the cores in {domains(some['numa'])}"
+    )
+    order: list[int] = []  # the GPUs, each near to the rank that takes it
+    for place in places.values():
+        near = (index for index, gpu in enumerate(some["gpus"]) if gpu in place["numa"] and index not in order)
+        order += [index for index in [next(near, None)] if index is not None]
+    if some["launcher"] in (None, "srun"):
+        numbers = ",".join(str(place["gpu"]) for place in places.values())
+        mend = f"srun --cpu-bind=map_ldom:{numbers} …   # or: --gpus-per-task=1 --gpu-bind=closest"
+    elif len(order) == len(places):
+        mend = f"export {some['visible']}={','.join(map(str, order))}"
+    else:
+        mend = f"{fix}   # then look again: the order of the GPUs follows from that of the cores"
+    return [Finding(ADVICE, text, mend)]
+
+
+def judge_cards(node: str, places: dict[int, Facts]) -> list[Finding]:
+    """Check whether a variable keeps ranks from the network card nearest to their GPU, or else to their cores."""
+    findings = []
+    for variable in CARDS:
+        far: dict[int, str] = {}  # rank -> its nearest card
+        for rank, place in places.items():
+            kept = [place["cards"][name] for name in chosen(place["chosen"].get(variable, ""), place["cards"])]
+            nearest = min(place["cards"], key=place["cards"].__getitem__, default="")
+            if kept and min(kept) > place["cards"][nearest]:
+                far[rank] = nearest
+        if far:
+            rank, card = next(iter(far.items()))
+            text = (
+                f"{variable}={places[rank]['chosen'][variable]} keeps {listed(list(far))} on {node} from nearer cards"
+            )
+            mend = f"unset {variable}   # the nearest is chosen by itself; for rank {rank} it is {card}"
+            findings.append(Finding(ADVICE, text, mend))
+    some = next(iter(places.values()))
+    is_slingshot = any(name.startswith("cxi") for name in some["cards"])
+    if is_slingshot and len(set(some["cards"].values())) > 1 and CRAY_CARDS not in some["chosen"]:
+        text = f"Cray MPICH gives the ranks on {node} cards in blocks, not the nearest"
+        findings.append(Finding(NOTE, text, f"export {CRAY_CARDS}={'NUMA' if some['gpu'] is None else 'GPU'}"))
+    return findings
+
+
+def chosen(value: str, cards: dict[str, int]) -> list[str]:
+    """Return the cards that a variable names: ``mlx5_0:1,mlx5_1:1``; NCCL's ``=`` is exact, ``^`` means all others."""
+    is_exact, names = "=" in value[:2] or ":" in value, re.findall(r"[a-z]\w*", re.sub(r":\d+", "", value))
+    named = [card for card in cards if any(card == name if is_exact else card.startswith(name) for name in names)]
+    return [card for card in cards if card not in named] if value.startswith("^") else named
+
+
+def domains(numbers: list[int]) -> str:
+    """Return NUMA domains as text: ``domains 0, 1``."""
+    return f"domain{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def plural(number: int, what: str) -> str:

@@ -1,0 +1,193 @@
+"""Topology of a node: its NUMA domains, and the cores, GPUs and network cards of each, as /sys gives them."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcdist.core.errors import explained
+from hpcdist.launch import environment
+
+SYS = Path("/sys")
+# how many ranks the node of this rank has; of Slurm's list, such as 4(x2),3, the first node's, which is rank 0's
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PALS_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+
+
+# how a launcher binds ranks to cores of their own, spread over the NUMA domains
+BINDINGS = {
+    "srun": "srun --cpus-per-task={cpus} --cpu-bind=cores --distribution=block:cyclic …",
+    "mpirun (Open MPI)": "mpirun --map-by ppr:{ranks}:{part}:PE={cores} --bind-to core …",
+    "mpiexec (hydra: MPICH, Intel MPI)": "mpirun -bind-to core:{cores} -map-by {part} …",
+    "mpiexec (PALS)": "mpiexec --depth={cpus} --cpu-bind=depth …",
+    "torchrun": "torchrun --numa-binding=node …",
+}
+
+
+class Room(NamedTuple):
+    """What a job may use of a node."""
+
+    cpus: int  # logical
+    cores: int
+    domains: int
+    sockets: int
+
+
+class Topology(NamedTuple):
+    """The NUMA domains of a node; a domain is named by the kernel's number."""
+
+    cpus: dict[int, set[int]]  # the logical CPUs of each domain; none if it is memory only, such as a GPU's
+    sockets: dict[int, int]  # the socket of each domain that has CPUs
+    distances: dict[int, dict[int, int]]  # of the memory of one domain from the CPUs of another, 10 for its own
+    cards: dict[str, int]  # the domain of each card that MPI, UCX or NCCL can send by, under the name they give it
+    usable: set[int]  # the CPUs that this process's control group allows
+    cores: int  # that these belong to
+
+    def domains(self, cpus: Iterable[int]) -> list[int]:
+        """Return the domains that have some of these CPUs."""
+        some = set(cpus)
+        return sorted(domain for domain, own in self.cpus.items() if own & some)
+
+    def room(self) -> Room:
+        """Return what the job may use."""
+        domains = self.domains(self.usable)
+        return Room(len(self.usable), self.cores, len(domains), len({self.sockets[each] for each in domains}))
+
+    def with_cpus(self, domain: int) -> int | None:
+        """Return a device's domain, or the nearest one that has CPUs; None if the kernel does not know the domain."""
+        row = self.distances.get(domain, {})
+        return min((each for each in self.sockets if each in row), key=row.__getitem__, default=None)
+
+    def distance(self, here: Iterable[int], there: int) -> int:
+        """Return the distance of a domain from the nearest of some."""
+        return min((self.distances.get(each, {}).get(there, 0) for each in here), default=0)
+
+
+def read(root: Path = SYS, groups: str | None = None) -> Topology:
+    """Return this node's topology.
+
+    Args:
+        root: a folder like /sys.
+        groups: the content of /proc/self/cgroup, which is read if it is not given.
+    """
+    nodes = {number(path): path for path in root.glob("devices/system/node/node[0-9]*")}
+    domains = {domain: cpus(text(nodes[domain] / "cpulist")) for domain in sorted(nodes)}
+    rows = {domain: map(int, text(nodes[domain] / "distance").split()) for domain in domains}
+    about = root / "devices/system/cpu"
+    sockets = {
+        domain: int(text(about / f"cpu{min(own)}/topology/physical_package_id") or 0)
+        for domain, own in domains.items()
+        if own
+    }
+    everyone = set().union(*domains.values())
+    cards = {
+        path.parent.parent.name: int(text(path) or -1)
+        for kind in ("infiniband", "cxi")
+        for path in root.glob(f"class/{kind}/*/device/numa_node")
+    }
+    usable = (allowed(root, groups) & everyone) or everyone
+    return Topology(
+        domains,
+        sockets,
+        {domain: dict(zip(domains, row, strict=False)) for domain, row in rows.items()},
+        {name: domain for name, domain in cards.items() if domain in domains},
+        usable,
+        len({min(siblings(cpu, root)) for cpu in usable}),
+    )
+
+
+def text(path: Path) -> str:
+    """Return the content of a file of /sys, empty if there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def number(path: Path) -> int:
+    """Return the number at the end of a folder's name."""
+    return int(re.sub(r"\D", "", path.name))
+
+
+def cpus(listed: str) -> set[int]:
+    """Return the numbers of a list such as ``0-3,8``."""
+    pairs = re.findall(r"(\d+)(?:-(\d+))?", listed)
+    return {cpu for first, last in pairs for cpu in range(int(first), int(last or first) + 1)}
+
+
+def siblings(cpu: int, root: Path = SYS) -> set[int]:
+    """Return the hardware threads of the core that a logical CPU is one of."""
+    return cpus(text(root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) | {cpu}
+
+
+def allowed(root: Path, groups: str | None) -> set[int]:
+    """Return the CPUs of the control group (version 2) of this process, empty if none limits them."""
+    given = text(Path("/proc/self/cgroup")) if groups is None else groups
+    own = next((line[3:] for line in given.splitlines() if line.startswith("0::")), "/")
+    folder = root / "fs/cgroup" / own.lstrip("/")
+    for each in (folder, *folder.parents):
+        if found := cpus(text(each / "cpuset.cpus.effective")):
+            return found
+        if each == root:
+            break
+    return set()
+
+
+def gpu_domain(address: str, topology: Topology, root: Path = SYS) -> int | None:
+    """Return the NUMA domain nearest to a GPU, by its PCI address, such as ``0000:c1:00.0``."""
+    return topology.with_cpus(int(text(root / f"bus/pci/devices/{address}/numa_node") or -1))
+
+
+def bind(launcher: str | None, ranks: int, room: Room) -> str:
+    """Return the command with which a launcher gives each of a node's ranks cores of its own, near to each other.
+
+    Args:
+        launcher: its name in ``environment.LAUNCHERS``; for any other it is srun's command.
+        ranks: of the node.
+        room: what they may use.
+    """
+    is_package = ranks < room.domains  # a rank then has more cores than a domain
+    part = ("socket" if launcher and "hydra" in launcher else "package") if is_package else "numa"
+    return BINDINGS.get(launcher or "", BINDINGS["srun"]).format(
+        cpus=max(1, room.cpus // ranks),
+        cores=max(1, room.cores // ranks),
+        ranks=-(-ranks // max(1, room.sockets if is_package else room.domains)),
+        part=part,
+    )
+
+
+def local_size(given: Mapping[str, str]) -> int:
+    """Return the number of ranks on this rank's node as the launcher gives it, or 0."""
+    texts = (re.match(r"\d+", given.get(variable, "")) for variable in LOCAL_SIZES)
+    return next((int(found[0]) for found in texts if found), 0)
+
+
+def warn_if_spread(root: Path = SYS, environ: Mapping[str, str] | None = None) -> None:
+    """Warn if this rank may run in more NUMA domains than its share of the node's; reads a few files."""
+    given = os.environ if environ is None else environ
+    ranks = local_size(given)
+    if ranks < 2 or not (root / "devices/system/node/node1").exists():
+        return
+    node = read(root)
+    domains = node.domains(os.sched_getaffinity(0))
+    if len(domains) > -(-node.room().domains // ranks):
+        launch = environment.detect(given)
+        command = bind(launch.name if launch else None, ranks, node.room())
+        warnings.warn(
+            explained(
+                f"rank 0 may run in {len(domains)} NUMA domains, and its node has {ranks} ranks: bind them to cores, "
+                f"{command} (python -m hpcdist doctor shows where each rank runs)",
+                "not-bound",
+            ),
+            stacklevel=3,
+        )

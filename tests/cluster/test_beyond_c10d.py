@@ -1,0 +1,35 @@
+"""What hpcdist has beyond c10d, on several hosts: neighbours, varied sizes, and sums that repeat bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import launch
+from tests.cluster.hosts import Cluster
+from tests.faults.launch import LIBRARY
+
+pytestmark = pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun")
+SMOKE = pytest.param((2, 2), marks=pytest.mark.smoke)
+HERE = Path(__file__).parent
+# of the job's sums, on every MPI
+DIGESTS = "rank order: 46cf4ed77ef134ad\nexact: 9cf42df704018121\n"
+
+
+def told(cluster: Cluster, slots: tuple[int, ...], job: str) -> str:
+    """Return what a job's rank 0 printed."""
+    done = launch.run(cluster, slots, [sys.executable, str(HERE / job)], OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("slots", [SMOKE, (1, 2)], ids=str)
+def test_neighbours_and_varied_sizes(cluster: Cluster, slots: tuple[int, ...]) -> None:
+    assert told(cluster, slots, "neighbours_job.py") == "all exchanged\n"
+
+
+@pytest.mark.parametrize("slots", [SMOKE, (4,), (1, 1, 1, 1)], ids=str)
+def test_sums_have_the_same_bits_wherever_ranks_run(cluster: Cluster, slots: tuple[int, ...]) -> None:
+    assert told(cluster, slots, "reproducible_job.py") == DIGESTS
