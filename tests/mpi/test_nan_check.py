@@ -53,6 +53,7 @@ SENDING = {
     "all_to_all": lambda size: dist.all_to_all(outputs(size), [with_nan() for _ in range(size)]),
     "all_to_all_single": lambda size: dist.all_to_all_single(torch.empty(6 * size), with_nan(6 * size)),
     "isend": lambda size: dist.isend(with_nan(), 0),
+    "exchange": lambda size: dist.exchange({0: with_nan()}, {}),
 }
 
 
