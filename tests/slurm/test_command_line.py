@@ -1,4 +1,4 @@
-"""``python -m hpcdist slurm`` writes and submits job scripts that Slurm runs."""
+"""``python -m hpcdist slurm`` and ``submit`` write and submit job scripts that Slurm runs."""
 
 import re
 import subprocess
@@ -8,9 +8,9 @@ CALL = "import sys; from hpcdist.cli import slurm; sys.exit(slurm.run(sys.argv[1
 SIZE = ["--nodes", "2", "--ntasks-per-node", "1"]
 
 
-def call(cluster, tmp_path, *arguments):
+def call(cluster, tmp_path, *arguments, program=CALL):
     return subprocess.run(
-        [sys.executable, "-c", CALL, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         env=cluster.environment,
         cwd=tmp_path,
         capture_output=True,
@@ -30,6 +30,16 @@ def test_submit_submits(cluster, jobs, any_mpi, tmp_path):
     assert number, said
     job = cluster.wait(number[1])
     assert job.exit_status == 0, job.output
+    assert "world=2 sum=1 nodes=2 threads=1 arguments=['a b']" in job.output
+
+
+def test_submit_finds_slurm_by_itself(cluster, jobs, any_mpi, tmp_path):
+    size = ["--nodes", "2", "--ranks-per-node", "1", "--name", "mine"]
+    program = CALL.replace("slurm", "submit")
+    said = call(cluster, tmp_path, *size, *options(any_mpi), jobs / "mpi_sum.py", "a b", program=program)
+    job = cluster.wait(re.fullmatch(r"Submitted batch job (\d+)\n", said)[1])
+    assert job.exit_status == 0, job.output
+    assert job.facts["StdOut"] == str(tmp_path / f"mine-{job.id}.out")
     assert "world=2 sum=1 nodes=2 threads=1 arguments=['a b']" in job.output
 
 

@@ -22,6 +22,9 @@ STEP = {
 HYDRA = "mpiexec (hydra: MPICH, Intel MPI)"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
+
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
@@ -38,6 +41,11 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h
         ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, ("srun", 0, 2, True)),  # srun --mpi=pmi2
         # mpirun in an allocation starts its ranks by srun, and says which it is
         ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, (HYDRA, 0, 2, True)),
+        ({**FLUX, **PMI}, ("flux run", 1, 2, True)),  # flux sets PMI_* too, PALS does
+        ({**FLUX, **PMI, "MPI_LOCALRANKID": "0"}, (HYDRA, 1, 2, True)),  # mpiexec in a job of flux
+        ({"PALS_RANKID": "1", "PALS_SIZE": "2", **PMI}, ("mpiexec (PALS)", 1, 2, True)),
+        ({"PALS_RANKID": "1", **PMI}, (HYDRA, 1, 2, True)),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, ("jsrun", 1, 2, True)),
         ({**STEP, **TORCHRUN}, ("torchrun", 3, 4, False)),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
@@ -50,6 +58,8 @@ def test_launchers(variables, expected):
 def test_node_local_rank():
     assert environment.node_local_rank({}) is None
     assert environment.node_local_rank({"SLURM_LOCALID": "3"}) == 3
+    assert environment.node_local_rank(FLUX) == 0
+    assert environment.node_local_rank({"JSM_NAMESPACE_LOCAL_RANK": "2"}) == 2
     assert environment.node_local_rank({"LOCAL_RANK": "1", "SLURM_LOCALID": "3"}) == 1
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
     "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
+    "submit": Command("hpcdist.cli.submit", "submit a script to the batch system here: Slurm, PBS, Flux or LSF"),
 }
 
 

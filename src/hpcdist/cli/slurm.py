@@ -52,6 +52,11 @@ def templates() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.sbatch"))}
 
 
+def template(name: str) -> str:
+    """Return the text of a template file."""
+    return ((PACKAGED if PACKAGED.is_dir() else CHECKOUT) / name).read_text()
+
+
 def settings(template: str) -> dict[str, tuple[str, str]]:
     """Return the settings of a site: option -> its default and its meaning."""
     found = (SETTING.match(line) for line in template.splitlines())
@@ -117,12 +122,17 @@ def fill(template: str, values: dict[str, str], script: list[str]) -> str:
 
 
 def directive_line(name: str, value: str) -> str:
-    """Return one ``#SBATCH`` line; sbatch ends a value at white space and at ``#``, and has its own quoting rules."""
+    """Return one ``#SBATCH`` line."""
+    check_value(name, value)
+    return f"#SBATCH --{name}={value}"
+
+
+def check_value(name: str, value: str) -> None:
+    """Raise for a value that cannot stand in a directive: sbatch ends it at white space and ``#``, and reads quotes."""
     if not value or re.search(r"[\s#'\"\\]", value):
         raise ValueError(
             f"--{name} {value!r} cannot be written to a job script; expected no spaces, quotes, '#' or backslash"
         )
-    return f"#SBATCH --{name}={value}"
 
 
 def run(args: list[str]) -> int:
@@ -161,17 +171,17 @@ def run(args: list[str]) -> int:
         Path(output).write_text(filled)
     elif not submit:
         sys.stdout.write(filled)
-    return sbatch(filled, output) if submit else 0
+    return submit_job(["sbatch"], filled, output) if submit else 0
 
 
-def sbatch(script: str, file: str | None) -> int:
-    """Submit a job script, from its file if it has one; return sbatch's exit status."""
-    command = ["sbatch", file] if file else ["sbatch"]
+def submit_job(command: list[str], script: str, file: str | None = None) -> int:
+    """Submit a job script, from its file if it has one, else on standard input; return the command's exit status."""
+    whole = [*command, file] if file else command
     try:
-        return subprocess.run(command, input=None if file else script, text=True, check=False).returncode
+        return subprocess.run(whole, input=None if file else script, text=True, check=False).returncode
     except FileNotFoundError:
         print(
-            "error: no sbatch on the PATH; run this on the cluster, or write the job script with --output FILE",
+            f"error: no {command[0]} on the PATH; run this on the cluster, or keep the job script in a file",
             file=sys.stderr,
         )
         return 1

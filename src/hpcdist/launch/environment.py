@@ -28,11 +28,15 @@ WRONG_PMI = (
     "Intel MPI (`srun --mpi=list` shows what this Slurm has), or start with that library's mpirun. "
     "Without MPI, use init_process_group(init_method='slurm://')."
 )
+WRONG_FLUX_PMI = (
+    "Give flux run the process-management interface of your MPI: -o pmi=simple for MPICH and Intel MPI, -o pmi=pmix "
+    "(the plugin flux-pmix) for Open MPI, or start with that library's mpirun."
+)
 
 HYDRAS_OWN = "MPI_LOCALRANKID"
 
-# The first that matches counts. mpirun comes before srun, because it is often called inside an allocation of Slurm, and
-# the variables that only one launcher sets come before PMI_*, which Slurm sets too.
+# The first that matches counts. mpirun comes before srun, flux and jsrun, because it is often called inside their
+# allocations. The variables are those of the launchers' manuals: flux-environment(7), IBM's Job Step Manager.
 LAUNCHERS = (
     Launcher(
         "mpirun (Open MPI)",
@@ -53,7 +57,8 @@ LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False),
     Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN, True, WRONG_LIBRARY),
     Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", True, WRONG_LIBRARY),
-    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_LIBRARY),
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_FLUX_PMI),
+    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", True, WRONG_LIBRARY),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", True, WRONG_PMI),
 )
 
@@ -80,13 +85,12 @@ def is_batch_shell(environment: Mapping[str, str]) -> bool:
     return environment.get("SLURM_STEP_ID") is None and environment.get("SLURM_STEPID") is None
 
 
-def is_task_of_srun(environment: Mapping[str, str], rank: int) -> bool:
-    """Tell whether srun started this rank: its pmi2 plugin sets PMI_RANK as hydra does, but no variable of hydra's."""
-    return (
-        not is_batch_shell(environment)
-        and HYDRAS_OWN not in environment
-        and integer(environment, "SLURM_PROCID") == rank
-        and environment.get("SLURM_STEP_NUM_TASKS") == environment.get("PMI_SIZE")
+def is_of_another(environment: Mapping[str, str], rank: int, size: int) -> bool:
+    """Tell whether another launcher than hydra set PMI_RANK: srun, flux and PALS do too, but no variable of hydra's."""
+    return HYDRAS_OWN not in environment and any(
+        (integer(environment, each.rank), integer(environment, each.size)) == (rank, size)
+        for each in LAUNCHERS
+        if each.rank != "PMI_RANK" and not (each.name == "srun" and is_batch_shell(environment))
     )
 
 
@@ -104,7 +108,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
             continue
         if launcher.name == "srun" and is_batch_shell(given):
             continue
-        if launcher.rank == "PMI_RANK" and is_task_of_srun(given, rank):
+        if launcher.rank == "PMI_RANK" and is_of_another(given, rank, size):
             continue
         return Launch(
             launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.remedy
