@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from datetime import timedelta
 
 import pytest
 
+import hpcdist as dist
 from hpcdist.backends.mpi.process import runtime
 
 
@@ -32,3 +35,14 @@ def test_coll_han_is_left_out_under_ulfm_unless_the_user_chose(
         monkeypatch.setenv(name, value)
     runtime.leave_out_han()
     assert os.environ.get(runtime.HAN_PRIORITY) == expected
+
+
+def test_what_needs_linux_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dist.is_mpi_available()  # mpi4py has loaded its library, as it would on macOS
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(dist.DistBackendError, match="works on Linux only, and this is darwin: start ranks"):
+        dist.init_process_group("mpi")
+    with pytest.raises(dist.DistStoreError, match="and this is darwin"):
+        dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=5))
+    dist.init_process_group()  # one process
+    dist.destroy_process_group()

@@ -19,6 +19,7 @@ import sys
 import weakref
 from pathlib import Path
 
+from stores.errors import DistStoreError
 from stores.integers import U32
 
 BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
@@ -124,6 +125,8 @@ class ServerProcess:
     """Owns a server's process; the last reference to it ends the server."""
 
     def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
+        if sys.platform != "linux":
+            raise DistStoreError(f"a TCPStore's server needs Linux (epoll, pidfd), and this is {sys.platform}")
         self.host, self.port = listeners[0].getsockname()[:2]
         ours, theirs = socket.socketpair()
         handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]

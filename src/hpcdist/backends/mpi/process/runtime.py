@@ -52,8 +52,11 @@ def load() -> Any:
     """Import mpi4py.MPI, which does not initialise MPI here (see the package).
 
     Raises:
-        DistBackendError: there is no MPI library that it can load.
+        DistBackendError: this is not Linux, or there is no MPI library that it can load.
     """
+    if sys.platform != "linux":
+        elsewhere = f"backend 'mpi' works on Linux only, and this is {sys.platform}: start ranks with torchrun, on gloo"
+        raise DistBackendError(explained(elsewhere, "linux-only"))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
