@@ -134,8 +134,8 @@ def test_a_rank_that_sleeps_is_late_and_its_stack_is_shown(running, job, tmp_pat
     assert picture.groups[0][-1] == "rank 1"
     page = tmp_path / "page.html"
     assert debug.run(["--pid", str(running[1]), "--html", str(page), "--seconds", "0.1"]) == 0
-    assert "<tr class=late><td>1</td>" in page.read_text()
-    assert "light-dark(" in page.read_text()
+    assert "<td><span class=late>1</span>" in page.read_text()
+    assert "prefers-color-scheme: dark" in page.read_text()
     assert debug.run(["--pid", str(running[1]), "--once", "--seconds", "0.1"]) == 0
     shown = capsys.readouterr().out
     assert "stack of rank 1:" in shown

@@ -7,7 +7,6 @@ MPI. Ranks on this machine are found by themselves, others by a Slurm job's numb
 from __future__ import annotations
 
 import argparse
-import html
 import os
 import re
 import secrets
@@ -15,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.cli import web_page
 from hpcdist.core.ranks import listed
 from hpcdist.watch import inspection, report
 from hpcdist.watch.side_channel import Place, SideChannel
@@ -29,12 +30,7 @@ LATE_SECONDS = 1.0  # how long others wait in a call before those that have not 
 RANKS = ("rank", "host", "", "where it is")
 GROUPS = ("group", "backend", "ranks", "collectives", "messages", "behind")
 CALLS = ("call", "calls", "bytes", "time s", "mean µs", "longest µs", "where")
-STYLE = """
-:root { color-scheme: light dark; --line: light-dark(#ccc, #444); --late: light-dark(#b00020, #ff8a80); }
-body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; background: light-dark(#fff, #16181c); }
-table { border-collapse: collapse; margin: 1em 0; } td, th { text-align: left; padding: .2em .8em;
-border-bottom: 1px solid var(--line); } .late td { color: var(--late); } pre { font-size: 13px; }
-"""
+TITLES = {RANKS: "Ranks", GROUPS: "Groups", CALLS: "Calls"}
 
 
 class Job(NamedTuple):
@@ -94,15 +90,16 @@ def joined(program: str, rank: int, place: Place) -> Job:
 
 
 def find(pid: int | None) -> Job:
-    """Return the job on this machine.
+    """Return the job on this machine; inside an allocation of Slurm's, the job in it.
 
     Raises:
         ConnectionError: there is none, or several.
     """
+    allocation = inspection.slurm_job()
     said = [(each, Place(*each["place"])) for each in inspection.doors()]
     jobs: dict[str, tuple[dict[str, Any], Place]] = {}
     for each, place in said:
-        if pid is None or place.pid == pid:
+        if place.pid == pid or (pid is None and allocation in ("", each.get("slurm_job"))):
             jobs.setdefault(each["job"], (each, place))
     if len(jobs) != 1:
         lines = [f"  --pid {place.pid:<8} {each['program']}" for each, place in jobs.values()]
@@ -212,26 +209,20 @@ def as_text(picture: Picture, shows_all: bool) -> str:
 
 
 def as_html(picture: Picture, seconds: float | None) -> str:
-    """Return a picture as a page that needs nothing else, and that a browser asks for again after so many seconds."""
+    """Return a picture as a page, which a browser asks for again after so many seconds."""
     late = {f"{rank}" for rank in picture.late}
     parts = []
     for columns, rows in tables(picture):
-        head = "".join(f"<th>{html.escape(each)}</th>" for each in columns)
-        lines = []
-        for row in rows:
-            cells = "".join(f"<td>{html.escape(each)}</td>" for each in row)
-            lines.append(f"<tr{' class=late' if columns is RANKS and row[0] in late else ''}>{cells}</tr>")
-        parts.append(f"<table><tr>{head}</tr>{''.join(lines)}</table>")
+        cells = [[escape(each) for each in row] for row in rows]
+        if columns is RANKS:
+            cells = [[f"<span class=late>{each}</span>" for each in row] if row[0] in late else row for row in cells]
+        parts.append(web_page.section(TITLES[columns], web_page.table(columns, cells, is_of_words=True)))
+    stacks = []
     for rank, frames in picture.stacks.items():
-        stack = html.escape("\n".join(frames))
+        stack = escape("\n".join(frames))
         is_open = " open" if rank in picture.late else ""
-        parts.append(f"<details{is_open}><summary>stack of rank {rank}</summary><pre>{stack}</pre></details>")
-    again = f'<meta http-equiv="refresh" content="{seconds:g}">' if seconds else ""
-    title = html.escape(picture.title)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>{again}'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
-    )
+        stacks.append(f"<details{is_open}><summary>rank {rank}</summary><pre>{stack}</pre></details>")
+    return web_page.page(picture.title, [*parts, web_page.section("Stacks", *stacks)], seconds)
 
 
 def serve(job: Job, port: int, seconds: float) -> None:
@@ -283,7 +274,12 @@ def run(args: list[str]) -> int:
     """
     given = parser().parse_args(args)
     if given.job is not None and re.fullmatch(r"\d+([_.+]\d+)?", given.job):
-        rest = [each for each in args if each != given.job]
+        values = {name: getattr(given, name) for name in ("pid", "seconds", "html", "serve", "once", "stacks")}
+        rest = [
+            f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in values.items()
+            if value is not None and value is not False
+        ]
         where_it_runs = ["srun", f"--jobid={given.job}", "--overlap", "--nodes=1", "--ntasks=1"]
         command = [*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest]
         try:

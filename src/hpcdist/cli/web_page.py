@@ -39,20 +39,27 @@ def section(title: str, *parts: str) -> str:
     return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *parts, "</section>"])
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table; ``rows`` are HTML, ``head`` is text."""
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], is_of_words: bool = False) -> str:
+    """Return a table, of numbers if not of words; ``rows`` are HTML, ``head`` is text."""
     first = "".join(f"<th>{escape(name)}" for name in head)
     others = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}\n" for row in rows)
-    return f'<div class="wide"><table><tr>{first}\n{others}</table></div>'
+    return f'<div class="wide"><table{" class=words" * is_of_words}><tr>{first}\n{others}</table></div>'
+
+
+def page(title: str, parts: Iterable[str], seconds: float | None = None) -> str:
+    """Return a page.
+
+    Args:
+        title: as text.
+        parts: as HTML.
+        seconds: after how many a browser asks for the page again.
+    """
+    again = f'<meta http-equiv="refresh" content="{seconds:g}">' if seconds else ""
+    return Template(TEMPLATE.read_text()).substitute(
+        title=escape(title), again=again, colors=stylesheet(), parts="\n".join(parts)
+    )
 
 
 def write(path: str, title: str, parts: Iterable[str]) -> None:
-    """Write a page.
-
-    Args:
-        path: the file; one that is there is replaced.
-        title: as text.
-        parts: as HTML.
-    """
-    filled = Template(TEMPLATE.read_text()).substitute(title=escape(title), colors=stylesheet(), parts="\n".join(parts))
-    Path(path).write_text(filled, encoding="utf-8")
+    """Write a page to a file; one that is there is replaced."""
+    Path(path).write_text(page(title, parts), encoding="utf-8")

@@ -137,6 +137,11 @@ def told(group: Group) -> dict[str, Any]:
     }
 
 
+def slurm_job() -> str:
+    """Return the number of the Slurm job that this process runs in, or nothing."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
 def program() -> str:
     """Return the program that this process runs."""
     return " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:80]

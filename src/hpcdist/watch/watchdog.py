@@ -36,7 +36,7 @@ from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means,
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
-from hpcdist.watch.inspection import SECRET_VARIABLE, Door, Inspection, program
+from hpcdist.watch.inspection import SECRET_VARIABLE, Door, Inspection, program, slurm_job
 from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
 from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
@@ -101,7 +101,7 @@ class Watchdog:
             ready, _, _ = select.select([self.channel.socket, self.signals.reader, *door.sockets], [], [], wait)
             if any(each in ready for each in door.sockets):
                 own = {"rank": self.rank, "size": len(self.channel.places) or 1, "job": self.recorder.name}
-                door.answer({**own, "program": program(), "place": self.channel.own})
+                door.answer({**own, "program": program(), "slurm_job": slurm_job(), "place": self.channel.own})
             if self.signals.reader in ready:
                 for number in self.signals.arrived():
                     self._heed(number)
