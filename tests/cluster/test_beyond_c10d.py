@@ -1,4 +1,4 @@
-"""What hpcdist has beyond c10d, on several hosts: neighbours, varied sizes, and sums that repeat bit for bit."""
+"""What hpcdist has beyond c10d, on several hosts: neighbours, varied sizes, repeatable sums, and a job that is seen."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HERE = Path(__file__).parent
 DIGESTS = "rank order: 46cf4ed77ef134ad\nexact: 9cf42df704018121\n"
 
 
-def told(cluster: Cluster, slots: tuple[int, ...], job: str) -> str:
-    """Return what a job's rank 0 printed."""
-    done = launch.run(cluster, slots, [sys.executable, str(HERE / job)], OMP_NUM_THREADS="1")
+def told(cluster: Cluster, slots: tuple[int, ...], job: str, **environment: str) -> str:
+    """Return what a job's ranks printed."""
+    done = launch.run(cluster, slots, [sys.executable, str(HERE / job)], OMP_NUM_THREADS="1", **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -33,3 +33,10 @@ def test_neighbours_and_varied_sizes(cluster: Cluster, slots: tuple[int, ...]) -
 @pytest.mark.parametrize("slots", [SMOKE, (4,), (1, 1, 1, 1)], ids=str)
 def test_sums_have_the_same_bits_wherever_ranks_run(cluster: Cluster, slots: tuple[int, ...]) -> None:
     assert told(cluster, slots, "reproducible_job.py") == DIGESTS
+
+
+@pytest.mark.parametrize("slots", [SMOKE], ids=str)
+def test_a_late_rank_is_seen_from_another_host(cluster: Cluster, slots: tuple[int, ...]) -> None:
+    shown = told(cluster, slots, "seen_job.py", HPCDIST_DEBUG_SECRET="5ec2e7").splitlines()
+    assert shown[0] == "rank 3 on n2 made the others wait"
+    assert sorted(shown[1:]) == ["0 n1 in", "1 n1 in", "2 n2 in", "3 n2 LATE"]
