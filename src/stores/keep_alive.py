@@ -114,10 +114,10 @@ class KeptAlive:
         if _READABLE and (half := halves[id(self) >> _TO_POINTERS]) and counts[half >> _TO_COUNTS] == 1:
             return
         if is_held_by_cpp(self):
-            _kept.append(self)
             if _after_collection not in gc.callbacks:
                 gc.callbacks.append(_after_collection)
-            release()
+            release()  # before: C++ has not had the time to let go of this one
+            _kept.append(self)
 
 
 def release(at_once: bool = False) -> None:

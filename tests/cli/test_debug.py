@@ -16,6 +16,7 @@ from hpcdist.cli import debug
 from tests import programs
 
 pytestmark = [
+    pytest.mark.xdist_group("debug"),  # the tests share a job
     pytest.mark.timeout(180),
     pytest.mark.skipif(programs.LIBRARY == "none", reason="no mpirun"),
 ]
@@ -153,6 +154,7 @@ def test_the_page_is_served_to_those_who_know_its_path(job, capsys):
 
 
 def test_the_job_ends_as_if_nobody_had_looked(running):
+    (running[0] / "sleep").touch()
     (running[0] / "wake").touch()
     output = programs.output(running[2], 60)
     assert running[2].returncode == 0, output
