@@ -46,15 +46,19 @@ SETTING = re.compile(r'^: "\$\{HPCDIST_([A-Z_]+):=(.*?)\}"\s*#\s*(.*)$')
 START = "set -euo pipefail"
 
 
+def folder() -> Path:
+    """Return where the templates are: in the installed package, or in the checkout."""
+    return PACKAGED if PACKAGED.is_dir() else CHECKOUT
+
+
 def templates() -> dict[str, Path]:
     """Return the templates by name."""
-    folder = PACKAGED if PACKAGED.is_dir() else CHECKOUT
-    return {path.stem: path for path in sorted(folder.glob("*.sbatch"))}
+    return {path.stem: path for path in sorted(folder().glob("*.sbatch"))}
 
 
 def template(name: str) -> str:
     """Return the text of a template file."""
-    return ((PACKAGED if PACKAGED.is_dir() else CHECKOUT) / name).read_text()
+    return (folder() / name).read_text()
 
 
 def settings(template: str) -> dict[str, tuple[str, str]]:

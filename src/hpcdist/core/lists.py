@@ -9,6 +9,7 @@ decides only how it is copied.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -279,11 +280,10 @@ def begin_all(
     event = None
     if inputs and hooks.is_profiled():
         event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
-    if event is None:
-        return AllWork([work for work in calls if work is not None], result)
-    with profiling.joined(event):
+    with nullcontext() if event is None else profiling.joined(event):
         work = AllWork([work for work in calls if work is not None], result)
-    work._ends(event)
-    if not work.is_completed():
-        work._pursue()  # the event ends though nobody waits
+    if event is not None:
+        work._ends(event)
+        if not work.is_completed():
+            work._pursue()  # the event ends though nobody waits
     return work
