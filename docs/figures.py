@@ -63,7 +63,7 @@ def measure() -> None:
                 seconds.setdefault(step, []).append(taken)
         median = {step: statistics.median(taken) for step, taken in seconds.items()}
         imports = median["import torch"] + median["import hpcdist"]
-        rows.append({"ranks": ranks, "hosts": 1, IMPORT: imports, GROUP: median[GROUP], MPI: median[MPI]})
+        rows.append({"ranks": ranks, IMPORT: imports, GROUP: median[GROUP], MPI: median[MPI]})
     about = {"command": "mpirun -n N python tests/bench/start.py", "mpi": load("torch")["mpi"], "rows": rows}
     about["machine"] = {**report.machine(), "date": str(date.today())}
     (FIGURES / "start.json").write_text(json.dumps(about, indent=1) + "\n")
@@ -75,8 +75,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def figures(name: str) -> list[Figure]:
-    """Read the figures of a run of ``bench``; those that were written down by hand are without their rounds."""
-    return [Figure(**{"low": each["median"], "high": each["median"], **each}) for each in load(name)["figures"]]
+    """Read the figures of a run of ``bench``."""
+    return [Figure(**each) for each in load(name)["figures"]]
 
 
 # -- what the pages say -----------------------------------------------------------------------------------------
@@ -132,10 +132,7 @@ def sizes() -> list[Figure]:
 
 def mpi_block(way: str) -> str:
     """Return what the page says beside raw MPI."""
-    is_drawn = len({each.nbytes for each in sizes()}) > 1  # until they are measured again the older plot stays
-    plot = f"![Time of all_reduce over size, beside gloo, MPI and a memory copy]({way}all_reduce.{{}})"
-    if not is_drawn:
-        return plot.format("png") + "\n\nOn a virtual machine of 4 cores, with Open MPI, MPICH and Intel MPI."
+    plot = f"![Time of all_reduce over size, beside gloo, MPI and a memory copy]({way}all_reduce.svg)"
     rows = []
     for (_, _, nbytes), found in report.by_call(sizes()).items():
         ours, raw = found["hpcdist"].median, found["mpi4py"].median
@@ -143,7 +140,7 @@ def mpi_block(way: str) -> str:
         rows.append([report.size_name(nbytes), *times, f"{ours / raw:.2f}"])
     command = f"`mpirun -n 2 python -m hpcdist bench {' '.join(BENCH['all_reduce'])}`, {place('all_reduce')}:"
     head = ["`all_reduce` of float32", "hpcdist", "MPI by mpi4py", "of MPI's time"]
-    return f"{plot.format('svg')}\n\n{command}\n\n{table(head, rows)}"
+    return f"{plot}\n\n{command}\n\n{table(head, rows)}"
 
 
 def start_block(way: str) -> str:
@@ -151,7 +148,7 @@ def start_block(way: str) -> str:
     run = load("start")
     rows = [["`import torch, hpcdist`"], ["`init_process_group`"], ["… of these raw `MPI_Init`, by itself"]]
     for line, step in zip(rows, (IMPORT, GROUP, MPI), strict=True):
-        line += ["–" if each[step] is None else f"{each[step]:.3g}" for each in run["rows"]]
+        line += [f"{each[step]:.3g}" for each in run["rows"]]
     machine = run["machine"]
     where = f"{machine['cores']} cores ({machine['cpu']}), {run['mpi']}; the slowest rank, in seconds"
     return f"![Seconds until the ranks have a group]({way}start.svg)\n\n`{run['command']}`, {where}:\n\n" + table(
@@ -161,8 +158,7 @@ def start_block(way: str) -> str:
 
 def ranks_of(row: dict[str, Any]) -> str:
     """Name a column of the start."""
-    ranks = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
-    return ranks if row["hosts"] == 1 else f"{ranks}, {row['hosts']} hosts"
+    return f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
 
 
 def first_rows(way: str) -> str:
@@ -217,7 +213,7 @@ def draw_start(axes: Any) -> None:
     """Draw the seconds of the start, by steps."""
     rows = load("start")["rows"]
     names = [ranks_of(row) for row in rows]
-    initialized = [row[MPI] or 0.0 for row in rows]
+    initialized = [row[MPI] for row in rows]
     steps = {
         IMPORT: ([row[IMPORT] for row in rows], "side3"),
         MPI: (initialized, "side1"),
@@ -234,9 +230,11 @@ def draw_start(axes: Any) -> None:
 
 def draw() -> None:
     """Write the plots."""
-    drawn = {"beside_gloo": plots.svg(3.0, draw_gloo), "start": plots.svg(2.1, draw_start)}
-    if len({each.nbytes for each in sizes()}) > 1:
-        drawn["all_reduce"] = plots.plot(sizes())
+    drawn = {
+        "all_reduce": plots.plot(sizes()),
+        "beside_gloo": plots.svg(3.0, draw_gloo),
+        "start": plots.svg(2.1, draw_start),
+    }
     style = f"<style>{web_page.stylesheet()} svg {{ background: var(--paper); }}</style>"
     for name, svg in drawn.items():
         (FOLDER / f"{name}.svg").write_text(svg.replace(">", f">{style}", 1))
