@@ -119,7 +119,7 @@ docs: $(VENV)/.docs
 	@echo "docs/_build/html/index.html"
 
 $(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs,notebook]'
 	@touch $@
 
 $(READY): pyproject.toml constraints.txt
