@@ -121,11 +121,17 @@ def test_a_launcher_that_speaks_another_mpi_is_an_error():
         assert "sees a world of 1" in result.stderr
 
 
-def test_an_uncaught_exception_ends_the_job(tmp_path):
+@pytest.mark.parametrize("door", ["import hpcdist as dist", "import torch.distributed as dist"])
+def test_an_uncaught_exception_ends_the_job(tmp_path, door):
     program = tmp_path / "fails.py"
     program.write_text(
-        "import hpcdist as dist, torch\n"
-        "dist.init_process_group()\n"
+        f"{door}\n"
+        "import sys, torch\n"
+        "def hook(*error):\n"
+        "    print('the program has a hook of its own', file=sys.stderr)\n"
+        "    sys.__excepthook__(*error)\n"
+        "sys.excepthook = hook\n"
+        "dist.init_process_group(None if 'hpcdist' in dist.__name__ else 'hpcdist')\n"
         "dist.barrier()\n"
         "if dist.get_rank() == 1:\n"
         "    raise ZeroDivisionError('on purpose')\n"
@@ -134,4 +140,5 @@ def test_an_uncaught_exception_ends_the_job(tmp_path):
     result = mpirun(3, [program], timeout=90)  # without an end of the job, ranks 0 and 2 would wait for 30 minutes
     assert result.returncode != 0
     assert "[rank 1 of 3] uncaught exception" in result.stderr
+    assert "the program has a hook of its own\nTraceback" in result.stderr
     assert "ZeroDivisionError: on purpose" in result.stderr

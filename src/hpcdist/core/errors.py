@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from contextlib import suppress
+
 from torch.distributed import (
     DistBackendError,
     DistError,
@@ -20,6 +24,7 @@ __all__ = [
     "destroyed",
     "explained",
     "not_initialized",
+    "write_to_stderr",
 ]
 
 
@@ -47,3 +52,17 @@ def destroyed(group: object) -> ValueError:
         f"Invalid process group specified: {group!r} is not a live group of this process; "
         "it was destroyed, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
     )
+
+
+def write_to_stderr(text: str) -> None:
+    """Write to stderr, whole, if the launcher that forwards it is still there.
+
+    While torch's hook for uncaught exceptions runs, ``sys.stderr`` is a buffer that torch prints when the hooks before
+    it have returned; ours aborts the job instead. So a buffer is passed over.
+    """
+    stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+    with suppress(OSError):
+        sys.stdout.flush()
+        if stream is not None:
+            stream.write(text)
+            stream.flush()

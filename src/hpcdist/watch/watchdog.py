@@ -17,18 +17,16 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, explained, write_to_stderr
 from hpcdist.core.group import Group
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
@@ -400,10 +398,7 @@ class Watchdog:
 
     def say(self, text: str) -> None:
         """Write to stderr, whole, if the launcher that forwards it is still there."""
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.write(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
-            sys.stderr.flush()
+        write_to_stderr(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end

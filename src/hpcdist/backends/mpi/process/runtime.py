@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import io
 import os
 import re
 import signal
@@ -17,8 +18,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, explained, write_to_stderr
 from hpcdist.launch.environment import Launch, detect
 
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
@@ -112,7 +114,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
         OWNED.append(MPI)
         atexit.register(finalize)
-        sys.excepthook = abort_on_exception
+        sys.excepthook = partial(abort_on_exception, sys.excepthook)
     check_world(MPI, detect())
     unlink_segments(MPI)
     return MPI.COMM_WORLD
@@ -163,17 +165,21 @@ def abandon() -> None:
     OWNED.clear()
 
 
-def abort_on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print which rank failed and why, then end the whole job (MPI_Abort, status 1)."""
+def abort_on_exception(
+    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print which rank failed and what the hook before this one prints, then end the job (MPI_Abort, status 1)."""
     if not OWNED:  # a forked child's exception is its own
-        sys.__excepthook__(kind, error, trace)
+        before(kind, error, trace)
         return
     MPI = load()
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    text = "".join(traceback.format_exception(kind, error, trace))
-    sys.stdout.flush()
-    sys.stderr.write(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{text}")
-    sys.stderr.flush()
+    with redirect_stderr(io.StringIO()) as printed:  # whole: the ranks' lines would be mixed
+        try:
+            before(kind, error, trace)
+        except Exception:
+            traceback.print_exc()
+    write_to_stderr(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{printed.getvalue()}")
     if size > 1 and not MPI.Is_finalized():
         abort(1)
 
