@@ -34,6 +34,7 @@ _HALF = object.__basicsize__
 _FLAGS = _HALF + 4 * _POINTER
 _IS_SIMPLE = 2  # the flag that tells the two layouts apart
 
+_FEW = 16  # owners, from which on a count may be half a pointer
 _LOOKS = 2  # at kept objects at each event, so that the queue grows shorter if one of two has been let go of
 
 
@@ -56,9 +57,12 @@ _kept: deque[Any] = deque()
 
 def _count_owners(kept: object) -> int:
     half = _HALVES[id(kept) >> _TO_POINTERS]
-    if half and not _HALVES[(id(kept) + _FLAGS - _HALF) >> _TO_POINTERS] & _IS_SIMPLE:
-        half = _HALVES[(half - _HALF) >> _TO_POINTERS]
-    return _COUNTS[half >> _TO_COUNTS] if half else 1
+    if not half:
+        return 1
+    owners = _COUNTS[half >> _TO_COUNTS]
+    if 0 < owners < _FEW or _HALVES[(id(kept) + _FLAGS - _HALF) >> _TO_POINTERS] & _IS_SIMPLE:
+        return owners
+    return _COUNTS[_HALVES[(half - _HALF) >> _TO_POINTERS] >> _TO_COUNTS]
 
 
 def _is_readable() -> bool:
@@ -110,14 +114,16 @@ class KeptAlive:
         if is_finalizing():
             return
         # nearly always it does not; asked the short way, because each asynchronous call drops a Work (0.2 µs, not 0.7).
-        # No table of a class with several bases is taken for a count of one: its second word is a pointer
-        if _READABLE and (half := halves[id(self) >> _TO_POINTERS]) and counts[half >> _TO_COUNTS] == 1:
+        # No table of a class with several bases is taken for a count: its second word is a pointer, a multiple of 16
+        if _READABLE and (half := halves[id(self) >> _TO_POINTERS]):
+            owners = counts[half >> _TO_COUNTS]
+            if owners == 1 or (not 1 < owners < _FEW and _count_owners(self) == 1):
+                return
+        elif not is_held_by_cpp(self):
             return
-        if is_held_by_cpp(self):
-            if _after_collection not in gc.callbacks:
-                gc.callbacks.append(_after_collection)
+        if _kept:
             release()  # before: C++ has not had the time to let go of this one
-            _kept.append(self)
+        _kept.append(self)
 
 
 def release(at_once: bool = False) -> None:
@@ -134,7 +140,7 @@ def release(at_once: bool = False) -> None:
         except IndexError:  # another thread has looked, or the end of an object that others depended on
             return
         # two references are this function's and the call's: nobody else in Python has it
-        if sys.getrefcount(kept) > 2 or is_held_by_cpp(kept):
+        if sys.getrefcount(kept) > 2 or _count_owners(kept) > 1:
             _kept.append(kept)
 
 
@@ -143,3 +149,6 @@ def _after_collection(
 ) -> None:
     if phase == "stop" and not is_finalizing():
         release(at_once=info["generation"] == 2)
+
+
+gc.callbacks.append(_after_collection)

@@ -31,12 +31,14 @@ NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
 SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
-LONGEST_NAP = 1e-3  # between two looks of the worker while others carry all calls out
+# between two looks of the worker while others carry all calls out: each costs them up to ten switches of threads,
+# because torch's operators let go of the GIL for a moment, too short for the worker to take it
+LONGEST_NAP = 4e-3
+IDLE_NAP = 1e-3  # between two looks while nobody makes calls
 IDLE_LOOKS = 16  # at a queue that nobody uses before the worker sleeps until it is woken
 TURN_SECONDS = 0.01  # between two tries to get a turn that only callbacks hold
 
 Modes = tuple[bool, bool]  # of autograd: inference_mode, grad
-DEFAULT_MODES: Modes = (False, True)  # as any thread begins
 init_torch_work = torch.distributed.Work.__init__
 
 
@@ -69,6 +71,8 @@ class Work(KeptAlive, torch.distributed.Work):
     # -- for the one who carries the call out --------------------------------------------------------
 
     def _finish(self, error: BaseException | None = None) -> None:
+        if self._done:  # a call that was given up may still end
+            return
         self._error = error
         self._done = True
         if self._is_asked:
@@ -220,18 +224,28 @@ class QueuedWork(Work):
 
     __slots__ = ("_modes", "_queue", "_run")
 
-    def __init__(self, queue: Queue, call: Callable[[], None], result: list[torch.Tensor]) -> None:
-        Work.__init__(self, result)
-        self._modes = DEFAULT_MODES  # of the thread that made the call
-        self._queue = queue
-        self._run: Callable[[], None] | None = call  # until it has been carried out; it holds the buffers
+    _modes: Modes  # of the thread that made the call
+    _queue: Queue
+    _run: Callable[[], None] | None  # until it has been carried out; it holds the buffers
 
     def _carry_out(self) -> bool:
-        return self._queue.carry_out_to(self)
+        """Carry out the calls up to this one on this thread, unless another thread has the queue's turn.
 
-    def _finish(self, error: BaseException | None = None) -> None:
-        if not self._done:  # one that was given up may still end
-            super()._finish(error)
+        A callback on the thread that has it may wait for a later call.
+        """
+        queue = self._queue
+        has_come = queue._turn.acquire(False)
+        if has_come:
+            queue._carrier = get_ident()
+        elif queue._carrier != get_ident():
+            return self._done
+        try:
+            while not self._done and queue._calls:
+                queue._steal()
+        finally:
+            if has_come:
+                queue._end_turn()
+        return self._done
 
     def _tell(self) -> None:
         super()._tell()
@@ -306,6 +320,8 @@ class Queue:
         self._stolen: QueuedWork | None = None  # the call that a waiting thread carries out
         self._alarm = allocate_lock()  # released to wake the worker
         self._alarm.acquire()
+        # the last small call, for a moment: C++ lets go of a Work's Python half first, and to keep that costs 4 µs
+        self._latest: QueuedWork | None = None
         self._is_asleep = False
         self._is_used = False  # since the worker's last look
         self._begun = 0  # how many calls have been begun
@@ -337,11 +353,9 @@ class Queue:
         Raises:
             DistBackendError: an earlier call was given up.
         """
-        work = QueuedWork(self, call, result)
-        work._call = record
-        is_inference, has_grad = is_inference_mode_enabled(), is_grad_enabled()
-        if is_inference or not has_grad:
-            work._modes = is_inference, has_grad
+        work = QueuedWork(result)
+        work._queue, work._run, work._call = self, call, record
+        work._modes = is_inference_mode_enabled(), is_grad_enabled()
         if self._carrier is not None and self._carrier == get_ident():
             self._carry_out(work)
             return work
@@ -351,27 +365,11 @@ class Queue:
         self._is_used = True
         if is_large:
             self.hasten()
-        elif self._is_asleep:
+            return work
+        self._latest = work
+        if self._is_asleep:
             self._wake()
         return work
-
-    def carry_out_to(self, work: QueuedWork) -> bool:
-        """Carry out the calls up to one on this thread, and tell whether it has ended.
-
-        Nothing is done while another thread has the turn. A callback on the thread that has it may wait for a later
-        call.
-        """
-        if self._turn.acquire(False):
-            self._carrier = get_ident()
-            try:
-                while not work._done and self._calls:
-                    self._steal()
-            finally:
-                self._end_turn()
-        elif self._carrier == get_ident():
-            while not work._done and self._calls:
-                self._steal()
-        return work._done
 
     def drain(self) -> None:
         """Carry out or wait for everything queued, so that a synchronous call keeps its place."""
@@ -504,6 +502,9 @@ class Queue:
             else:
                 seen, idle, gave_way = -1, 0 if self._is_used else idle + 1, False
                 self._is_used = self._is_urgent = False
+                self._latest = None
+                if idle:
+                    nap = min(nap, IDLE_NAP)
                 if idle < IDLE_LOOKS:
                     self._alarm.acquire(timeout=nap)
                 else:

@@ -252,7 +252,7 @@ class StreamWork(EventWork):
         self._done = True
         self.held = ()
         if self._is_asked:
-            self._finish()
+            self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
