@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from datetime import timedelta
 from pathlib import Path
@@ -345,4 +346,55 @@ def test_who_ends_its_turn_wakes_the_worker_that_was_to_have_it(monkeypatch):
     gate.is_open.set()
     assert has_run.wait(10)
     thief.join()
+    queue.close()
+
+
+def begun_and_ended(queue, is_large=False):
+    work = queue.put(lambda: None, [torch.ones(2)], is_large)
+    assert work.wait()
+    return weakref.ref(work)
+
+
+def test_a_small_work_stays_until_the_next_call_and_a_large_one_does_not(monkeypatch):
+    for name in ("SHORTEST_NAP", "LONGEST_NAP", "IDLE_NAP"):
+        monkeypatch.setattr(work_module, name, 30.0)
+    queue = Queue("test")
+    first = begun_and_ended(queue)
+    assert first() is not None
+    second = begun_and_ended(queue)
+    assert first() is None
+    queue.drain()
+    assert second() is None
+    begun_and_ended(queue, is_large=True)
+    assert queue._latest is None
+    queue.close()
+
+
+def test_a_small_work_goes_soon_though_no_call_follows(queue):
+    work, deadline = begun_and_ended(queue), time.monotonic() + 10
+    while work() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_worker_looks_seldom_while_others_carry_all_calls_out():
+    queue = Queue("test")
+    looks = []
+
+    class CountedAlarm:
+        def acquire(self, timeout=-1):
+            looks.append(timeout)
+            return alarm.acquire(timeout=timeout)
+
+        def release(self):
+            alarm.release()
+
+    alarm, queue._alarm = queue._alarm, CountedAlarm()
+    queue.put(lambda: None, []).wait()  # wakes the worker, which sleeps on the alarm itself
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:
+        queue.put(lambda: None, []).wait()
+    # naps of 50 µs, doubled to 4 ms, each with a short one if a call was queued; with naps of 1 ms there were 400
+    assert len(looks) < 2 * (0.4 / work_module.LONGEST_NAP + 10)
+    assert max(looks) == work_module.LONGEST_NAP
     queue.close()

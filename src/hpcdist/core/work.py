@@ -320,7 +320,8 @@ class Queue:
         self._stolen: QueuedWork | None = None  # the call that a waiting thread carries out
         self._alarm = allocate_lock()  # released to wake the worker
         self._alarm.acquire()
-        # the last small call, for a moment: C++ lets go of a Work's Python half first, and to keep that costs 4 µs
+        # the last small call, until the next one or the worker's next idle look: C++ lets go of the Python half of a
+        # Work first, and ``stores.keep_alive`` would have to keep it, for up to 6 µs
         self._latest: QueuedWork | None = None
         self._is_asleep = False
         self._is_used = False  # since the worker's last look
@@ -373,6 +374,7 @@ class Queue:
 
     def drain(self) -> None:
         """Carry out or wait for everything queued, so that a synchronous call keeps its place."""
+        self._latest = None
         if (self._calls or self._turn.locked()) and self._carrier != get_ident():
             self._clear()
         if self.broken is not None:  # also where the watchdog gave the calls up meanwhile: their thread is still in one
