@@ -33,7 +33,7 @@ ROWS = {
         "DTensor redistribute": {"hpcdist", "gloo", "torch's part"},
         "tensor-parallel block": {"hpcdist", "gloo", "torch's part"},
         "pipeline step": {"hpcdist", "gloo"},
-        "checkpoint save": {"hpcdist", "gloo"},
+        "checkpoint save": {"hpcdist", "gloo", "torch's part"},
     },
 }
 

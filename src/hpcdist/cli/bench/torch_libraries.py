@@ -2,8 +2,8 @@
 
 Each row does the same work on both: a training step of DDP, of FSDP2, of a tensor-parallel block and of a pipeline, a
 redistribution of a DTensor, and a save of a sharded state by ``torch.distributed.checkpoint``. The side "torch's part"
-is the same step with nothing sent, on torch's "fake" group or, for DDP, under ``no_sync``; where peers have
-to answer, as in a pipeline, there is none. The files of a save go to the folder for temporary files.
+is the same step with nothing sent: on torch's "fake" group, for DDP under ``no_sync``, for a save each rank by itself;
+where peers have to answer, as in a pipeline, there is none. The files of a save go to the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(bench: Bench) -> None:
         ("DTensor redistribute", WIDTH * WIDTH, redistribution, redistribution(fake)),
         ("tensor-parallel block", BATCH * WIDTH, tensor_parallel_step, tensor_parallel_step(fake)),
         ("pipeline step", BATCH * WIDTH, pipeline_step, None),
-        ("checkpoint save", PARAMETERS, partial(save, parent=parent), None),
+        ("checkpoint save", PARAMETERS, partial(save, parent=parent), save(None, f"{parent}/{bench.rank}")),
     ]
     try:
         for what, nbytes, make, alone in rows:
@@ -135,8 +135,10 @@ def pipeline_step(group: Any) -> Step:
 
 
 def save(group: Any, parent: str) -> Step:
-    """Return a save of a state of which each rank holds a shard, over the last one."""
+    """Return a save of a state of which each rank holds a shard, over the last one; without a group, of this shard."""
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
     weights = torch.ones(dist.get_world_size(), int(PARAMETERS) // dist.get_world_size())
-    state = {"weights": distribute_tensor(weights, mesh_of(group), [Shard(0)])}
-    return lambda: checkpoint.save(state, checkpoint_id=parent, process_group=group)
+    state = {
+        "weights": weights[:1].clone() if group is None else distribute_tensor(weights, mesh_of(group), [Shard(0)])
+    }
+    return partial(checkpoint.save, state, checkpoint_id=parent, process_group=group, no_dist=group is None)
