@@ -41,6 +41,8 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0
 MpiDefault=none
 ReturnToService=2
+SlurmdTimeout=20
+KillWait=5
 {nodes}
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -90,7 +92,7 @@ class Slurm:
         for host in self.hosts:
             self._start(
                 host,
-                f"rm -rf {OWN}; mkdir -p {OWN}/state {OWN}/spool; chmod -R 755 {OWN}; "
+                f"rm -rf {OWN} /tmp/spmix_*; mkdir -p {OWN}/state {OWN}/spool; chmod -R 755 {OWN}; "
                 f"munged --key-file={key} --socket={OWN}/munge.socket {munge}",
             )
         self._start(self.hosts[0], "slurmctld -c")

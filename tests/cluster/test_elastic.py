@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import Cluster
+from tests.cluster.hosts import Cluster, Host
 from tests.cluster.launch import Job
+from tests.cluster.slurm import Slurm, why_not
 from tests.cluster.test_faults import GONE_SECONDS, START_SECONDS, ULFM, assert_gone
 from tests.faults.test_elastic_job import ends
 
 SCRIPT = Path(__file__).parents[1] / "faults" / "elastic_job.py"
+TEMPLATE = Path(__file__).parents[2] / "slurm" / "elastic.sbatch"
+HOST_SECONDS = 30  # until the connections to a silent host are broken, and the job goes on
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
@@ -45,3 +53,54 @@ def test_the_death_of_a_launchers_daemon_ends_the_job(cluster: Cluster, launcher
         job.finish(20)  # mostly with 0
         assert "PRTE has lost communication with a remote daemon" in job.stderr()
         assert_gone(job, GONE_SECONDS)
+
+
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize(
+    ("lose", "kept"),
+    [
+        (lambda host, pid: host.signal(pid, signal.SIGKILL), [0, 1, 3, 4, 5]),
+        (lambda host, _: host.end_processes(), [0, 1, 4, 5]),
+        (lambda host, _: host.set_port(False), [0, 1, 4, 5]),
+    ],
+    ids=["rank", "processes", "link"],
+)
+def test_a_host_that_is_lost_is_survived_under_srun(
+    cluster: Cluster, launcher: str, lose: Callable[[Host, int], None], kept: list[int]
+) -> None:
+    """The template's own job: Slurm's daemons die with the host, or its cable is cut."""
+    folder = tempfile.mkdtemp(dir=cluster.shared)
+    output = Path(folder, "job.out")
+    plan = {"spares": 2, "steps": 200, "pause": 0.02, "timeout": 60}
+    options = ["--nodes=3", "--ntasks-per-node=2", f"--output={output}", f"--chdir={folder}"]
+    with Slurm(cluster, 3) as slurm:
+        slurm.environment |= {"HPCDIST_PYTHON": sys.executable, "OMPI_MCA_mpi_yield_when_idle": "1"}
+        done = slurm.run("sbatch", *options, str(TEMPLATE), str(SCRIPT), json.dumps(plan))
+        assert done.returncode == 0, done.stderr
+
+        def wait_for(event: str, count: int, seconds: float) -> list[dict[str, Any]]:
+            deadline = time.monotonic() + seconds
+            while True:
+                text = output.read_text() if output.exists() else ""
+                told = [json.loads(each) for each in re.findall(r"^{.*}$", text, re.MULTILINE)]
+                if len([each for each in told if each["event"] == event]) >= count:
+                    return told
+                assert time.monotonic() < deadline, text
+                time.sleep(0.1)
+
+        told = wait_for("resumed", 4, START_SECONDS)
+        time.sleep(0.5)
+        lose(cluster.hosts[1], next(each["pid"] for each in told if each["rank"] == 2))
+        lost = [rank for rank in (2, 3) if rank not in kept]
+        died = [{"rank": rank, "event": "dies", "time": time.time()} for rank in lost]
+        wait_for("resumed", 8, HOST_SECONDS)
+        told = wait_for("end", len(kept), START_SECONDS)
+        ends([*told, *died], output.read_text())
+        deadline = time.monotonic() + START_SECONDS
+        while "ended" not in output.read_text():
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.1)
+        assert re.search(r"^job \d+ ended .* with status 0$", output.read_text(), re.MULTILINE), output.read_text()
+        assert not [text for text in cluster.hosts[1].processes().values() if text.startswith(sys.executable)]

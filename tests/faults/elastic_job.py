@@ -3,7 +3,8 @@
     mpirun --with-ft ulfm -n 6 python elastic_job.py '{"spares": 1, "die": {"2": {"step": 5}}}'
 
 The plan says which processes die, and when: in a step ("step", between its two sums), some seconds after the first step
-("seconds", wherever they are then), or in a recovery ("setup", at their so-manieth call of it). All values are whole
+("seconds", wherever they are then), in a recovery ("setup", at their so-manieth call of it), or while the state is
+written after a step ("saving", into the folder "save"). All values are whole
 numbers, so that their sums do not depend on the order: the result equals that of one process that knows only how many
 ranks made each step (``expected``).
 """
@@ -17,9 +18,12 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as dist
 
@@ -67,6 +71,40 @@ class Training:
         self.sizes = list(state["sizes"])
 
 
+class Saves:
+    """States written in the background, every fourth step, into folders ``steps-change``."""
+
+    def __init__(self, folder: Path, training: Training) -> None:
+        self.folder, self.training = folder, training
+        self.group: Any = None
+        self.written: Any = None
+
+    def regroup(self) -> None:
+        self.group, self.written = dist.new_group(), None
+
+    def save(self, steps: int, change: int) -> None:
+        self.wait()
+        state = {"weights": self.training.weights, "sizes": torch.tensor(self.training.sizes)}
+        self.written = dcp.async_save(state, checkpoint_id=self.folder / f"{steps}-{change}", process_group=self.group)
+
+    def wait(self) -> None:
+        try:
+            if self.written is not None:
+                self.written.result()
+        except CheckpointException as error:
+            raise dist.DistBackendError("the state could not be written") from error
+
+    def are_right(self, count: int) -> bool:
+        """Tell whether every state that looks whole is: DCP writes .metadata last."""
+        for each in self.folder.glob("*/.metadata"):
+            steps = int(each.parent.name.split("-")[0])
+            state = {"weights": torch.empty(count, dtype=torch.float64), "sizes": torch.zeros(steps, dtype=torch.int64)}
+            dcp.load(state, checkpoint_id=each.parent, no_dist=True)
+            if not torch.equal(state["weights"], expected(state["sizes"].tolist(), count)):
+                return False
+        return True
+
+
 def tell(event: str, **more: object) -> None:
     line = json.dumps({"rank": ME, "event": event, "time": time.time(), "pid": os.getpid(), **more})
     os.write(1, f"\n{line}\n".encode())
@@ -81,6 +119,7 @@ def main() -> None:
     count, steps, pause = COUNTS[PLAN.get("by", "mpi")], PLAN.get("steps", 30), PLAN.get("pause", 0.01)
     training = Training(count, 0 if ME == 0 else 1 + ME)
     own = PLAN.get("die", {}).get(str(ME), {})
+    saves = Saves(Path(PLAN["save"]), training) if "save" in PLAN else None
     setups = 0
 
     def setup() -> None:
@@ -88,6 +127,8 @@ def main() -> None:
         setups += 1
         half, _ = dist.new_subgroups(1)
         assert half.size() == 1
+        if saves:
+            saves.regroup()
         if setups == own.get("setup"):
             die()
         ones = torch.ones(1)
@@ -122,12 +163,20 @@ def main() -> None:
                     dist.all_reduce(total)
                 second_half(training.weights, total)
                 training.sizes.append(job.size)
+                if saves and number % 4 == 3:
+                    saves.save(number + 1, job.changes)
+                    if number == own.get("saving"):
+                        die()
                 if setups_seen != setups:
                     setups_seen = setups
                     tell("resumed", step=number, size=job.size)
         if job.rank is not None:
             dist.all_reduce(torch.ones(1))  # the group is there until all have left the block
+            if saves:
+                saves.wait()
         right = torch.equal(training.weights, expected(training.sizes, count)) if job.rank is not None else None
+        if saves and job.rank == 0:
+            right = right and saves.are_right(count)
         tell("end", now=job.rank, size=job.size, changes=job.changes, sizes=training.sizes, right=right)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def random_plan(kind: str, seed: int) -> dict[str, Any]:
         "two": {first: {"seconds": moment}, second: {"seconds": moment}},
         "zero": {0: {"seconds": moment}},
         "step": {first: {"step": chance.randrange(40)}},
+        "save": {first: {"saving": chance.randrange(3, 40, 4)}},
         "recovery": {first: {"step": chance.randrange(40)}, second: {"setup": 2}},
         "spare": {first: {"seconds": moment}, workers: {"spare": moment}} if plan["spares"] else {0: {"step": 39}},
     }[kind]
@@ -85,12 +87,14 @@ def random_plan(kind: str, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-@pytest.mark.parametrize("kind", some(["two", "recovery", "one", "zero", "step", "spare"], 1))
-def test_a_job_that_loses_ranks_at_random_ends_with_the_right_result(launcher: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", some(["two", "recovery", "save", "one", "zero", "step", "spare"], 1))
+def test_a_job_that_loses_ranks_at_random_ends_with_the_right_result(launcher: str, kind: str, tmp_path: Path) -> None:
     """HPCDIST_FAULTS=all takes every kind, HPCDIST_ELASTIC_RUNS=N each of them N times."""
     took = []
     for repetition in range(REPETITIONS):
         plan = random_plan(kind, repetition)
+        if kind == "save":
+            plan["save"] = str(tmp_path / str(repetition))
         status, events, stderr = run(launcher, plan)
         assert status == 0, f"{plan}\n{events}\n{stderr}"
         assert ends(events, f"{plan}\n{stderr}")

@@ -42,6 +42,8 @@ def test_a_spare_that_has_the_state_saves_the_job_if_all_ranks_have_died():
         ([report(0, recent=4)], 1, 4, "rank 1 died after 4 other changes within an hour"),
         ([report(0, Status.LEFT), report(1)], 1, 20, "a rank has left the loop"),
         ([report(0), report(1, Status.FINISHED)], 1, 20, "a step has failed though no rank was lost"),
+        ([report(0, present=3)], 1, 20, "1 of 3 processes are left here; the others may go on without them"),
+        ([report(1, present=2, first=0)], 1, 20, "1 of 2 processes are left here"),
     ],
 )
 def test_errors(reports, least, most, words):
@@ -60,6 +62,11 @@ def test_the_end_and_a_beginning_need_no_new_group():
 def test_a_rank_that_has_finished_makes_the_last_step_again_with_the_others():
     found = decide([report(0, Status.FINISHED, step=8), report(1, step=7)], [0, 1, 2], 1, 20)
     assert (found.outcome, found.source, found.remakes) == (Outcome.GO_ON, 0, True)
+
+
+def test_the_half_with_the_lowest_process_goes_on():
+    found = decide([report(0, present=4), spare(2)._replace(present=4)], [0, 1], 1, 20)
+    assert (found.outcome, found.members, found.present) == (Outcome.GO_ON, [0, 2], [0, 2])
 
 
 def test_a_snapshot_restores_every_bit_and_is_no_view():

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
@@ -80,6 +81,7 @@ class ElasticJob:
         self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
         self._members: list[int] = []  # ids of the default group's ranks, in order
         self._id = self._epoch = 0
+        self._present: list[int] = []  # ids of the processes at the last meeting, where no launcher watches over them
         self._changed: list[float] = []  # when members changed
         self._snapshot = Snapshot({})
         self._setup: Callable[[], object] | None = None
@@ -115,6 +117,8 @@ class ElasticJob:
         if self.survives or self._spares:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
             everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
+        if self.survives and everyone.leave_launcher():
+            self._present = list(range(size))
         if self._spares:
             own = everyone.split([self._members], ["elastic"], self._timeout)
             made = WORLD.count()
@@ -183,7 +187,11 @@ class ElasticJob:
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            if self.survives:
+            if self._present and not self._has_ended:  # nobody else tells the others
+                for watchdog in RUNNING:
+                    trace = "".join(format_exception(error))
+                    watchdog.abort(self._everyone, f"a rank has left the job by {error!r}; the job is aborted\n{trace}")
+            elif self.survives:
                 self._everyone.revoke("a rank has left the job by an error")  # the spares come, and see it leave
             return
         if not self._has_ended:
@@ -296,6 +304,7 @@ class ElasticJob:
             self._id, status, self._epoch, len(self._members), self._snapshot.step if self._holds else -1,
             WORLD.count(), self._agreed_changes,
             sum(time.monotonic() - each < HOUR for each in self._changed),
+            len(self._present), min(self._present, default=0),
         )  # fmt: skip
         told = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
         everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), told))
@@ -328,11 +337,13 @@ class ElasticJob:
     def _commit(self, decision: Decision) -> Outcome:
         """Take note of what all have agreed on."""
         if decision.outcome is Outcome.ERROR:
+            self._has_ended = True
             raise DistBackendError(decision.reason) from self._error
         self._error = None
         self._epoch, self._members, self.size = decision.epoch, decision.members, len(decision.members)
         self.rank = self._members.index(self._id) if self._id in self._members else None
         self.changes = self._agreed_changes = decision.changes
+        self._present = decision.present if self._present else []
         if decision.lost:
             self._changed.append(time.monotonic())
             LOG.info("lost %s; %d ranks go on", listed(decision.lost), self.size)

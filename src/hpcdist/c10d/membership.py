@@ -40,6 +40,8 @@ class Report(NamedTuple):
     made: int  # how many groups were made
     changes: int  # of members
     recent: int  # of those, within the last hour
+    present: int = 0  # processes at the last meeting; 0 where the launcher ends those that the others cannot reach
+    first: int = 0  # the lowest id of those
 
 
 class Decision(NamedTuple):
@@ -51,6 +53,7 @@ class Decision(NamedTuple):
     lost: list[int]  # ranks of the last default group
     source: int  # the rank whose state the others take over
     changes: int
+    present: list[int]  # ids of all living processes
     remakes: bool  # whether the default group is made anew
     reason: str = ""
 
@@ -77,11 +80,15 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int) 
         chosen = [report.id for report in survivors]
     farthest = max((by_id[each] for each in chosen), key=lambda report: report.step, default=None)
     changes = max(report.changes for report in reports) + bool(lost)
+    last = max(reports, key=lambda report: report.epoch)
+    half = 2 * len(reports) - last.present  # of two parts that cannot reach each other, only one goes on
     reason = ""
     if farthest is None or farthest.step < 0:
         reason = f"all {len(members)} ranks of the job have died, and its state with them"
     elif not has_ended:
-        if len(chosen) < min_size:
+        if half < 0 or (half == 0 and last.first not in by_id):
+            reason = f"{len(reports)} of {last.present} processes are left here; the others may go on without them"
+        elif len(chosen) < min_size:
             reason = f"{listed(lost)} of {len(members)} died and {len(chosen)} are left, fewer than min_size={min_size}"
         elif lost and max(report.recent for report in reports) >= most:
             reason = f"{listed(lost)} died after {most} other changes within an hour (max_changes_per_hour={most})"
@@ -97,6 +104,7 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int) 
         lost,
         0 if farthest is None else chosen.index(farthest.id),
         changes,
+        sorted(by_id),
         not reason and (bool(lost) or bool(statuses & {Status.FAILED, Status.AGAIN})),
         f"the elastic job cannot go on: {reason}" if reason else "",
     )

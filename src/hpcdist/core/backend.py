@@ -215,6 +215,10 @@ class Backend(Supervised):
         """Make a communicator of the ranks that live, in order, also if this one is revoked; they all call."""
         raise TypeError(f"backend {self.name!r} does not survive a dead rank")
 
+    def leave_launcher(self) -> bool:
+        """Leave a launcher that ends the job when a rank dies, if there is one; every process of the job calls."""
+        return False
+
     def agree(self, flag: bool) -> bool:
         """Return whether all ranks that live gave True and none has just died, also if this one is revoked."""
         raise TypeError(f"backend {self.name!r} does not survive a dead rank")

@@ -195,6 +195,10 @@ class MPIBackend(Backend):
         """Make a communicator of the ranks that live (MPI_Comm_shrink)."""
         return self._of(self.communicator.survivors())
 
+    def leave_launcher(self) -> bool:
+        """Leave Slurm's PMIx, if hpcdist started MPI and so ends it."""
+        return bool(runtime.OWNED) and ulfm.leave_launcher(self.comm)
+
     def agree(self, flag: bool) -> bool:
         """Agree by MPI_Comm_agree."""
         return self.communicator.agree(flag)

@@ -148,7 +148,7 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
 
 
 def finalize() -> None:
-    """Finalise MPI at exit; not where a rank has died and the job went on (ULFM).
+    """Finalise MPI at exit; not where a rank has died and the job went on (ULFM), or the launcher was left.
 
     Open MPI 5.0.11 then hung in MPI_Finalize in 1 of 11 to 1 of 4 runs, in a barrier of its launcher that the dead rank
     never enters; leaving without it ended well each time.
@@ -156,7 +156,7 @@ def finalize() -> None:
     from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
     MPI = load()
-    if OWNED and not MPI.Is_finalized() and not ulfm.failed(MPI.COMM_WORLD):
+    if OWNED and not MPI.Is_finalized() and not ulfm.ALONE and not ulfm.failed(MPI.COMM_WORLD):
         MPI.Finalize()
 
 

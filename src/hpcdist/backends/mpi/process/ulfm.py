@@ -1,20 +1,34 @@
 """User-Level Failure Mitigation: whether this MPI survives a dead process, and which processes have died.
 
 MPI_Comm_revoke, _shrink and _get_failed (``MPIX_`` before MPI 5) are there in Open MPI 5 under ``mpirun --with-ft
-ulfm``. Elsewhere a dead process ends the job.
+ulfm``, and under ``srun`` once its processes have left Slurm's PMIx. Elsewhere a dead process ends the job.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 from mpi4py import MPI
 
 TRIALS = 100  # tests of a request on a revoked communicator; Open MPI raised in the third
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
+SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
+PMIX = "libpmix.so.2"
+# a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
+KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 2,
+    socket.TCP_USER_TIMEOUT: 15_000,  # ms, for data that is not acknowledged
+}
+ALONE: list[str] = []  # the launcher that this process has left
 LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
 
 
@@ -92,3 +106,38 @@ def are_dead(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def leave_launcher(comm: MPI.Intracomm) -> bool:
+    """Leave Slurm's PMIx, whose plugin kills the step when a rank dies; every rank of the world calls.
+
+    MPI asks PMIx for the address of a process that it meets for the first time, so each sends an empty message to every
+    other one before. Afterwards it learns of a death from its broken connections: those are between nodes, so ranks of
+    another node see it, and MPI tells the rest. MPI_Finalize would wait for PMIx for ever: the process ends without.
+
+    Returns:
+        Whether this was done; not under another launcher.
+    """
+    namespace = os.environ.get("PMIX_NAMESPACE", "")
+    if not namespace.startswith(SLURM_JOBS):
+        return False
+    peers = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+    nothing = [bytearray(), MPI.BYTE]
+    MPI.Request.Waitall(
+        [*(comm.Irecv(nothing, each) for each in peers), *(comm.Isend(nothing, each) for each in peers)]
+    )
+    comm.Barrier()
+    limit_silence()
+    ctypes.CDLL(PMIX, os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Finalize(None, 0)
+    ALONE.append(namespace)
+    return True
+
+
+def limit_silence() -> None:
+    """Have the kernel end TCP connections of this process whose other host is silent: its power or its link is lost."""
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(each))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in KEEP_ALIVE.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
