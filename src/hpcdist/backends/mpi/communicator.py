@@ -182,6 +182,7 @@ class Communicator:
         MPI_Comm_ishrink would let the wait be ended: in Open MPI 5.0.11 it returns MPI_ERR_INTERN. All have the new
         communicator when this returns: Open MPI crashes if one is revoked that a rank is still making.
         """
+        ulfm.await_news(self.comm)
         try:
             made: MPI.Intracomm = self.comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
         except MPI.Exception as error:

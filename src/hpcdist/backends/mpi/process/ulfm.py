@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 TRIALS = 100  # tests of a request on a revoked communicator; Open MPI raised in the third
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
+QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
 SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
 PMIX = "libpmix.so.2"
 # a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
@@ -106,6 +107,19 @@ def are_dead(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def await_news(comm: MPI.Intracomm) -> None:
+    """Return when no more deaths have become known for a moment.
+
+    Those of several ranks, as of a node, are not learnt of at once, and Open MPI 5.0.11 crashes
+    (``ompi_comm_revoke_local``) if it learns of one while MPI_Comm_shrink makes its communicator.
+    """
+    known, until = 0, time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < until:
+        if len(found := failed(comm)) != known:
+            known, until = len(found), time.monotonic() + QUIET_SECONDS
+        time.sleep(0.005)
 
 
 def leave_launcher(comm: MPI.Intracomm) -> bool:
