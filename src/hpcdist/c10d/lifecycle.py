@@ -12,7 +12,7 @@ import torch
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.c10d import reproduction
+from hpcdist.c10d import reconfigure, reproduction
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout, local_name
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
@@ -63,8 +63,9 @@ def init_process_group(
         pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         device_id: the GPU of this process; binds it and connects NCCL at once.
         _ranks: what the default group's name is made from, where this world is a part of a larger one.
-        enable_reconfigure: taken as c10d takes it (since torch 2.14) and ignored, as by each backend that cannot be
-            reconfigured; ``hpcdist.elastic`` changes the ranks of a job.
+        enable_reconfigure: let ``_reconfigure`` choose the ranks of the default group anew among the processes of the
+            job, over MPI (c10d's since torch 2.14). Other backends ignore it. Unlike c10d's group this one takes calls
+            before it is first reconfigured.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
         bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
@@ -103,6 +104,8 @@ def init_process_group(
     name = local_name(_ranks) if _ranks else WORLD.next_name()
     begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
     WORLD.store = bootstrap.store
+    if enable_reconfigure:
+        reconfigure.enable(WORLD.default)
     if first.rank == 0:
         topology.warn_if_spread()
     if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcdist.c10d import reconfigure
 from hpcdist.c10d.lifecycle import begin, carried, choose
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
@@ -70,6 +71,8 @@ def create_world(options: Any, pg_options: Any) -> Group:
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
     begin(group, None)
     WORLD.store = store
+    if getattr(options, "enable_reconfigure", False):  # since torch 2.14
+        reconfigure.enable(group)
     return group
 
 

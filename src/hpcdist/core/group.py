@@ -28,6 +28,7 @@ class Group:
     Attributes:
         ranks: the global rank of each rank of the group, in order.
         backends: the backend that carries each device type; empty once the group is destroyed.
+        base: a communicator of every process that the ranks may be chosen from anew; None for a group that stays.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
@@ -36,6 +37,7 @@ class Group:
     """
 
     asked_name: str | None = None
+    base: Backend | None = None
 
     def __init__(
         self,
@@ -47,6 +49,15 @@ class Group:
         description: str,
         timeout: timedelta,
     ) -> None:
+        self.config = config
+        self.timeout = timeout
+        self._name = name
+        self._description = description
+        self._device_id: torch.device | None = None
+        self.form(ranks, rank, backends)
+
+    def form(self, ranks: tuple[int, ...], rank: int, backends: dict[str, Backend]) -> None:
+        """Take ranks and communicators, and begin to count calls."""
         self.ranks = ranks
         self._rank = rank
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
@@ -56,14 +67,9 @@ class Group:
         for backend in backends.values():
             if backend is not self.cpu and backend.peer is None:
                 backend.peer = self.cpu
-        self.config = config
-        self.timeout = timeout
-        self.journal = Journal(name)
+        self.journal = Journal(self._name)
         self.known = CallCache()
         self.coalescing: list[Call] | None = None  # the calls held back by a coalescing manager
-        self._name = name
-        self._description = description
-        self._device_id: torch.device | None = None
 
     @property
     def sequence(self) -> int:
@@ -137,16 +143,31 @@ class Group:
                 groups.enter_context(backend.grouped())
             return groups.pop_all()
 
-    def drop(self, reason: str) -> None:
-        """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here."""
+    def drop(self, reason: str, revokes: bool = False) -> None:
+        """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here.
+
+        Args:
+            reason: why calls under way raise.
+            revokes: end them on all ranks, if the library can.
+        """
         dropped = dict.fromkeys(self.backends.values())
+        for backend in dropped if revokes else ():
+            if not backend.revoke(reason):
+                backend.interrupt(reason)
         self.backends, self.cpu, self.carriers = {}, None, {}
         self.known.clear()
         for backend in dropped:
             backend.drop(reason)
 
     def close(self) -> None:
-        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""
+        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.
+
+        Those of a group whose ranks were chosen anew are forgotten: nobody knows who else has a part in them still.
+        """
+        if self.base is not None:
+            self.drop(f"group {self._name!r} was destroyed")
+            self.base = None
+            return
         closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices
         try:
             with self.journal.during("destroy_process_group"):

@@ -11,6 +11,7 @@ import torch.distributed
 
 from hpcdist.core import registry
 from hpcdist.core.c10d_methods import C10dMethods
+from hpcdist.core.work import DoneWork, Work
 from hpcdist.core.world import WORLD
 from stores.keep_alive import KeptAlive
 
@@ -24,6 +25,8 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         self._splits: Counter[tuple[int, ...]] = Counter()  # how often each list of ranks was made a group
 
     # torch's libraries ask a group made in Python for these by name
+
+    getRank, getSize = C10dMethods.rank, C10dMethods.size  # C++'s own were told once
 
     @property
     def pg_name(self) -> str:
@@ -90,26 +93,30 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             "start all ranks together and use new_group or split_group"
         )
 
-    supports_reconfigure = False
+    membership: Any = None  # a ``c10d.reconfigure.Membership``, if the ranks may be chosen anew
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the ranks may be chosen anew (c10d's name since torch 2.14)."""
+        return self.membership is not None
+
+    def _member(self) -> Any:
+        if self.membership is None:
+            raise RuntimeError(
+                f"group {self._name!r} on backend {self.config!r} does not support reconfigure: the default group does "
+                "that init_process_group(enable_reconfigure=True) makes over MPI; hpcdist.elastic and "
+                "hpcdist.shrink_group change the ranks of others"
+            )
+        return self.membership
 
     def get_reconfigure_handle(self) -> str:
-        """Raise, as ``reconfigure`` does.
+        """Return the text that names this process to the others (see ``hpcdist._get_reconfigure_handle``)."""
+        return str(self._member().handle())
 
-        Raises:
-            RuntimeError: always.
-        """
-        return str(self.reconfigure())
-
-    def reconfigure(self, opts: Any = None) -> Any:
-        """Raise: c10d would have each rank find its peers anew, and the ranks of an MPI job are MPI's.
-
-        Raises:
-            RuntimeError: always; c10d's class for what a backend does not support.
-        """
-        raise RuntimeError(
-            f"backend {self.config!r} does not support reconfigure: use hpcdist.elastic, in which spare ranks replace "
-            "those that die, or hpcdist.shrink_group"
-        )
+    def reconfigure(self, opts: Any) -> Work:
+        """Choose the group's ranks anew (see ``hpcdist._reconfigure``), given c10d's ``ReconfigureOptions``."""
+        self._member().reconfigure(opts)
+        return DoneWork([])
 
     def _refuse_hook(self, *args: Any) -> None:
         """Raise: torch calls such hooks below the methods that a group made in Python replaces.
@@ -138,5 +145,11 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             WORLD.discard(self)
 
     def abort(self) -> None:
-        """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1)."""
-        self.shutdown()
+        """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1).
+
+        One that may be reconfigured is revoked if this MPI can do so (ULFM), and waits for ``reconfigure``.
+        """
+        if self.membership is None:
+            self.shutdown()
+        else:
+            self.drop(f"group {self._name!r} was aborted", revokes=True)

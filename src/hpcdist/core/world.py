@@ -36,6 +36,9 @@ class Mirror(Protocol):
     def clear(self) -> None:
         """Forget all groups."""
 
+    def renumber(self, group: Any, made: int) -> None:
+        """Take note that a group has other ranks, and of how many groups were made on any of them."""
+
 
 class World:
     """The default group, every other group, and how many were ever made."""
@@ -76,6 +79,12 @@ class World:
         index = self.made if self.mirror is None else self.mirror.next_index(self.made)
         self.made = index + 1
         return str(index)
+
+    def renumber(self, group: Group, made: int) -> None:
+        """Take note that a group has other ranks, and count from ``made`` groups on: the same on all of them."""
+        self.made, self.made_locally = made, {}
+        if self.mirror is not None:
+            self.mirror.renumber(group, made)
 
     def clear(self) -> None:
         """Forget everything, so that the next init starts anew."""

@@ -22,7 +22,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.side_channel import Place
-from hpcdist.watch.watchdog import RUNNING, Watchdog
+from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
 LACKING_PAUSE = 1.0  # the longest if a process has ended
@@ -233,6 +233,6 @@ def needs(call: dict[str, Any], me: int) -> bool:
     group = WORLD.groups.get(call["group"])
     if call["message"]:
         return call["peer"] == me
-    if call["name"] == "shrink_group":
+    if call["name"] in REMAKING:
         return False  # a rank that is left out may leave the program while the others are still at it
     return group is None or call["number"] > group.journal.sequence

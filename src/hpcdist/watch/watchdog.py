@@ -46,7 +46,7 @@ SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
-SHRINK = "shrink_group"
+REMAKING = ("shrink_group", "reconfigure")  # the remaining ranks make a communicator without the others
 
 
 class Watchdog:
@@ -336,7 +336,7 @@ class Watchdog:
         for each in calls_under_way.under_way():
             others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
             # a rank whose call has raised goes on with it, without those that the verdict is about
-            others = others or (each.call.name == SHRINK and verdict.subject.name != SHRINK)
+            others = others or (each.call.name in REMAKING and verdict.subject.name not in REMAKING)
             if not others and self.states.state(each.record) is not State.ENDING:
                 self._accept(each, verdict)
 

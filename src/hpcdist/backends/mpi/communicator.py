@@ -31,6 +31,11 @@ def group_tag(name: str) -> int:
     return crc32(name.encode()) % TAGS
 
 
+def create_from_group(members: MPI.Group, name: str) -> MPI.Intracomm:
+    """Make a communicator that depends on no other (MPI 7.4.2), which only its members call."""
+    return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
+
+
 class Translation(NamedTuple):
     """Raises c10d's error for MPI's inside the ``with`` block that this is given to."""
 
@@ -220,11 +225,24 @@ class Communicator:
             made = self.comm.Split(color, key)
         return None if made == MPI.COMM_NULL else MPI.Intracomm(made)
 
-    def create_group(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
-        """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2)."""
+    def create_group(self, ranks: Sequence[int], name: str, with_dead: bool = False) -> MPI.Intracomm:
+        """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2).
+
+        Args:
+            ranks: the members.
+            name: the same on all of them; keeps apart what is made at once.
+            with_dead: other ranks may have died, and this communicator is to be used again: it is not revoked. Open MPI
+                5.0.11 gives MPI_ERR_PROC_FAILED to the second MPI_Comm_create_group after a death, though all members
+                live, and to no MPI_Comm_create_from_group.
+        """
         whole = self.comm.Get_group()
         members = whole.Incl(list(ranks))
         try:
+            if with_dead and ulfm.is_tolerant():
+                try:
+                    return create_from_group(members, name)
+                except MPI.Exception as error:
+                    raise DistBackendError(f"reconfigure failed in MPI: {error.Get_error_string()}") from error
             with self.translating("new_group"):
                 return self.comm.Create_group(members, group_tag(name))
         finally:
@@ -267,7 +285,7 @@ class Communicator:
                     f"shrink_group: MPI counts ranks {self.failed()} of the group as dead, more than the "
                     f"{list(excluded)} to exclude; call it again with all of them"
                 )
-            return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
+            return create_from_group(members, name)
         except MPI.Exception as error:
             hint = "" if ulfm.is_tolerant() else f"; this MPI cannot go on after a rank has died: {ulfm.LAUNCH_HINT}"
             raise DistBackendError(
