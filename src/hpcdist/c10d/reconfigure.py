@@ -122,7 +122,10 @@ class Membership:
                 if name not in by_name:
                     by_name[name] = registry.connect(name, bootstrap)
         for each in list(WORLD.groups.values()):
-            each.drop(f"the ranks of the default group were chosen anew (reconfigure {uuid})", revokes=True)
+            queues = [backend.queue for backend in each.backends.values() if backend.queue is not None]
+            # only what this process has under way: one that is not chosen may be at the end of a call with it
+            is_busy = any(queue.pending() for queue in queues)
+            each.drop(f"the ranks of the default group were chosen anew (reconfigure {uuid})", revokes=is_busy)
             if each is not group:
                 WORLD.remove(each)
         self.last = uuid
@@ -181,9 +184,9 @@ def _reconfigure(
     """Choose the ranks of the default group anew among the processes of the job; only those chosen call this.
 
     The group stays the same object, with other ranks, and takes calls when this returns. Its communicators are made
-    anew; calls under way on the old ones raise if this MPI can do so (ULFM), and elsewhere there must be none. All
-    other groups of these processes end. A process that is not chosen keeps its old group, on which it cannot call
-    anybody any more, and may be chosen later. If this raises, the group is as it was.
+    anew; asynchronous calls of these processes that are under way on the old ones raise if this MPI can do so (ULFM),
+    and elsewhere there must be none. All other groups of these processes end. A process that is not chosen keeps its
+    old group, on which it cannot call anybody any more, and may be chosen later. If this raises, the group stays.
 
     Args:
         uuid: a number that no other reconfiguration of this job has, the same on all that call.
