@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi.node import internode, messages, two_level
+from hpcdist.backends.mpi.node import messages, two_level
 from hpcdist.backends.mpi.node.arithmetic import FOLDS, KINDS
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.two_level import TwoLevel
@@ -119,7 +119,7 @@ def test_moves(several, every, dtype):
 def test_more_than_fits_at_once(several, every):
     """More pieces than a rank is allowed to be ahead, and chunks than there are slots and stages."""
     size, rank = every.size, every.rank
-    numel = (two_level.STAGES + internode.AHEAD) * internode.MESSAGE_BYTES // 4 * 2 + 5
+    numel = (two_level.STAGES + two_level.AHEAD) * two_level.CHUNK_BYTES // 4 * 2 + 5
     tensor = values(rank, numel, torch.float32)
     several.all_reduce(tensor, tensor, ReduceOp.SUM)
     assert_same(tensor, expected("SUM", size, numel, torch.float32))
@@ -242,7 +242,7 @@ def test_memory_of_messages_that_were_left_is_kept(every):
     tensor = torch.zeros(8)
     if every.rank == 0:
         left = messages.Messages(every, interrupt)
-        left.receive(1, 5, tensor.data_ptr(), tensor.nbytes, lambda: None)
+        left.receive(1, tensor.data_ptr(), tensor.nbytes, lambda: None)
         with pytest.raises(dist.DistBackendError, match="interrupted"):
             left.wait(lambda: False)
         left.abandon([tensor])
@@ -251,10 +251,10 @@ def test_memory_of_messages_that_were_left_is_kept(every):
         gc.collect()
         every.Barrier()
         assert of_tensor() is not None
-        requests, (tensor,) = messages.ABANDONED.pop(kept - 1)
-        requests[0].Wait()
+        left, (tensor,) = messages.ABANDONED.pop(kept - 1)
+        left.finish()
         assert tensor.tolist() == [1.0] * 8
     else:
         every.Barrier()
         if every.rank == 1:
-            every.Send(torch.ones(8).numpy(), 0, 5)
+            every.Send(torch.ones(8).numpy(), 0)

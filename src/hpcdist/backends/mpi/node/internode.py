@@ -1,9 +1,10 @@
 """All-reduce of one slice across nodes: each node has reduced its own, and they are combined piece by piece.
 
-A piece is divided among the nodes: each sends the others their shares of it, adds up the shares that it gets in the
-order of the nodes, and sends the sum back. This moves 2 S (N - 1) / N bytes of S a node, the least that there can be,
-in two steps, in the tensors' own dtype. Half types are added in float32: a share is rounded once as a node's sum (not
-at all if the node has one rank), and the result once, where a ring would round at each of its N - 1 steps.
+A piece is divided among the nodes: each sends the others their shares of it, one after another (`messages.Turns`), adds
+up the shares that it gets in the order of the nodes, and sends the sum back. This moves 2 S (N - 1) / N bytes of S a
+node, the least that there can be, in two steps, in the tensors' own dtype. Half types are added in float32: a share is
+rounded once as a node's sum (not at all if the node has one rank), and the result once, where a ring would round at
+each of its N - 1 steps; it takes as long as a ring.
 
 Many nodes would have many small shares, so `MPI_Allreduce` takes over beyond `thresholds.MOST_NODES` (`MPISlices`).
 Half types then go through an op of our own, which rounds at each of MPI's steps; so do MIN and MAX of floats, because
@@ -13,7 +14,6 @@ MPI leaves NaN undefined.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,25 +21,28 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import DATATYPES
 from hpcdist.backends.mpi.node.arithmetic import WIDER, Fold, Scratch
-from hpcdist.backends.mpi.node.messages import Arrivals, Messages
+from hpcdist.backends.mpi.node.messages import TURN_BYTES, Messages, Spans, Turns
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op
 from hpcdist.core.buffers import as_bytes
 
-MESSAGE_BYTES = 256 << 10
-AHEAD = 4  # pieces that another node may be ahead of this one
-SHARE, SUM = 0, 1  # tags
+EARLY = 2  # pieces whose shares go before the first sums
 LINE_BYTES = 64
 
 
-def cut(length: int, parts: int, line: int) -> list[int]:
-    """Return the bounds of a length divided in parts that begin on cache lines."""
-    part = -(-length // (parts * line)) * line
-    return [min(length, i * part) for i in range(parts + 1)]
+def outer_scratch_of(fold: Fold, parts: int, numel: int) -> Scratch | None:
+    """Return memory to combine nodes' results in, where the fold needs it."""
+    if not fold.needs_scratch(parts):
+        return None
+    assert fold.wide is not None
+    return torch.empty(numel, dtype=fold.wide, device="cpu"), torch.empty(numel, dtype=fold.wide, device="cpu")
 
 
 class Slices:
     """An all-reduce of one slice over the nodes, under way.
+
+    The shares of the first pieces have the first turns, then sums of one piece and shares of another alternate, so that
+    a sum is there when its turn comes.
 
     Args:
         messages: of the call.
@@ -50,91 +53,77 @@ class Slices:
     """
 
     def __init__(self, messages: Messages, ranks: Sequence[int], here: int, values: torch.Tensor, fold: Fold) -> None:
-        nodes, itemsize, length = len(ranks), values.itemsize, values.numel()
-        line = max(1, LINE_BYTES // itemsize)
+        nodes, length, line = len(ranks), values.numel(), max(1, LINE_BYTES // values.itemsize)
         self._messages, self._ranks, self._here, self._values, self._fold = messages, ranks, here, values, fold
-        count = max(1, -(-values.nbytes // (nodes * MESSAGE_BYTES)))
-        piece = -(-length // (count * line)) * line
-        self._pieces = [(start, min(length, start + piece)) for start in range(0, length, piece)]
-        self._shares = [[low + bound for bound in cut(high - low, nodes, line)] for low, high in self._pieces]
-        # the nearest node first, another one for each node, so that nobody gets everything at once
-        self._others = [(here + k) % nodes for k in range(1, nodes)]
-        largest = cut(piece, nodes, line)[1]
-        rows = min(AHEAD, len(self._pieces))
-        self._inbox = torch.empty(rows, nodes, largest, dtype=values.dtype, device="cpu")
-        self._scratch: Scratch | None = None
-        if fold.needs_scratch(nodes):
-            assert fold.wide is not None
-            total, spare = (torch.empty(largest, dtype=fold.wide, device="cpu") for _ in range(2))
-            self._scratch = total, spare
-        self._reduced = self._folded = self._whole = 0  # pieces that the node has reduced; added up; complete
-        self._sent: list[int] = [0] * nodes  # shares that have left for each node, all before them too
-        self._early: list[set[int]] = [set() for _ in ranks]
-        base, item = values.data_ptr(), itemsize
-        self._incoming, self._sums = {}, {}
-        for node in self._others:
-            shares = [
-                (self._inbox[k % rows, node].data_ptr(), (cuts[here + 1] - cuts[here]) * item)
-                for k, cuts in enumerate(self._shares)
-            ]
-            sums = [(base + cuts[node] * item, (cuts[node + 1] - cuts[node]) * item) for cuts in self._shares]
-            self._incoming[node] = Arrivals(messages, ranks[node], SHARE, shares, self._advance)
-            self._sums[node] = Arrivals(messages, ranks[node], SUM, sums, self._complete)
-        for incoming in self._incoming.values():
-            incoming.allow(rows)
+        self._pieces = max(1, -(-values.nbytes // (nodes * TURN_BYTES)))
+        self._share = -(-length // (self._pieces * nodes * line)) * line  # elements
+        self._early = min(EARLY, self._pieces)
+        self._inbox = torch.empty(EARLY, nodes, self._share, dtype=values.dtype, device="cpu")
+        self._scratch = outer_scratch_of(fold, nodes, self._share)
+        self._reduced = self._folded = 0  # elements that the node has reduced; pieces added up
+        self._turns = Turns(messages, 2 * self._pieces * (nodes - 1), self._sends, self._receives, self._add)
+        self._turns.advance()
 
-    def _address(self, piece: int, node: int) -> tuple[int, int]:
-        cuts, item = self._shares[piece], self._values.itemsize
-        return self._values.data_ptr() + cuts[node] * item, (cuts[node + 1] - cuts[node]) * item
+    def _turn(self, turn: int) -> tuple[int, bool, int]:
+        """Return whose turn it is: the piece, whether sums go round, how many nodes ahead the receiver is."""
+        block, distance = divmod(turn, len(self._ranks) - 1)
+        alternating, at_end = block - self._early, block >= 2 * self._pieces - self._early
+        if block < self._early or (alternating % 2 and not at_end):
+            return min(block, self._early + alternating // 2), False, distance + 1
+        return block - self._pieces if at_end else alternating // 2, True, distance + 1
+
+    def _end_of(self, piece: int, is_sum: bool) -> int:
+        """Return the number of turns until all shares of a piece have been sent, or its sums."""
+        first = self._early + 2 * piece
+        block = min(first, self._pieces + piece) if is_sum else max(piece, first - 2 * self._early + 1)
+        return (block + 1) * (len(self._ranks) - 1)
+
+    def _part(self, piece: int, node: int) -> torch.Tensor:
+        begin = (piece * len(self._ranks) + node) * self._share
+        return self._values[begin : begin + self._share]
+
+    def _sends(self, turn: int) -> Spans | None:
+        piece, is_sum, distance = self._turn(turn)
+        node = (self._here + distance) % len(self._ranks)
+        if self._folded <= piece if is_sum else self._reduced < self._bound(piece):
+            return None
+        part = self._part(piece, self._here if is_sum else node)
+        return [(self._ranks[node], part.data_ptr(), part.nbytes)]
+
+    def _receives(self, turn: int) -> Spans | None:
+        piece, is_sum, distance = self._turn(turn)
+        node = (self._here - distance) % len(self._ranks)
+        if self._turns.left < self._end_of(piece, False) if is_sum else self._folded <= piece - EARLY:
+            return None
+        part = self._part(piece, node if is_sum else self._here)
+        place = part if is_sum else self._inbox[piece % EARLY, node]
+        return [(self._ranks[node], place.data_ptr(), part.nbytes)]
+
+    def _bound(self, piece: int) -> int:
+        return min(self._values.numel(), (piece + 1) * len(self._ranks) * self._share)
 
     def ready(self, length: int) -> None:
         """Send what is due of the first elements, whose sum over this node is there."""
-        while self._reduced < len(self._pieces) and self._pieces[self._reduced][1] <= length:
-            piece = self._reduced
-            self._reduced += 1
-            for node in self._others:
-                place, nbytes = self._address(piece, node)
-                then = partial(self._expect, piece, node)
-                if nbytes:
-                    self._messages.send(self._ranks[node], SHARE, place, nbytes, then)
-                else:
-                    then()
-            self._advance()
+        self._reduced = length
+        self._turns.advance()
 
-    def _expect(self, piece: int, node: int) -> None:
-        """Take the sum of a share where it was sent from, which is free now."""
-        early = self._early[node]
-        early.add(piece)
-        while self._sent[node] in early:
-            early.remove(self._sent[node])
-            self._sent[node] += 1
-        self._sums[node].allow(self._sent[node])
-
-    def _advance(self) -> None:
-        """Add up the pieces whose shares are all here, and send the sums."""
-        while self._folded < self._reduced and all(each.done > self._folded for each in self._incoming.values()):
-            piece = self._folded
+    def _add(self) -> None:
+        """Add up the pieces whose shares are all here."""
+        while (
+            self._folded < self._pieces
+            and self._reduced >= self._bound(self._folded)
+            and self._turns.done >= self._end_of(self._folded, False)
+        ):
+            own, nodes = self._part(self._folded, self._here), len(self._ranks)
+            inbox = self._inbox[self._folded % EARLY, :, : own.numel()]
+            others = (inbox[(self._here + distance) % nodes] for distance in range(1, nodes))
+            self._fold.reduce([own, *others], own, self._scratch)
             self._folded += 1
-            place, nbytes = self._address(piece, self._here)
-            if nbytes:
-                cuts = self._shares[piece]
-                own = self._values[cuts[self._here] : cuts[self._here + 1]]
-                inbox = self._inbox[piece % len(self._inbox)]
-                parts = [own, *(inbox[node, : own.numel()] for node in self._others)]
-                self._fold.reduce(parts, own, self._scratch)
-                for node in self._others:
-                    self._messages.send(self._ranks[node], SUM, place, nbytes)
-            for incoming in self._incoming.values():
-                incoming.allow(self._folded + len(self._inbox))
-        self._complete()
-
-    def _complete(self) -> None:
-        self._whole = min(self._folded, *(each.done for each in self._sums.values()))
 
     def wait(self, length: int) -> None:
         """Wait until the first elements are those of the result."""
-        whole = sum(low < length for low, _ in self._pieces)
-        self._messages.wait(lambda: self._whole >= whole)
+        end = self._end_of(-(-length // (len(self._ranks) * self._share)) - 1, True)
+        self._messages.wait(lambda: self._turns.done >= end)
 
 
 class MPISlices:

@@ -5,7 +5,7 @@ the network is the least that there can be:
 
 - all_reduce: the node's ranks reduce a slice each, reduce it across nodes (`internode`), and collect all slices.
 - reduce_scatter: a node reduces the blocks of all ranks, and sends each to its rank, which adds up those of all nodes.
-- all_gather: each rank sends its block to one rank of each other node, which hands it to its mates.
+- all_gather: each rank sends its block to one rank of each other node in turn, which hands it to its mates.
 - broadcast: the root's mates pass a slice each along a chain of nodes, chunk by chunk.
 
 Local rank r of a node of p ranks has to do with the ranks of other nodes whose local rank modulo p is r: nodes may have
@@ -26,21 +26,21 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch
 from hpcdist.backends.mpi.node.internode import (
-    AHEAD,
     LINE_BYTES,
-    MESSAGE_BYTES,
     MPISlices,
     Reducer,
     Slices,
+    outer_scratch_of,
 )
-from hpcdist.backends.mpi.node.messages import Arrivals, Messages
+from hpcdist.backends.mpi.node.messages import TURN_BYTES, Arrivals, Messages, Spans, Turns
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
 from hpcdist.backends.mpi.node.thresholds import MOST_NODES
 from hpcdist.backends.mpi.node.window import SLOT_BYTES
 from hpcdist.core.reduction import name_of
 
-BLOCK = 0  # tag
+CHUNK_BYTES = 256 << 10  # in the window, and of a message that waits for no turn
+AHEAD = 4  # chunks that another node may be ahead of this one, without turns
 STAGES = 8  # chunks reduced in the node that wait to be sent
 
 
@@ -159,7 +159,7 @@ class TwoLevel:
 
     def _chunk(self, block: int, pieces: int) -> int:
         """Return the bytes of a chunk if a slot takes so many of them; the same on all ranks."""
-        return min(block, MESSAGE_BYTES, SLOT_BYTES // pieces // LINE_BYTES * LINE_BYTES)
+        return min(block, CHUNK_BYTES, SLOT_BYTES // pieces // LINE_BYTES * LINE_BYTES)
 
     # -- all_reduce ----------------------------------------------------------------------------------
 
@@ -194,8 +194,8 @@ class TwoLevel:
             if slices is not None:
                 slices.ready(own.numel())
             return slices
-        scratch = self._scratch(inner, self._size, min(own.numel(), MESSAGE_BYTES * 2 // item))
-        chunk = min(share, MESSAGE_BYTES * 2, SLOT_BYTES // self._owners // LINE_BYTES * LINE_BYTES)
+        scratch = self._scratch(inner, self._size, min(own.numel(), CHUNK_BYTES * 2 // item))
+        chunk = min(share, CHUNK_BYTES * 2, SLOT_BYTES // self._owners // LINE_BYTES * LINE_BYTES)
         source = send.data_ptr()
 
         def put(turn: int, offset: int, length: int) -> None:
@@ -256,7 +256,7 @@ class TwoLevel:
                 if size > 0:
                     memmove(target + low + offset, self._address(turn, owner), size)
 
-        self._exchange(share, min(share, MESSAGE_BYTES * 2, SLOT_BYTES), put, get)
+        self._exchange(share, min(share, CHUNK_BYTES * 2, SLOT_BYTES), put, get)
 
     # -- reduce_scatter ------------------------------------------------------------------------------
 
@@ -309,12 +309,12 @@ class TwoLevel:
                 if rank == self.rank:
                     self._reduce_in_node(inner, parts, recv[low:high], scratch)
                 elif is_sent_as_it_is:
-                    messages.send(rank, BLOCK, part.data_ptr(), length)
+                    messages.send(rank, part.data_ptr(), length)
                 else:
                     messages.wait(lambda: bool(free))
                     stage = free.pop()
                     self._reduce_in_node(inner, parts, stages[stage, : high - low], scratch)
-                    messages.send(rank, BLOCK, stages[stage].data_ptr(), length, partial(free.append, stage))
+                    messages.send(rank, stages[stage].data_ptr(), length, partial(free.append, stage))
             reduced += 1
             advance()
             messages.progress()
@@ -325,7 +325,6 @@ class TwoLevel:
                 Arrivals(
                     messages,
                     self._source(node),
-                    BLOCK,
                     [(inbox[c % rows, i].data_ptr(), lengths[c]) for c in range(count)],
                     advance,
                 )
@@ -342,6 +341,8 @@ class TwoLevel:
         """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather)."""
         block, source, target = send.nbytes, send.data_ptr(), recv.data_ptr()
         chunk = self._chunk(block, self._places.comm.Get_size())
+        if self._places.is_flat:
+            chunk = min(chunk, TURN_BYTES)
         own = target + self.rank * block
         if own != source:
             memmove(own, source, block)
@@ -354,23 +355,22 @@ class TwoLevel:
         ]  # blocks by the local rank that gets them from elsewhere, or has them
 
         with self._messages(send, recv) as messages:
-            incoming = [
-                Arrivals(messages, rank, BLOCK, [(target + rank * block + low, size) for low, size in spans])
-                for rank in held[self._local][1:]
-            ]
-            for each in incoming:
-                each.allow(AHEAD)
-            for low, size in spans:
-                for node in others:
-                    messages.send(self._source(node), BLOCK, source + low, size)
 
-            def has_arrived(count: int) -> bool:
-                for each in incoming:
-                    each.allow(each.done + AHEAD)
-                return all(each.done >= count for each in incoming)
+            def sends(turn: int) -> Spans:
+                index, distance = divmod(turn, len(others))
+                low, size = spans[index]
+                return [(self._source(others[distance]), source + low, size)]
+
+            def receives(turn: int) -> Spans:
+                index, distance = divmod(turn, len(others))
+                low, size = spans[index]
+                return [(rank, target + rank * block + low, size) for rank in self._wards(others[-1 - distance])]
+
+            turns = Turns(messages, len(spans) * len(others), sends, receives)
+            turns.advance()
 
             def put(turn: int, offset: int, length: int) -> None:
-                messages.wait(lambda: has_arrived(offset // chunk + 1))
+                messages.wait(lambda: turns.done >= (offset // chunk + 1) * len(others))
                 if self._mates:
                     there = self._address(turn, self._local)
                     for place, rank in enumerate(held[self._local]):
@@ -401,7 +401,7 @@ class TwoLevel:
 
             def pass_on(index: int) -> None:
                 if after is not None and index < len(spans):
-                    messages.send(after, BLOCK, target + spans[index][0], spans[index][1])
+                    messages.send(after, target + spans[index][0], spans[index][1])
 
             if here == first:
                 self._broadcast_in_node(tensor, ranks[here].index(root), share, chunk, pass_on, messages)
@@ -414,7 +414,7 @@ class TwoLevel:
 
             before = ranks[here - 1]
             places = [(target + low, length) for low, length in spans]
-            incoming = Arrivals(messages, before[self._local % len(before)], BLOCK, places, arrived)
+            incoming = Arrivals(messages, before[self._local % len(before)], places, arrived)
             incoming.allow(AHEAD)
 
             def wait(nbytes: int) -> None:
@@ -469,11 +469,3 @@ class TwoLevel:
             self._slots.close()
         else:
             self._places.node.Free()
-
-
-def outer_scratch_of(fold: Fold, parts: int, numel: int) -> Scratch | None:
-    """Return memory to combine nodes' results in, where the fold needs it."""
-    if not fold.needs_scratch(parts):
-        return None
-    assert fold.wide is not None
-    return torch.empty(numel, dtype=fold.wide, device="cpu"), torch.empty(numel, dtype=fold.wide, device="cpu")
