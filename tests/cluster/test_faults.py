@@ -85,6 +85,13 @@ def assert_ended(job: Job, seconds: float) -> int:
         ((2, 2), "all_gather_object", 8),
         ((1, 2), "all_reduce", 8),
         ((2, 1), "all_reduce", LARGE),
+        ((1, 1, 1, 1), "all_reduce", LARGE),
+        ((1, 1, 1, 1), "all_gather", LARGE),
+        ((1, 3), "all_gather", LARGE),
+        ((1, 3), "reduce_scatter", LARGE),
+        ((2, 2), "new_group", 8),
+        ((1, 3), "broadcast_object", LARGE),
+        ((2, 2), "gather_object", LARGE),
     ],
 )
 def test_all_others_raise_after_a_death_on_another_host(

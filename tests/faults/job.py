@@ -45,6 +45,11 @@ def reduce_beside_computing() -> None:
 CALLS = {
     "all_reduce": lambda: dist.all_reduce(tensor),
     "broadcast": lambda: dist.broadcast(tensor, VICTIM),
+    "all_gather": lambda: dist.all_gather_into_tensor(tensor.new_empty(size * tensor.numel()), tensor),
+    "reduce_scatter": lambda: dist.reduce_scatter_tensor(tensor.new_empty(tensor.numel() // size), tensor),
+    "new_group": lambda: dist.new_group(list(range(size))),
+    "broadcast_object": lambda: dist.broadcast_object_list([tensor.numpy()], VICTIM),
+    "gather_object": lambda: dist.gather_object(tensor.numpy(), [None] * size if rank == 0 else None),
     "recv": receive,
     "barrier": dist.barrier,
     "all_gather_object": lambda: dist.all_gather_object([None] * size, {"rank": rank}),
