@@ -107,7 +107,7 @@ ACROSS: dict[str, dict[bool, dict[str, int]]] = {
             "reduce_scatter_single": 1 * MIB,
         },
         True: {
-            "all_reduce": 4 * MIB,
+            "all_reduce": 1 * MIB,
             "broadcast": 256 * KIB,
             "all_gather_single": 16 * MIB,
             "reduce_scatter_single": 16 * MIB,
