@@ -93,9 +93,9 @@ ACROSS: dict[str, dict[bool, dict[str, int]]] = {
             "reduce_scatter_single": 1 * MIB,
         },
         True: {
-            "all_reduce": 256 * KIB,
+            "all_reduce": 4 * MIB,
             "broadcast": 1 * MIB,
-            "all_gather_single": 256 * KIB,
+            "all_gather_single": 4 * MIB,
             "reduce_scatter_single": 1 * MIB,
         },
     },
@@ -107,7 +107,7 @@ ACROSS: dict[str, dict[bool, dict[str, int]]] = {
             "reduce_scatter_single": 1 * MIB,
         },
         True: {
-            "all_reduce": 1 * MIB,
+            "all_reduce": 4 * MIB,
             "broadcast": 256 * KIB,
             "all_gather_single": 16 * MIB,
             "reduce_scatter_single": 16 * MIB,
