@@ -40,7 +40,7 @@ class RollCall:
         self._found: dict[int, tuple[int, int]] = {}  # by uuid: what was answered, for those that come later
 
     def hold(self, ranks: Sequence[int], uuid: int, agreed: int, seconds: float) -> None:
-        """Return if all of some ranks come with the same number, or raise on all that come (``Backend.regroup``)."""
+        """Return if all of some ranks come with the same number, or raise on all that come (``Backend.call_roll``)."""
         me, first = self._communicator.rank, ranks[0]
         deadline = time.monotonic() + seconds
         if me != first:
