@@ -62,7 +62,8 @@ def _count_owners(kept: object) -> int:
     owners = _COUNTS[half >> _TO_COUNTS]
     if 0 < owners < _FEW or _HALVES[(id(kept) + _FLAGS - _HALF) >> _TO_POINTERS] & _IS_SIMPLE:
         return owners
-    return _COUNTS[_HALVES[(half - _HALF) >> _TO_POINTERS] >> _TO_COUNTS]
+    half = _HALVES[(half - _HALF) >> _TO_POINTERS]
+    return _COUNTS[half >> _TO_COUNTS] if half else 1  # there is none where the class's __init__ has raised
 
 
 def _is_readable() -> bool:
