@@ -147,3 +147,18 @@ def test_bench_runs_across_hosts_and_counts_what_they_send(debian: Cluster) -> N
     # all_reduce on two nodes: each sends all of it, by whatever way; a copy sends nothing
     assert all(1 << 20 < sent[side] < 3 << 20 for side in ("hpcdist", "mpi4py", "gloo")), sent
     assert sent["copy"] < 1 << 14
+
+
+@needs_mpi
+def test_bench_crossover_measures_several_hosts(cluster: Cluster) -> None:
+    file = cluster.shared / "crossovers.json"
+    bench = [sys.executable, "-m", "hpcdist", "bench"]
+    options = ["crossover", "--rounds", "1", "--seconds", "0.01", "--json", str(file)]
+    done = launch.run(cluster, (1, 1, 1), [*bench, *options], seconds=120)
+    assert "3 ranks on 3 nodes: time of hpcdist's own way over MPI's" in done.stdout, done.stdout + done.stderr
+    (found,) = json.loads(file.read_text()).values()
+    assert list(found) == ["nodes of one rank"]
+    assert len(found["nodes of one rank"]) == 4
+    options = ["--explain", "--sizes", "4", "--rounds", "1", "--seconds", "0.01"]
+    done = launch.run(cluster, (1, 1, 1), [*bench, *options], seconds=120, HPCDIST_SHM=str(file))
+    assert "crossovers.json" in done.stdout, done.stdout + done.stderr

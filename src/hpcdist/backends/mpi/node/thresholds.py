@@ -8,8 +8,9 @@ measurements: ``python -m hpcdist bench --explain`` prints what holds for the pr
 table's place: the name of such a file, a number of bytes (suffix K or M) for every collective, or "off".
 
 Bytes are those of the larger of the two buffers. The table is what two machines agree on where they do, with 2 and 4
-ranks (docs/explanation/performance.md). An MPI library that was not measured gets the row of MPICH, whose algorithms
-most libraries inherit.
+ranks; on several nodes what loses least on 2 of 2 ranks and on 4 of 1, at 200 Mbit/s, 1 Gbit/s and as fast as one
+machine's processors carry TCP (docs/explanation/performance.md). An MPI library that was not measured gets the row of
+MPICH, whose algorithms most libraries inherit.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
 other. So the environment is read once, when the default group is made; its ranks compare what they found
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -34,7 +36,9 @@ NEVER = sys.maxsize
 KIB, MIB = 1 << 10, 1 << 20
 STAND_IN = "MPICH"
 
-Measured = dict[str, dict[int, dict[str, int]]]  # library -> ranks -> collective -> bytes
+# library -> number of ranks on one node, or which nodes -> collective -> bytes
+Measured = dict[str, dict[int | str, dict[str, int]]]
+NODES = {False: "nodes of several ranks", True: "nodes of one rank"}
 
 BYTES: Measured = {
     "Open MPI": {
@@ -50,6 +54,18 @@ BYTES: Measured = {
             "all_gather_single": 16 * KIB,
             "reduce_scatter_single": 1 * MIB,
         },
+        NODES[False]: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 1 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        NODES[True]: {
+            "all_reduce": 4 * MIB,
+            "broadcast": 1 * MIB,
+            "all_gather_single": 4 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
     },
     "MPICH": {
         2: {
@@ -62,6 +78,18 @@ BYTES: Measured = {
             "all_reduce": 1 * MIB,
             "broadcast": 16 * KIB,
             "all_gather_single": 16 * KIB,
+            "reduce_scatter_single": 16 * MIB,
+        },
+        NODES[False]: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 64 * KIB,
+            "all_gather_single": 256 * KIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        NODES[True]: {
+            "all_reduce": 4 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 16 * MIB,
             "reduce_scatter_single": 16 * MIB,
         },
     },
@@ -81,39 +109,6 @@ BYTES: Measured = {
     },
 }
 
-# The same on several nodes: library -> whether each rank has a node of its own -> collective -> bytes. Measured on 2
-# nodes of 2 ranks and on 4 of 1, at 200 Mbit/s, 1 Gbit/s and as fast as one machine's processors carry TCP; where these
-# differ, what loses least.
-ACROSS: dict[str, dict[bool, dict[str, int]]] = {
-    "Open MPI": {
-        False: {
-            "all_reduce": 1 * MIB,
-            "broadcast": 256 * KIB,
-            "all_gather_single": 1 * MIB,
-            "reduce_scatter_single": 1 * MIB,
-        },
-        True: {
-            "all_reduce": 4 * MIB,
-            "broadcast": 1 * MIB,
-            "all_gather_single": 4 * MIB,
-            "reduce_scatter_single": 1 * MIB,
-        },
-    },
-    "MPICH": {
-        False: {
-            "all_reduce": 1 * MIB,
-            "broadcast": 64 * KIB,
-            "all_gather_single": 256 * KIB,
-            "reduce_scatter_single": 1 * MIB,
-        },
-        True: {
-            "all_reduce": 4 * MIB,
-            "broadcast": 256 * KIB,
-            "all_gather_single": 16 * MIB,
-            "reduce_scatter_single": 16 * MIB,
-        },
-    },
-}
 HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
 MOST_NODES = 16  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 MOST_RANKS = 256  # the blocks of so many share a slot of the window
@@ -153,10 +148,12 @@ def read(path: str) -> Measured:
         content = json.loads(Path(path).read_text())
         return {
             library: {
-                int(ranks): {name: NEVER if nbytes is None else int(nbytes) for name, nbytes in by_name.items()}
-                for ranks, by_name in by_ranks.items()
+                place if place in NODES.values() else int(place): {
+                    name: NEVER if nbytes is None else int(nbytes) for name, nbytes in by_name.items()
+                }
+                for place, by_name in by_place.items()
             }
-            for library, by_ranks in content.items()
+            for library, by_place in content.items()
         }
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(
@@ -164,18 +161,22 @@ def read(path: str) -> Measured:
         ) from error
 
 
-def write(path: str, library: str, ranks: int, found: dict[str, int]) -> None:
-    """Add what was measured with some number of ranks to a file, in place of what it said of the same."""
-    known = read(path) if Path(path).exists() else {}
-    whole = {**known, library: {**known.get(library, {}), ranks: found}}
+def text_of(measured: Measured) -> str:
+    """Return what a file holds that says this."""
     content = {
-        each: {
-            count: {name: None if nbytes == NEVER else nbytes for name, nbytes in by_name.items()}
-            for count, by_name in by_ranks.items()
+        library: {
+            str(place): {name: None if nbytes == NEVER else nbytes for name, nbytes in by_name.items()}
+            for place, by_name in by_place.items()
         }
-        for each, by_ranks in whole.items()
+        for library, by_place in measured.items()
     }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+
+def write(path: str, library: str, place: int | str, found: dict[str, int]) -> None:
+    """Add what was measured to a file, in place of what it said of the same number of ranks or kind of nodes."""
+    known = read(path) if Path(path).exists() else {}
+    Path(path).write_text(text_of({**known, library: {**known.get(library, {}), place: found}}))
     read.cache_clear()
 
 
@@ -208,19 +209,27 @@ class Thresholds:
         """Return what must be the same on all ranks: the number of bytes, or what the file holds."""
         if self._everywhere is not None:
             return "off" if self._everywhere == NEVER else f"{self._everywhere} bytes"
-        return "the table of this version" if self._table is BYTES else json.dumps(self._table, sort_keys=True)
+        return "the table of this version" if self._table is BYTES else text_of(self._table)
+
+    def _told(self, library: str) -> Iterator[dict[int | str, dict[str, int]]]:
+        """Yield what is known of a library: the setting's file first, a similar library last."""
+        yield from (self._table.get(library, {}), BYTES.get(library, {}), BYTES[STAND_IN])
 
     def measured(self, library: str, world_size: int) -> dict[str, int]:
         """Return what was measured for a library with the number of ranks that comes nearest, by ratio."""
-        by_ranks = self._table.get(library) or BYTES.get(library) or BYTES[STAND_IN]
+        by_ranks = next(
+            found
+            for told in self._told(library)
+            if (found := {ranks: rows for ranks, rows in told.items() if isinstance(ranks, int)})
+        )
         return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / world_size, world_size / ranks))]
 
     def across(self, name: str, dtype: torch.dtype, op: str | None, nodes: int, world_size: int, library: str) -> int:
         """Return the same for ranks on several nodes; the least for any number of nodes if that is 0."""
         is_flat = nodes == world_size
         too_many = nodes > MOST_NODES and (is_flat or name != "all_reduce")
-        tables = ACROSS.get(library) or ACROSS[STAND_IN]
-        found = [tables[each].get(name, NEVER) for each in (False, True) if nodes == 0 or each == is_flat]
+        kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
+        found = [next(told[kind] for told in self._told(library) if kind in told).get(name, NEVER) for kind in kinds]
         if world_size == 1 or too_many or (op is not None and dtype not in KINDS) or op == "PREMUL_SUM":
             return NEVER
         if min(found) == NEVER or (world_size > MOST_RANKS and name != "all_reduce"):
