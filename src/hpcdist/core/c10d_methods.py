@@ -152,7 +152,7 @@ class C10dMethods(Group):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
-        given = tensors if tensors.__class__ is list else [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        given = [tensors] if tensors.__class__ is not list and isinstance(tensors, torch.Tensor) else tensors
         how, is_async = asked("allreduce", given[0] if len(given) else None, opts, op)
         if len(given) == 1:
             return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
