@@ -211,3 +211,17 @@ def test_a_wait_with_a_limit_never_carries_its_call_out(rank, size):
         for _ in range(3):
             dist.all_reduce(torch.ones(1))
         dist.barrier()
+
+
+def test_the_first_large_calls_of_several_groups_at_once(size):
+    """Each group makes its shared memory then, on a thread of its own: neither the GIL nor MPI may get in their way."""
+    for _ in range(3):
+        groups = [dist.new_group() for _ in range(6)]
+        tensors = [torch.full((40_000,), float(number)) for number in range(6)]
+        works = [
+            dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)
+        ]
+        assert all(work.wait() for work in works)
+        assert all(bool(tensor.eq(number * size).all()) for number, tensor in enumerate(tensors))
+        for group in groups:
+            dist.destroy_process_group(group)

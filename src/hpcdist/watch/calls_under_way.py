@@ -6,11 +6,14 @@ They are looked up only when somebody asks, from the threads' frames: a call pay
 from __future__ import annotations
 
 import contextlib
+import gc
+import inspect
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,9 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOREIGN = (os.path.dirname(torch.__file__) + os.sep, f"{os.sep}mpi4py{os.sep}", contextlib.__file__, threading.__file__)
 DESTROY = "destroy_process_group"
 OURS = "hpcdist-"  # the names of this package's own threads begin so
+LOOKING = threading.RLock()  # held while frames of other threads are read; a signal's handler may read them too
+
+Place = tuple[CodeType, int]  # a function and a line of it
 
 
 class UnderWay(NamedTuple):
@@ -101,73 +107,110 @@ def latest(group: Group) -> Any:
     return next((record for record in reversed(list(RING.calls)) if record[0] is group.journal), None)
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Tell whether a frame is this package's."""
-    return frame.f_code.co_filename.startswith(PACKAGE)
-
-
-def is_users(frame: FrameType) -> bool:
-    """Tell whether a frame is of the user's code."""
-    name = frame.f_code.co_filename
-    return not is_ours(frame) and not any(part in name for part in FOREIGN) and not name.startswith("<")
-
-
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's code."""
-    outermost = frame
+def places(frame: FrameType | None) -> Iterator[Place]:
+    """Yield where a frame is, and where each frame is that it was called from, the innermost first."""
     while frame is not None:
-        if is_users(frame):
-            return frame
-        outermost, frame = frame, frame.f_back
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
+
+
+def is_ours(code: CodeType) -> bool:
+    """Tell whether code is this package's."""
+    return code.co_filename.startswith(PACKAGE)
+
+
+def is_users(code: CodeType) -> bool:
+    """Tell whether code is the user's."""
+    name = code.co_filename
+    return not is_ours(code) and not any(part in name for part in FOREIGN) and not name.startswith("<")
+
+
+def users_place(stack: Iterable[Place]) -> Place | None:
+    """Return the innermost place in the user's code."""
+    outermost = None
+    for outermost in stack:
+        if is_users(outermost[0]):
+            break
     return outermost
 
 
-def frames_in(group: Group | None) -> FrameType | None:
-    """Return the innermost frame of the thread that is in a call on a group; the main thread's otherwise."""
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Run no garbage collection meanwhile, and let no other thread look at frames.
+
+    A collection runs Python code (that of ``stores.keep_alive``, for one), and so lets go of the GIL. Up to Python 3.11
+    one may begin whenever an object is made: in the middle of ``sys._current_frames``, which then deadlocks
+    (https://github.com/python/cpython/issues/106883), and of ``f_back`` and ``f_locals``, which crash if the other
+    thread has left the frame by then.
+    """
+    with LOOKING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+def has_variable(frame: FrameType, value: Any) -> bool:
+    """Tell whether a variable of a function that another thread is in has a value."""
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module
+        return False
+    variables = frame.f_locals
+    found = any(each is value for each in list(variables.values()))
+    if (
+        isinstance(variables, dict) and frame.f_trace is None
+    ):  # Python 3.12 and older keep them until the function returns
+        variables.clear()  # a debugger's tracing would write them back
+    return found
+
+
+def stack_in(group: Group | None) -> list[Place]:
+    """Return the stack of the thread that is in a call on a group, innermost first; the main thread's otherwise."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    if group is not None:
-        for ident, frame in frames.items():
-            if threads.get(ident, "").startswith(OURS):
-                continue
-            each: FrameType | None = frame
-            while each is not None:
-                if is_ours(each) and any(value is group for value in each.f_locals.values()):
-                    return frame
-                each = each.f_back
-    return frames.get(threading.main_thread().ident or 0)
+    with without_collections():
+        frames = sys._current_frames()
+        if group is not None:
+            for ident, frame in frames.items():
+                if threads.get(ident, "").startswith(OURS):
+                    continue
+                each: FrameType | None = frame
+                while each is not None:
+                    if is_ours(each.f_code) and has_variable(each, group):
+                        return list(places(frame))
+                    each = each.f_back
+        return list(places(frames.get(threading.main_thread().ident or 0)))
 
 
-def line(frame: FrameType | None) -> str:
-    """Return a frame as ``file.py:88 (function)``."""
-    if frame is None:
+def line(place: Place | None) -> str:
+    """Return a place as ``file.py:88 (function)``."""
+    if place is None:
         return "unknown"
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
+    code, number = place
+    return f"{os.path.basename(code.co_filename)}:{number} ({code.co_name})"
 
 
 def call_site(each: UnderWay) -> str:
     """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
-    return line(user_frame(frames_in(None if each.in_background else each.group)))
+    return line(users_place(stack_in(None if each.in_background else each.group)))
 
 
 def caller() -> str:
     """Return the line of the user's code that this thread is in, or the main thread, for a thread of a library's."""
-    frame = user_frame(sys._getframe(1))
-    return line(frame) if frame is not None and is_users(frame) else main_line()
+    place = users_place(places(sys._getframe(1)))
+    return line(place) if place is not None and is_users(place[0]) else main_line()
 
 
 def main_line() -> str:
     """Return the line of the user's code where the main thread is."""
-    return line(user_frame(frames_in(None)))
+    return line(users_place(stack_in(None)))
 
 
 def stack(group: Group | None) -> list[dict[str, Any]]:
-    """Return the frames of the thread in a call on a group as torch's traces hold them, innermost first."""
-    frame, frames = frames_in(group), []
-    while frame is not None:
-        if not is_ours(frame):
-            code = frame.f_code
-            frames.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back
-    return frames
+    """Return the stack of the thread in a call on a group as torch's traces hold it, innermost first."""
+    return [
+        {"name": code.co_name, "filename": code.co_filename, "line": number}
+        for code, number in stack_in(group)
+        if not is_ours(code)
+    ]

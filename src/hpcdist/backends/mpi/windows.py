@@ -28,7 +28,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, address, memory, message, run
 from hpcdist.backends.mpi.node.places import Places
-from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
+from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, allocate_shared, alone, stall
 from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op
 from hpcdist.core import reduction
 from hpcdist.core.errors import DistBackendError
@@ -62,10 +62,7 @@ class MPIWindow(RemoteMemory):
         self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
         mates = places.ranks[places.here]
         own = self._begin + (sizes[rank] if tensor is None else 0)
-        info = MPI.Info.Create()
-        info.Set("alloc_shared_noncontig", "true")
-        shared = MPI.Win.Allocate_shared(own, 1, info, places.node)
-        info.Free()
+        shared = allocate_shared(own, places.node)
         self._windows = [shared]
         # arrays, because they can be watched: a tensor on one that is in use when the window is closed keeps it open
         queried: list[Any] = [shared.Shared_query(index)[0] for index in range(len(mates))]
@@ -80,7 +77,8 @@ class MPIWindow(RemoteMemory):
         self._group = shared
         if places.nodes > 1:
             place = segments[mates.index(rank)].ctypes.data  # the array itself would be in use as long as the window
-            self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
+            with alone(communicator.comm):
+                self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
             self._windows.append(self._group)
         self._mapped: dict[int, torch.Tensor] = {}
         if tensor is None:
@@ -90,7 +88,8 @@ class MPIWindow(RemoteMemory):
             self.own = self._mapped[rank].zero_()
         else:
             self.own = self._mapped[rank] = tensor.view(-1).view(torch.uint8)
-            self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
+            with alone(communicator.comm):
+                self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
             self._windows.append(self._data)
         for window in self._windows:
             window.Lock_all(MPI.MODE_NOCHECK)
@@ -196,7 +195,7 @@ class MPIWindow(RemoteMemory):
         if communicator.is_revoked():
             return  # to free them would wait for the dead
         with communicator.translating("Window.close"):
-            is_used = communicator.comm.allreduce(any(segment() is not None for segment in self._watched), MPI.LOR)
+            is_used = any(communicator.comm.allgather(any(segment() is not None for segment in self._watched)))
             for window in reversed([shared, *others]):
                 window.Unlock_all()
             for window in reversed(others):

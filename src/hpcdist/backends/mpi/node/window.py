@@ -32,9 +32,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +51,39 @@ CROWDED_SPINS = 5  # with more ranks than cores the mate most likely waits for t
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
 NAP_SECONDS = 0.00005
+RETRY_SECONDS = 0.001  # between two tries to make a window, at most
+MAKING = threading.Lock()  # held by the thread that makes a window
+
+
+@contextmanager
+def alone(comm: MPI.Intracomm) -> Iterator[None]:
+    """Let no other thread of the ranks' processes make a window meanwhile; every rank of the communicator calls.
+
+    Each creation of a window starts UCX in Open MPI 5.0.11, and ends it again, without a lock: two threads that make
+    windows for two groups crash the process ("double free or corruption"). A rank that waited for the lock could wait
+    for a rank that waits for the lock of another process; so each tries to take its own, and they go on if all have it.
+    """
+    while True:
+        has_lock = MAKING.acquire(False)
+        try:
+            if all(comm.allgather(has_lock)):
+                yield
+                return
+        finally:
+            if has_lock:
+                MAKING.release()
+        time.sleep(random.uniform(0, RETRY_SECONDS))
+
+
+def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
+    """Return a window with a segment of so many bytes for each rank of a node; every rank of it calls."""
+    info = MPI.Info.Create()
+    # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
+    info.Set("alloc_shared_noncontig", "true")
+    with alone(node):
+        window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+    info.Free()
+    return window
 
 
 def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
@@ -123,11 +159,7 @@ class NodeWindow:
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.is_background = False  # whether the call under way runs beside the rank's own computation
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
-        info = MPI.Info.Create()
-        # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
-        info.Set("alloc_shared_noncontig", "true")
-        self._window: MPI.Win | None = MPI.Win.Allocate_shared(self.segment_bytes, 1, info, node)
-        info.Free()
+        self._window: MPI.Win | None = allocate_shared(self.segment_bytes, node)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         self._sync = self._window.Sync
         queried: list[Any] = [self._window.Shared_query(r)[0] for r in range(self.size)]
