@@ -64,8 +64,8 @@ def locate(comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Comm
         made: takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it.
     """
     node = split_node(comm, node_key, [] if made is None else made)
-    # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator: two
-    # threads that do this for two groups wait for each other
+    # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
+    # two threads that do this for two groups wait for each other
     firsts: list[int] = comm.allgather(min(node.allgather(comm.rank)))
     order = sorted(set(firsts))
     ranks: list[list[int]] = [[] for _ in order]
