@@ -125,12 +125,12 @@ def main() -> None:
     def setup() -> None:
         nonlocal setups
         setups += 1
+        if setups == own.get("setup"):
+            die()  # while the others make groups
         half, _ = dist.new_subgroups(1)
         assert half.size() == 1
         if saves:
             saves.regroup()
-        if setups == own.get("setup"):
-            die()
         ones = torch.ones(1)
         dist.all_reduce(ones)
         assert ones.item() == job.size
@@ -167,13 +167,13 @@ def main() -> None:
                     saves.save(number + 1, job.changes)
                     if number == own.get("saving"):
                         die()
+                    if number == steps - 1:
+                        saves.wait()  # in a step, which is made again if a rank dies meanwhile
                 if setups_seen != setups:
                     setups_seen = setups
                     tell("resumed", step=number, size=job.size)
         if job.rank is not None:
             dist.all_reduce(torch.ones(1))  # the group is there until all have left the block
-            if saves:
-                saves.wait()
         right = torch.equal(training.weights, expected(training.sizes, count)) if job.rank is not None else None
         if saves and job.rank == 0:
             right = right and saves.are_right(count)

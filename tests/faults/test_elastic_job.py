@@ -74,7 +74,20 @@ def random_plan(kind: str, seed: int) -> dict[str, Any]:
     workers = RANKS - plan["spares"]
     first, second = chance.sample(range(workers), 2)
     moment = chance.uniform(0.02, 0.5)
+    kept = chance.randrange(workers)  # has the state
+    several = {
+        each: chance.choice(
+            [
+                {"seconds": 2 * moment},
+                {"step": chance.randrange(40)},
+                {"setup": 2},
+                {"saving": chance.randrange(3, 40, 4)},
+            ]
+        )
+        for each in chance.sample([rank for rank in range(RANKS) if rank != kept], 4)
+    }
     plan["die"] = {
+        "several": several,
         "one": {first: {"seconds": moment}},
         "two": {first: {"seconds": moment}, second: {"seconds": moment}},
         "zero": {0: {"seconds": moment}},
@@ -87,13 +100,13 @@ def random_plan(kind: str, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-@pytest.mark.parametrize("kind", some(["two", "recovery", "save", "one", "zero", "step", "spare"], 1))
+@pytest.mark.parametrize("kind", some(["several", "two", "recovery", "save", "one", "zero", "step", "spare"], 1))
 def test_a_job_that_loses_ranks_at_random_ends_with_the_right_result(launcher: str, kind: str, tmp_path: Path) -> None:
     """HPCDIST_FAULTS=all takes every kind, HPCDIST_ELASTIC_RUNS=N each of them N times."""
     took = []
     for repetition in range(REPETITIONS):
         plan = random_plan(kind, repetition)
-        if kind == "save":
+        if kind in ("several", "save"):
             plan["save"] = str(tmp_path / str(repetition))
         status, events, stderr = run(launcher, plan)
         assert status == 0, f"{plan}\n{events}\n{stderr}"

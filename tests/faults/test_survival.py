@@ -68,6 +68,34 @@ def test_a_missed_barrier_says_that_its_time_is_over(launcher: str, ranks: int, 
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+def test_a_death_while_a_communicator_is_made_does_not_keep_others_from_being_made(
+    launcher: str, tmp_path: Path
+) -> None:
+    """Open MPI goes on to wait for the one that could not be made, if its parent is older."""
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import json, os, signal\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "rank, younger = dist.get_rank(), dist.new_group()\n"
+        "if rank == 1:\n"
+        "    dist.barrier()  # the others' gather_object begins with one, then makes a communicator\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try: dist.gather_object(rank, [None] * 3 if rank == 0 else None)\n"
+        "except dist.DistBackendError as error: told = str(error)\n"
+        "dist.barrier(group=dist.shrink_group([1], group=younger))\n"
+        "print(json.dumps({'rank': rank, 'event': 'shrunk', 'pid': os.getpid(), 'told': told}), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    with Job(launcher, 3, [], program) as job:
+        job.finish(60)
+        assert [each["rank"] for each in sorted(job.events("shrunk"), key=lambda each: each["rank"])] == [0, 2], (
+            job.stderr()
+        )
+        assert all("rank 1 of the group died" in each["told"] for each in job.events("shrunk"))
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
     with Job(launcher, 4, [fault, "all_reduce"], FAULT_SHRINK="1") as job:

@@ -67,7 +67,8 @@ def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(
     assert f"(process {RANKS - 1} on " in channel.judge(RANKS - 1)
 
 
-def test_ranks_that_shrink_their_group_wait_for_nobody_who_leaves() -> None:
+def test_ranks_that_shrink_a_group_or_destroy_what_is_destroyed_here_wait_for_nobody_who_leaves() -> None:
     call = {"group": "unknown here", "name": "all_reduce", "number": 5, "message": False, "peer": None}
     assert needs(call, 3)
     assert not needs({**call, "name": "shrink_group"}, 3)
+    assert not needs({**call, "name": "destroy_process_group"}, 3)  # a rank that is late in it has all that it needs

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from hpcdist.core.backend import Backend
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
+from hpcdist.watch.calls_under_way import DESTROY
 from hpcdist.watch.side_channel import Place
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
@@ -235,4 +236,6 @@ def needs(call: dict[str, Any], me: int) -> bool:
         return call["peer"] == me
     if call["name"] in REMAKING:
         return False  # a rank that is left out may leave the program while the others are still at it
-    return group is None or call["number"] > group.journal.sequence
+    if group is None:
+        return bool(call["name"] != DESTROY)  # this rank's part of it is done, though others may be late
+    return bool(call["number"] > group.journal.sequence)

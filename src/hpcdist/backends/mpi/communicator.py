@@ -114,6 +114,7 @@ class Communicator:
     def _lost(self, call: str) -> DistBackendError:
         """Revoke a group that has lost a rank or was given up, and return the error for a call on it."""
         self.revoke()
+        ulfm.end_creation()
         if self.interruption is not None:
             return DistBackendError(self.interruption)
         dead = self.failed()

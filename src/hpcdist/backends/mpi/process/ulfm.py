@@ -17,7 +17,7 @@ from functools import cache
 
 from mpi4py import MPI
 
-TRIALS = 100  # tests of a request on a revoked communicator; Open MPI raised in the third
+TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process alone
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
 QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
 SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
@@ -30,6 +30,7 @@ KEEP_ALIVE = {
     socket.TCP_USER_TIMEOUT: 15_000,  # ms, for data that is not acknowledged
 }
 ALONE: list[str] = []  # the launcher that this process has left
+UNFINISHED: list[object] = []  # what MPI may still write to
 LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
 
 
@@ -120,6 +121,21 @@ def await_news(comm: MPI.Intracomm) -> None:
         if len(found := failed(comm)) != known:
             known, until = len(found), time.monotonic() + QUIET_SECONDS
         time.sleep(0.005)
+
+
+def end_creation() -> None:
+    """Let communicators be made again after a call that makes one has failed.
+
+    Open MPI 5.0.11 makes one communicator at a time, those of older ones first, and after a failure goes on to wait for
+    the failed one: MPI_Comm_shrink of a younger communicator never ends. A complete creation resets that, and only
+    MPI_COMM_WORLD is older than MPI_COMM_SELF; if it is that one which failed, nothing helps.
+    """
+    made, request = MPI.COMM_SELF.Idup()
+    for _ in range(TRIALS):  # it ends in the sixth
+        if request.Test():
+            made.Free()
+            return
+    UNFINISHED.append((made, request))
 
 
 def leave_launcher(comm: MPI.Intracomm) -> bool:
