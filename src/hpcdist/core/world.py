@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed
@@ -79,6 +81,14 @@ class World:
         index = self.made if self.mirror is None else self.mirror.next_index(self.made)
         self.made = index + 1
         return str(index)
+
+    def local_name(self, ranks: Sequence[int]) -> str:
+        """Return a name for the next group of these ranks, which its members find without asking anyone."""
+        key = tuple(ranks)
+        count = self.made_locally.get(key, 0)
+        self.made_locally[key] = count + 1
+        text = "_".join(map(str, ("hpcdist", *key, count)))
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def renumber(self, group: Group, made: int) -> None:
         """Take note that a group has other ranks, and count from ``made`` groups on: the same on all of them."""
