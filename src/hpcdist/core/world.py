@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -103,8 +104,14 @@ class World:
         if mirror is not None:
             mirror.clear()
 
+    def leave_to_parent(self) -> None:
+        """Make no calls on any group, in a forked child: ranks, sizes and names may be asked for."""
+        for group in self.groups.values():
+            group.leave_to_parent()
+
 
 WORLD = World()
+os.register_at_fork(after_in_child=lambda: WORLD.leave_to_parent())
 
 
 def default_group() -> Group:
