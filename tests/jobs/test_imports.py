@@ -67,6 +67,36 @@ if (pid := os.fork()) == 0:
     sys.stderr = open(os.devnull, "w")
     raise RuntimeError("of the child alone")
 assert os.waitpid(pid, 0)[1] == 1 << 8
+receive = dist.irecv(torch.empty(1), 1 - dist.get_rank())
+dist.all_reduce(large := torch.ones(1 << 20))  # through shared memory
+late = dist.barrier(async_op=True) if dist.get_rank() == 0 else None  # nobody can end it before the fork
+if (pid := os.fork()) == 0:
+    assert dist.get_rank() in (0, 1) and dist.get_world_size() == 2 and dist.get_backend() == "mpi"
+    for call in (
+        receive.wait if late is None else late.wait,
+        receive.wait,
+        dist.barrier,
+        lambda: dist.all_reduce(torch.ones(3)),
+        lambda: dist.all_reduce(large, async_op=True),
+        lambda: dist.send(torch.ones(1), 1 - dist.get_rank()),
+        lambda: dist.all_gather_object([None, None], 1),
+        lambda: dist.new_group([0, 1]),
+        lambda: torch.distributed.all_reduce(torch.ones(3)),
+    ):
+        try:
+            call()
+        except dist.DistBackendError as error:
+            assert "forked-child" in str(error)
+        else:
+            raise AssertionError(call)
+    try:
+        sys.exit(4)
+    finally:
+        dist.destroy_process_group()  # as programs end; the parent's groups stay
+assert os.waitpid(pid, 0)[1] == 4 << 8
+dist.send(torch.ones(1), 1 - dist.get_rank())
+receive.wait()
+dist.barrier() if late is None else late.wait()
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
 assert tensor.item() == dist.get_world_size()

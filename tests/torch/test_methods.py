@@ -266,6 +266,26 @@ def test_our_functions_take_torchs_groups(rank, size):
         dist.all_reduce(tensor, group=group)
 
 
+def test_local_groups_of_members_in_different_numbers_of_groups(rank, size):
+    made = []
+    for turn in range(3):  # torch's own names count the groups of the process
+        if rank == 0:
+            made.append(torch_dist.new_group([0], use_local_synchronization=True))
+        if rank in (0, size - 1):
+            made.append(torch_dist.new_group(sorted({0, size - 1}), use_local_synchronization=True))
+            tensor = torch.tensor([turn + 1.0])
+            torch_dist.all_reduce(tensor, group=made[-1])
+            assert tensor[0] == (turn + 1) * len({0, size - 1})
+            names = [None] * len({0, size - 1})
+            torch_dist.all_gather_object(names, made[-1].group_name, group=made[-1])
+            assert len(set(names)) == 1
+            if turn:  # frees a number
+                torch_dist.destroy_process_group(made.pop(-2 if rank == 0 else -1))
+    assert len({each.group_name for each in made}) == len(made)
+    for each in made:
+        torch_dist.destroy_process_group(each)
+
+
 def test_groups_are_forgotten(size):
     before = None
     for turn in range(60):

@@ -6,7 +6,6 @@ the default group calls, also those that will not be members.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -87,16 +86,16 @@ def new_group(
     if default.rank() not in chosen:
         return None
     registry.check_options(pg_options, [each.name for each in default.backends.values()])
-    name = local_name(chosen)
-    backends = {
-        each: each.create_group(chosen, name, timeout or default.timeout)
-        for each in dict.fromkeys(default.backends.values())
-    }
     if backend is not None and Backend(backend) != default.config:
         raise ValueError(
             f"new_group with use_local_synchronization takes the default group's backend {default.config!r}; "
             f"got {backend!r}"
         )
+    name = WORLD.local_name(chosen)
+    backends = {
+        each: each.create_group(chosen, name, timeout or default.timeout)
+        for each in dict.fromkeys(default.backends.values())
+    }
     return register(default, chosen, backends, default.config, name, timeout, group_desc, device_id)
 
 
@@ -275,7 +274,9 @@ def make(
     count that all processes keep in step.
     """
     limit = timeout or parent.timeout
-    names = [local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups]
+    names = [
+        WORLD.local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
+    ]
     index = next((i for i, ranks in enumerate(subgroups) if parent.rank() in ranks), None)
     config = Backend(backend) if backend else parent.config
     wanted = {device: each.name for device, each in parent.backends.items()}
@@ -359,12 +360,3 @@ def add(
     WORLD.add(group)
     LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra=of(group))
     return group
-
-
-def local_name(ranks: Sequence[int]) -> str:
-    """Return a name that the members of a group find without asking anyone."""
-    key = tuple(ranks)
-    count = WORLD.made_locally.get(key, 0)
-    WORLD.made_locally[key] = count + 1
-    text = "_".join(map(str, ("hpcdist", *key, count)))  # unlike c10d's own, which counts other groups too
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hpcdist.c10d import reconfigure, reproduction
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
-from hpcdist.c10d.groups import check_timeout, local_name
+from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
 from hpcdist.core import errors, hooks, registry
 from hpcdist.core.agreement import check_same
@@ -101,7 +101,7 @@ def init_process_group(
     bootstrap = bootstrap._replace(device_id=device, options=pg_options)
     backends = registry.connect_all(device_backends, bootstrap)
     first = next(iter(backends.values()))
-    name = local_name(_ranks) if _ranks else WORLD.next_name()
+    name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
     begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
     WORLD.store = bootstrap.store
     if enable_reconfigure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcdist.c10d import groups
 from hpcdist.core import world
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
@@ -48,7 +47,7 @@ def shrink_group(
     excluded = check_excluded(ranks_to_exclude, old)
     is_default = old is WORLD.default
     remaining = [global_rank for rank, global_rank in enumerate(old.ranks) if rank not in excluded]
-    name = groups.local_name(remaining)
+    name = WORLD.local_name(remaining)
     aborts = shrink_flags == SHRINK_ABORT
     made = {}
     with old.journal.during("shrink_group"):

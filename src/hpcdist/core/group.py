@@ -22,6 +22,41 @@ if TYPE_CHECKING:
 UNGROUPED = nullcontext()
 
 
+class ParentsBackend:
+    """Backend in a forked child, which refuses all calls: the MPI, sockets and threads are its parent's."""
+
+    has_groups = False
+    peer = queue = None
+
+    def __init__(self, inner: Backend) -> None:
+        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self._inner = inner  # kept: what ends with its last reference would be ended for the parent
+
+    def close(self) -> None:
+        """Leave the communicator as it is."""
+
+    def drop(self, reason: str) -> None:
+        """Leave the communicator as it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: nothing else may be asked of it."""
+        raise self._refusal()
+
+    def _refusal(self) -> errors.DistBackendError:
+        text = (
+            f"this process was forked by rank {self.rank} of {self.size}, to which the communicators belong: "
+            f"a forked child makes no calls on its parent's groups"
+        )
+        return errors.DistBackendError(errors.explained(text, "forked-child"))
+
+    def give_up(self) -> None:
+        """Let the waits for calls that the parent has under way raise in this process; tell nobody else."""
+        queue = self._inner.queue
+        works = [*getattr(self._inner, "unfinished", ()), *(queue.pending() if queue is not None else ())]
+        for work in works:
+            work._error, work._done = self._refusal(), True
+
+
 class Group:
     """A set of ranks that communicate.
 
@@ -142,6 +177,16 @@ class Group:
             for backend in able:
                 groups.enter_context(backend.grouped())
             return groups.pop_all()
+
+    def leave_to_parent(self) -> None:
+        """Make no calls any more, in a forked child; one of a group's several ranks would be there twice."""
+        if self.size() > 1:
+            theirs: dict[Backend, Any] = {each: ParentsBackend(each) for each in self.backends.values()}
+            self.backends = self.carriers = {device: theirs[each] for device, each in self.backends.items()}
+            self.cpu = self.backends.get("cpu")
+            self.known.clear()
+            for each in theirs.values():
+                each.give_up()
 
     def drop(self, reason: str, revokes: bool = False) -> None:
         """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here.

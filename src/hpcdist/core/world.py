@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
+import os
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed
@@ -80,6 +83,14 @@ class World:
         self.made = index + 1
         return str(index)
 
+    def local_name(self, ranks: Sequence[int]) -> str:
+        """Return a name for the next group of these ranks, which its members find without asking anyone."""
+        key = tuple(ranks)
+        count = self.made_locally.get(key, 0)
+        self.made_locally[key] = count + 1
+        text = "_".join(map(str, ("hpcdist", *key, count)))
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
     def renumber(self, group: Group, made: int) -> None:
         """Take note that a group has other ranks, and count from ``made`` groups on: the same on all of them."""
         self.made, self.made_locally = made, {}
@@ -93,8 +104,14 @@ class World:
         if mirror is not None:
             mirror.clear()
 
+    def leave_to_parent(self) -> None:
+        """Make no calls on any group, in a forked child: ranks, sizes and names may be asked for."""
+        for group in self.groups.values():
+            group.leave_to_parent()
+
 
 WORLD = World()
+os.register_at_fork(after_in_child=lambda: WORLD.leave_to_parent())
 
 
 def default_group() -> Group:

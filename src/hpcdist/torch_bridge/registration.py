@@ -9,6 +9,7 @@ what                                                  why                       
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
 ``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
+``distributed_c10d._hash_ranks_to_str``                the name of a group that only its members make     2.13.0, 2.14.1
 ``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
 ====================================================  ==================================================  ==============
 """
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 from hpcdist.torch_bridge.late_store import fresh_store
 from hpcdist.torch_bridge.mirror import NAME
@@ -50,6 +52,22 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
         handlers["env"] = by_launcher
     open_monitored_barrier()
     keep_recorder_away()
+    name_local_groups()
+
+
+def name_local_groups() -> None:
+    """Let torch name a group that only its members make after its ranks, while its world is ours.
+
+    Its own name counts the process's other groups too: on members that are in different numbers of groups it differs.
+    """
+    if "name" in STOCK or not hasattr(c10d, "_hash_ranks_to_str"):
+        return
+    stock = STOCK["name"] = c10d._hash_ranks_to_str
+
+    def name(ranks: Any) -> str:
+        return WORLD.local_name(ranks) if isinstance(c10d._world.default_pg, ProcessGroup) else stock(ranks)
+
+    setattr(c10d, "_hash_ranks_to_str", name)  # noqa: B010  # for mypy
 
 
 def keep_recorder_away() -> None:
