@@ -88,16 +88,14 @@ def new_group(
         return None
     registry.check_options(pg_options, [each.name for each in default.backends.values()])
     name = local_name(chosen)
-    backends = {
-        each: each.create_group(chosen, name, timeout or default.timeout)
-        for each in dict.fromkeys(default.backends.values())
-    }
+    limit = timeout or default.timeout
+    backends = default.create_backends(chosen, name, limit)
     if backend is not None and Backend(backend) != default.config:
         raise ValueError(
             f"new_group with use_local_synchronization takes the default group's backend {default.config!r}; "
             f"got {backend!r}"
         )
-    return register(default, chosen, backends, default.config, name, timeout, group_desc, device_id)
+    return add(chosen, default, backends, default.config, name, limit, group_desc, device_id)
 
 
 def new_subgroups(
@@ -325,21 +323,6 @@ def begin(
         peer=next((each for each in made.values() if each is not None), None),
     )
     return registry.connect(name, bootstrap)
-
-
-def register(
-    parent: Group,
-    ranks: list[int],
-    backends: dict[Communicator, Communicator],
-    config: str,
-    name: str,
-    timeout: timedelta | None,
-    description: str | None,
-    device_id: torch.device | None,
-) -> ProcessGroup:
-    """Add the group whose communicators were made from the parent's, one for one."""
-    by_device = {device: backends[each] for device, each in parent.backends.items()}
-    return add(ranks, parent, by_device, config, name, timeout or parent.timeout, description, device_id)
 
 
 def add(
