@@ -191,6 +191,54 @@ def test_the_job_ends_on_all_hosts(cluster: Cluster, launcher: str, slots: tuple
         assert expected in job.stderr()
 
 
+def assert_reported(job: Job, ranks: int, call: str, said: str) -> None:
+    """Assert that some ranks' calls raise, or the job is aborted and all of its ranks go; with a report either way."""
+    deadline = time.monotonic() + REPORT_SECONDS
+    while len(job.events("raised")) < ranks and job.process.poll() is None and job.ranks_alive():
+        assert time.monotonic() < deadline, f"{job.events()}\n{job.stderr()}"
+        time.sleep(0.1)
+    assert f": {call}" in job.stderr(), job.stderr()
+    assert said in job.stderr(), job.stderr()
+    if "the job is aborted" in job.stderr():
+        assert_gone(job)
+
+
+WAITS = {  # call -> how many of ranks 0 and 1 wait for rank 2 in it, and what the report calls it
+    "exchange": (2, "irecv from rank 2"),
+    "batch": (2, "irecv from rank 2"),
+    "halo": (2, "irecv from rank 2"),
+    "scatter_object": (2, "scatter_object_list #3"),
+    "recv_object": (1, "recv_object_list from rank 2"),
+    "subgroups": (2, "new_group #3"),
+    "local_group": (2, "create_group"),
+    "window": (2, "Window #3"),
+    "put": (1, "Window.put to rank 2"),
+    "get": (1, "Window.get from rank 2"),
+    "accumulate": (2, "Window.accumulate to rank 2"),
+    "fetch_and_add": (2, "Window.fetch_and_add to rank 2"),
+    "signal": (1, "Window.signal to rank 2"),
+    "close": (2, "Window.close #4"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("call", [pytest.param(each, marks=[smoke] * (each == "put")) for each in WAITS])
+def test_every_call_to_a_stopped_rank_has_an_end(cluster: Cluster, launcher: str, call: str) -> None:
+    waiting, title = WAITS[call]
+    with start(cluster, launcher, (1, 2), "stop", call) as job:
+        assert_reported(job, waiting, title, "its process is stopped")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("call", ["exchange", "subgroups", "local_group", "window"])
+def test_every_call_over_a_lost_link_has_an_end(cluster: Cluster, launcher: str, call: str) -> None:
+    """Rank 0 does not know what became of rank 2, which does not call."""
+    with start(cluster, launcher, (1, 2), "absent", call) as job:
+        cluster.hosts[1].set_port(False)
+        title = WAITS[call][1].partition(" rank")[0]
+        assert_reported(job, 1, title, "is not known" if "#" in title else "may not have met it")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("way", [pytest.param("link", marks=smoke), "port"])
 def test_after_a_lost_link_no_rank_is_left(cluster: Cluster, launcher: str, way: str) -> None:

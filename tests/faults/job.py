@@ -42,6 +42,23 @@ def reduce_beside_computing() -> None:
     work.wait()
 
 
+def begin_all() -> list[dist.Work]:
+    """Begin a message to and from every other rank."""
+    ops = [dist.P2POp(op, tensor.clone(), other) for other in others() for op in (dist.irecv, dist.isend)]
+    return dist.batch_isend_irecv(ops)
+
+
+def others() -> list[int]:
+    return [other for other in range(size) if other != rank]
+
+
+def receive_object() -> None:
+    if rank == VICTIM:
+        dist.send_object_list([tensor], 0)
+    elif rank == 0:
+        dist.recv_object_list([None], VICTIM)
+
+
 CALLS = {
     "all_reduce": lambda: dist.all_reduce(tensor),
     "broadcast": lambda: dist.broadcast(tensor, VICTIM),
@@ -54,8 +71,25 @@ CALLS = {
     "barrier": dist.barrier,
     "all_gather_object": lambda: dist.all_gather_object([None] * size, {"rank": rank}),
     "async": reduce_beside_computing,
+    "exchange": lambda: dist.exchange(dict.fromkeys(others(), tensor), {o: tensor.clone() for o in others()}),
+    "batch": lambda: [work.wait() for work in begin_all()],
+    "halo": lambda: dist.HaloExchange([size], periodic=True)(tensor),
+    "scatter_object": lambda: dist.scatter_object_list([None], [rank] * size, VICTIM),
+    "recv_object": receive_object,
+    "subgroups": lambda: dist.new_subgroups(size),
+    "local_group": lambda: dist.new_group(list(range(size)), use_local_synchronization=True),
+    "window": lambda: dist.Window(tensor.numel()),
+    "put": lambda: window.put(tensor, VICTIM),
+    "get": lambda: window.get(tensor, VICTIM),
+    "accumulate": lambda: window.accumulate(tensor, VICTIM),
+    "fetch_and_add": lambda: window.fetch_and_add(VICTIM),
+    "signal": lambda: window.signal(VICTIM),
+    "wait_signal": lambda: window.wait_signal(VICTIM),
+    "close": lambda: window.close(),
     "waited": lambda: dist.all_reduce(tensor, async_op=True).wait(),  # carried out by the wait, as a synchronous call
 }
+
+ON_WINDOW = ("put", "get", "accumulate", "fetch_and_add", "signal", "wait_signal", "close")
 
 
 def go_wrong(fault: str, call: str) -> None:
@@ -63,6 +97,9 @@ def go_wrong(fault: str, call: str) -> None:
     tell("fault")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop_sending":  # the others' receives have begun, and cannot be cancelled
+        begun = begin_all()  # noqa: F841
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "exception":
@@ -89,7 +126,10 @@ def leave(seconds: float) -> None:
 
 
 def main(fault: str, call: str) -> None:
+    global window
     CALLS["all_reduce"]()
+    if call in ON_WINDOW:
+        window = dist.Window(tensor.numel())
     dist.barrier()
     dist.group.WORLD.timeout = timedelta(seconds=SECONDS)
     tell("ready")

@@ -26,3 +26,17 @@ def test_the_headline_has_gloos_words_and_ours():
     assert re.match(r"Timed out waiting 1500ms: barrier #7 on group '0' has not ended after 1\.5 s", said)
     assert re.search(" (Timed out|closed|timeout) ", said)  # as torch's own tests search
     assert said.endswith("called at train.py:12 (main)")
+
+
+def test_a_message_names_its_peer_and_a_call_of_some_ranks_all_that_may_be_missing():
+    message = {**BARRIER, "message": True}
+    assert report.title({**message, "name": "recv"}) == "recv from anyone"
+    assert report.title({**message, "name": "Window.get", "peer": 2}) == "Window.get from rank 2"
+    assert report.title({**message, "name": "Window.put", "peer": 2}) == "Window.put to rank 2"
+    assert report.title({**message, "name": "create_group"}) == "create_group"
+    there = {1: {"calls": [], "leaving": False, "main": "train.py:9 (main)"}}
+    lines = report.compose({**message, "name": "create_group"}, 0, range(3), there, lambda _: "its process is stopped")
+    assert lines == [
+        "rank 1 is not in a call of hpcdist, at train.py:9 (main)",
+        "rank 2 has not met it; its process is stopped",
+    ]

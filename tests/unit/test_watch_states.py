@@ -124,6 +124,7 @@ def test_no_blocked_call_is_without_an_end() -> None:
     ):
         blocked = Facts(has_work, False, False, is_running, False, interrupts_all, is_reported)
         assert kinds(blocked)[-1] is Means.ABORT
+        assert all(math.isfinite(seconds) for _, seconds in means_for(blocked)[:-1])
         queued = Facts(True, True, on_device, True, False, interrupts_all, is_reported)
         assert {Means.GIVE_UP, Means.INTERRUPT} & set(kinds(queued))
 

@@ -58,7 +58,8 @@ class Window:
             given, self._numel, self.dtype, *_ = offers[pg.rank()]
             self.sizes = [numel for _, numel, *_ in offers]
             nbytes = [numel * self.dtype.itemsize for numel in self.sizes]
-            self._remote = backend.open_window(nbytes, as_tensor(memory, "memory", True) if given else None)
+            own = as_tensor(memory, "memory", True) if given else None
+            self._remote = backend.open_window(nbytes, own, pg.journal.during)
         self._group, self._backend, self._itemsize = pg, backend, self.dtype.itemsize
         self.tensor = self._remote.own.view(self.dtype)
         self._is_open = True

@@ -186,12 +186,15 @@ class Backend(Supervised):
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
 
-    def open_window(self, sizes: Sequence[int], tensor: torch.Tensor | None) -> RemoteMemory:
+    def open_window(
+        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[None]]
+    ) -> RemoteMemory:
         """Open memory of every rank to the others; every rank calls.
 
         Args:
             sizes: bytes of each rank's memory.
             tensor: this rank's, if it has it already.
+            during: records a call that blocks, and the other rank, as ``Journal.during``.
         """
         raise RuntimeError(f"Backend {self.name} does not support new_window: one-sided windows need MPI")
 

@@ -5,6 +5,7 @@ What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,25 @@ class Group:
         if not self.backends:
             raise errors.destroyed(self)
         return next(iter(self.backends.values()))
+
+    def create_backends(
+        self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Iterable[str] | None = None
+    ) -> dict[str, Any]:
+        """Make communicators of some ranks of this group, which alone call.
+
+        Args:
+            ranks: of this group.
+            name: the same on all of them; keeps apart what is made at once.
+            timeout: the limit of each call.
+            kinds: the device types to carry; None for all of this group.
+
+        Returns:
+            The new backends by device type.
+        """
+        kept = {kind: self.backends[kind] for kind in kinds or self.backends if kind in self.backends}
+        with self.journal.during("create_group"):
+            made = {each: each.create_group(ranks, name, timeout) for each in dict.fromkeys(kept.values())}
+        return {kind: made[each] for kind, each in kept.items()}
 
     def grouped(self) -> AbstractContextManager[Any]:
         """Launch the calls begun inside together, on the backends that can."""

@@ -39,11 +39,15 @@ class Call(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether two ranks alone take part."""
+        """Whether only some ranks of the group take part, so that it is not counted among its collectives."""
         return self.name in MESSAGES
 
 
-MESSAGES = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"})
+ONE_SIDED = ("Window.put", "Window.get", "Window.accumulate", "Window.fetch_and_add", "Window.signal")
+# create_group is new_group, called by the members only
+MESSAGES = frozenset(
+    {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "create_group", *ONE_SIDED}
+)
 
 
 class Ring:

@@ -71,12 +71,8 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         # no two groups meet under one name, although their members call for the same ranks again
         self._splits[tuple(ranks)] += 1
         own_name = f"{self.group_name}:split:{'_'.join(map(str, ranks))}:{self._splits[tuple(ranks)]}"
-        kept = {each.type for each in device_types} if device_types else set(self.backends)
-        made = {
-            each: each.create_group(ranks, own_name, limit)
-            for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
-        }
-        by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
+        kinds = [each.type for each in device_types] if device_types else None
+        by_device = self.create_backends(ranks, own_name, limit, kinds)
         global_ranks = tuple(self.ranks[rank] for rank in ranks)
         description = group_desc or f"{self.group_desc}:split"
         name = group_name or own_name

@@ -77,7 +77,8 @@ def means_for(facts: Facts) -> list[Rung]:
             return [(Means.FORETELL, 0.0), (Means.GIVE_UP, 0.0), *also]
         first = [] if facts.ends_waits else [(Means.INTERRUPT, 0.0)]
         return [*first, (Means.GIVE_UP, math.inf)]
-    found = [(Means.CANCEL, math.inf)] if facts.has_work else []
+    # a receive whose message has begun to come may not be cancelled (MPI 3.8.4), and its sender may be stopped
+    found = [(Means.CANCEL, STUCK_SECONDS)] if facts.has_work else []
     if facts.ends_waits:
         return found
     if facts.is_reported:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import Any
 
-from hpcdist.core.journal import RING, Call
+from hpcdist.core.journal import ONE_SIDED, RING, Call
 from hpcdist.core.table import ROWS, Shape
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way
@@ -32,13 +32,13 @@ NAMES = {
     "scatter_object_list": "scatter",
     "new_group": "split",
     "shrink_group": "split",
-    "destroy_process_group": "barrier",
-    "monitored_barrier": "barrier",
     "isend": "send",
     "irecv": "recv",
     "send_object_list": "send",
     "recv_object_list": "recv",
 }
+KNOWN = {*ROWS, "send", "recv"}
+UNKNOWN = {"create_group", *ONE_SIDED}  # some ranks make them; the tool has nothing like them
 
 
 class Recorder:
@@ -98,8 +98,8 @@ class Recorder:
         entries = []
         for index, raw in enumerate(calls):
             group = by_journal.get(id(raw[0]))
-            if group is None:
-                continue  # destroyed
+            if group is None or raw[2] in UNKNOWN:
+                continue  # destroyed, for one
             state = "started" if id(raw) in blocking else "scheduled" if id(raw) in waiting else "completed"
             record = first + index
             while len(times) > 1 and times[0][1] <= record:
@@ -133,7 +133,7 @@ def entry(
     call: Call, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return one call as an entry of the trace."""
-    name = NAMES.get(call.name, call.name)
+    name = NAMES.get(call.name) or (call.name if call.name in KNOWN else "barrier")  # the tool refuses other names
     given, received = sizes(call, group.rank(), group.size())
     dtype = str(call.dtype).removeprefix("torch.").capitalize() if call.dtype is not None else ""
     is_message = name in ("send", "recv")

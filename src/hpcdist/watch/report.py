@@ -24,9 +24,10 @@ def title(call: dict[str, Any]) -> str:
     """Return a call as ``all_reduce #128``, a message with its peer."""
     if not call["message"]:
         return f"{call['name']} #{call['number']}"
+    is_incoming = "recv" in call["name"] or call["name"] == "Window.get"
     if call["peer"] is None:
-        return f"{call['name']} from anyone"
-    return f"{call['name']} {'from' if 'recv' in call['name'] else 'to'} rank {call['peer']}"
+        return f"{call['name']} from anyone" if is_incoming else call["name"]
+    return f"{call['name']} {'from' if is_incoming else 'to'} rank {call['peer']}"
 
 
 def described(each: UnderWay, seconds: float, where: str) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def compose(
     """
     group, name = mine["group"], title(mine)
     if mine["message"]:
-        return compose_message(mine, me, answers, judge)
+        return compose_message(mine, me, ranks, answers, judge)
     inside, shapes = [me], {(str(mine["shape"]), mine["dtype"]): [me]}
     absent: dict[str, list[int]] = {}
     lines = []
@@ -124,10 +125,12 @@ def compose(
     return lines
 
 
-def compose_message(mine: dict[str, Any], me: int, answers: Answers, judge: Callable[[int], str]) -> list[str]:
+def compose_message(
+    mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
+) -> list[str]:
     """Return the lines that say where the other side of a message is, or everyone who might be."""
     lines: dict[str, list[int]] = {}
-    for rank in [mine["peer"]] if mine["peer"] is not None else sorted(answers):
+    for rank in [mine["peer"]] if mine["peer"] is not None else [each for each in ranks if each != me]:
         if rank == me:
             lines.setdefault("is this rank itself, which waits", []).append(rank)
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import ClassVar
 
@@ -168,11 +169,13 @@ class MPIBackend(Backend):
 
     # -- one-sided calls -------------------------------------------------------------------------------
 
-    def open_window(self, sizes: Sequence[int], tensor: torch.Tensor | None) -> MPIWindow:
+    def open_window(
+        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[None]]
+    ) -> MPIWindow:
         """Open memory of every rank by MPI's windows."""
         with self.communicator.translating("Window"):
             places = locate(self.comm, node_key(), self.communicator.derived)
-            made = MPIWindow(self.communicator, places, sizes, tensor, self.windows.remove)
+            made = MPIWindow(self.communicator, places, sizes, tensor, during, self.windows.remove)
         self.windows.append(made)
         return made
 

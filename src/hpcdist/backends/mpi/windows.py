@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from ctypes import memmove
 from typing import Any
 
@@ -46,6 +47,7 @@ class MPIWindow(RemoteMemory):
         places: where its ranks are; the window takes ``places.node`` over.
         sizes: bytes of each rank's memory.
         tensor: this rank's memory if it is the user's, on all ranks or on none.
+        during: records a call that blocks, for the watchdog: MPI may wait until the other rank enters it.
         forget: called by ``close``.
     """
 
@@ -55,9 +57,10 @@ class MPIWindow(RemoteMemory):
         places: Places,
         sizes: Sequence[int],
         tensor: torch.Tensor | None,
+        during: Callable[..., AbstractContextManager[None]],
         forget: Callable[[MPIWindow], None],
     ) -> None:
-        self._communicator, self._places, self._forget = communicator, places, forget
+        self._communicator, self._places, self._during, self._forget = communicator, places, during, forget
         rank, size = communicator.rank, communicator.size
         self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
         mates = places.ranks[places.here]
@@ -105,7 +108,7 @@ class MPIWindow(RemoteMemory):
         if base is not None:
             memmove(base + offset, tensor.data_ptr(), tensor.nbytes)
             return
-        with self._communicator.translating("Window.put"):
+        with self._during("Window.put", dst), self._communicator.translating("Window.put"):
             self._data.Put(message(tensor), dst, (self._start + offset, *run(tensor.nbytes)))
             self._data.Flush(dst)
 
@@ -116,7 +119,7 @@ class MPIWindow(RemoteMemory):
             self._sync()
             memmove(tensor.data_ptr(), base + offset, tensor.nbytes)
             return
-        with self._communicator.translating("Window.get"):
+        with self._during("Window.get", src), self._communicator.translating("Window.get"):
             self._data.Get(message(tensor), src, (self._start + offset, *run(tensor.nbytes)))
             self._data.Flush(src)
 
@@ -129,7 +132,7 @@ class MPIWindow(RemoteMemory):
             raise ValueError(
                 f"Window.accumulate: ReduceOp.{name} is no op of one-sided calls; expected {', '.join(MPI_OPS)}"
             )
-        with self._communicator.translating("Window.accumulate"):
+        with self._during("Window.accumulate", dst), self._communicator.translating("Window.accumulate"):
             for start in range(0, tensor.numel(), PIECE):
                 part = tensor.view(-1)[start : start + PIECE]
                 place = (self._start + offset + start * itemsize, part.numel(), datatype)
@@ -139,7 +142,7 @@ class MPIWindow(RemoteMemory):
     def fetch_and_add(self, value: torch.Tensor, dst: int, offset: int) -> torch.Tensor:
         """MPI_Fetch_and_op and MPI_Win_flush."""
         datatype, before = atomic_type(value.dtype), torch.empty_like(value)
-        with self._communicator.translating("Window.fetch_and_add"):
+        with self._during("Window.fetch_and_add", dst), self._communicator.translating("Window.fetch_and_add"):
             self._data.Fetch_and_op(
                 [memory(value), datatype], [memory(before), datatype], dst, self._start + offset, MPI.SUM
             )
@@ -154,7 +157,7 @@ class MPIWindow(RemoteMemory):
             self._sync()  # what was written before is there first
             signals[rank] = count
             return
-        with self._communicator.translating("Window.signal"):
+        with self._during("Window.signal", dst), self._communicator.translating("Window.signal"):
             sent = torch.tensor([count], device="cpu")
             self._group.Put([memory(sent), BYTE], dst, (rank * SIGNAL_BYTES, SIGNAL_BYTES, BYTE))
             self._group.Flush(dst)

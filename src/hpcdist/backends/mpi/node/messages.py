@@ -7,8 +7,9 @@ which they are posted (MPI 3.5).
 
 If each node sends to all others at once, several send to one of them while another one's cable is idle. So the nodes
 take `Turns`: in each, every node sends to one and receives from one, and sends on when enough has arrived (4 nodes at
-200 Mbit/s, 16 MiB: 1,060 ms in place of 1,220; gloo's ring 1,080 to 1,130). Messages of a turn have at most 56 KiB,
-which Open MPI sends without a handshake (its limit is 64 KiB; 1 MiB: 64 ms in place of 83).
+200 Mbit/s, 16 MiB: all_reduce 1,060 ms in place of 1,220, gloo's ring 1,080 to 1,130; reduce_scatter 530 in place of
+660). Messages of a turn have at most 56 KiB, which Open MPI sends without a handshake (its limit is 64 KiB; 1 MiB:
+64 ms in place of 83).
 
 Waiting is a loop of `MPI_Testsome`, which yields the processor, polls every few milliseconds, so that an interrupted or
 revoked call is left, and naps if nothing has moved for a while.

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import memmove
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from hpcdist.core.reduction import name_of
 
 CHUNK_BYTES = 256 << 10  # in the window, and of a message that waits for no turn
 AHEAD = 4  # chunks that another node may be ahead of this one, without turns
-STAGES = 8  # chunks reduced in the node that wait to be sent
 
 
 class TwoLevel:
@@ -270,29 +268,45 @@ class TwoLevel:
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
         block, item, ranks = recv.nbytes, recv.itemsize, self._places.comm.Get_size()
         chunk = self._chunk(block, ranks)
+        if self._places.is_flat:
+            chunk = min(chunk, TURN_BYTES)
         others = self._other_nodes()
         away = [rank for node in others for rank in self._wards(node)]
         mine = [*away, *self._wards(self._places.here)]  # blocks that this rank reduces: those of others, and its own
         foreign = [rank for rank in range(ranks) if rank not in set(mine)]
-        source, numel = send.data_ptr(), recv.numel()
+        source, numel, width = send.data_ptr(), recv.numel(), chunk // item
         count, rows = -(-block // chunk), min(AHEAD, -(-block // chunk))
-        inbox = torch.empty(rows, len(others), chunk // item, dtype=recv.dtype, device="cpu")
+        inbox = torch.empty(rows, len(others), width, dtype=recv.dtype, device="cpu")
         is_sent_as_it_is = not self._mates and inner is outer
-        stages = torch.empty(0 if is_sent_as_it_is else STAGES, chunk // item, dtype=recv.dtype, device="cpu")
-        free = list(range(len(stages)))
-        scratch = self._scratch(inner, self._size, chunk // item)
-        outer_scratch = outer_scratch_of(outer, len(others) + 1, chunk // item)
+        stages = torch.empty(rows, 0 if is_sent_as_it_is else len(away), width, dtype=recv.dtype, device="cpu")
+        scratch = self._scratch(inner, self._size, width)
+        outer_scratch = outer_scratch_of(outer, len(others) + 1, width)
         reduced = folded = 0
 
-        def advance() -> None:
+        def sends(turn: int) -> Spans | None:
+            index, distance = divmod(turn, len(others))
+            if index >= reduced:
+                return None
+            low, size = index * chunk, min(chunk, block - index * chunk)
+            wards = self._wards(others[distance])
+            if is_sent_as_it_is:
+                return [(rank, source + rank * block + low, size) for rank in wards]
+            return [(rank, stages[index % rows, away.index(rank)].data_ptr(), size) for rank in wards]
+
+        def receives(turn: int) -> Spans | None:
+            index, distance = divmod(turn, len(others))
+            if index >= folded + rows:
+                return None
+            place = inbox[index % rows, -1 - distance]
+            return [(self._source(others[-1 - distance]), place.data_ptr(), min(chunk, block - index * chunk))]
+
+        def add() -> None:
             nonlocal folded
-            while folded < reduced and all(each.done > folded for each in incoming):
-                own = recv[folded * (chunk // item) : (folded + 1) * (chunk // item)]
+            while folded < reduced and turns.done >= (folded + 1) * len(others):
+                own = recv[folded * width : (folded + 1) * width]
                 parts = [own, *(inbox[folded % rows, i, : own.numel()] for i in range(len(others)))]
                 outer.reduce(parts, own, outer_scratch)
                 folded += 1
-                for each in incoming:
-                    each.allow(folded + rows)
 
         def put(turn: int, offset: int, length: int) -> None:
             if self._mates:
@@ -303,35 +317,20 @@ class TwoLevel:
         def get(turn: int, offset: int, length: int) -> None:
             nonlocal reduced
             low, high = offset // item, (offset + length) // item
-            for rank in mine:
+            if not is_sent_as_it_is:
+                messages.wait(lambda: turns.left >= (reduced - rows + 1) * len(others))  # its stages are free
+            for rank in [self.rank] if is_sent_as_it_is else mine:
                 part = send[rank * numel + low : rank * numel + high]
                 parts = [part, *(self._part(turn, mate, rank * chunk, length, part.dtype) for mate in self._mates)]
-                if rank == self.rank:
-                    self._reduce_in_node(inner, parts, recv[low:high], scratch)
-                elif is_sent_as_it_is:
-                    messages.send(rank, part.data_ptr(), length)
-                else:
-                    messages.wait(lambda: bool(free))
-                    stage = free.pop()
-                    self._reduce_in_node(inner, parts, stages[stage, : high - low], scratch)
-                    messages.send(rank, stages[stage].data_ptr(), length, partial(free.append, stage))
+                out = recv[low:high] if rank == self.rank else stages[reduced % rows, away.index(rank), : high - low]
+                self._reduce_in_node(inner, parts, out, scratch)
             reduced += 1
-            advance()
+            turns.advance()
             messages.progress()
 
         with self._messages(send, recv, inbox, stages) as messages:
-            lengths = [min(chunk, block - c * chunk) for c in range(count)]
-            incoming = [
-                Arrivals(
-                    messages,
-                    self._source(node),
-                    [(inbox[c % rows, i].data_ptr(), lengths[c]) for c in range(count)],
-                    advance,
-                )
-                for i, node in enumerate(others)
-            ]
-            for each in incoming:
-                each.allow(rows)
+            turns = Turns(messages, count * len(others), sends, receives, add)
+            turns.advance()
             self._exchange(block, chunk, put, get)
             messages.wait(lambda: folded == count)
 
