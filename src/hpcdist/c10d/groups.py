@@ -91,12 +91,9 @@ def new_group(
             f"new_group with use_local_synchronization takes the default group's backend {default.config!r}; "
             f"got {backend!r}"
         )
-    name = WORLD.local_name(chosen)
-    backends = {
-        each: each.create_group(chosen, name, timeout or default.timeout)
-        for each in dict.fromkeys(default.backends.values())
-    }
-    return register(default, chosen, backends, default.config, name, timeout, group_desc, device_id)
+    name, limit = WORLD.local_name(chosen), timeout or default.timeout
+    backends = default.derive(lambda each: each.create_group(chosen, name, limit))
+    return add(chosen, default, backends, default.config, name, limit, group_desc, device_id)
 
 
 def new_subgroups(
@@ -326,21 +323,6 @@ def begin(
         peer=next((each for each in made.values() if each is not None), None),
     )
     return registry.connect(name, bootstrap)
-
-
-def register(
-    parent: Group,
-    ranks: list[int],
-    backends: dict[Communicator, Communicator],
-    config: str,
-    name: str,
-    timeout: timedelta | None,
-    description: str | None,
-    device_id: torch.device | None,
-) -> ProcessGroup:
-    """Add the group whose communicators were made from the parent's, one for one."""
-    by_device = {device: backends[each] for device, each in parent.backends.items()}
-    return add(ranks, parent, by_device, config, name, timeout or parent.timeout, description, device_id)
 
 
 def add(

@@ -80,8 +80,7 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
     """Make a group of some ranks, which alone call (MPI_Comm_create_group)."""
     members = [default.group_ranks[rank] for rank in ranks]
     name, limit = options.group_id, options.timeout
-    made = {each: each.create_group(members, name, limit) for each in dict.fromkeys(default.backends.values())}
-    by_device = {kind: made[each] for kind, each in default.backends.items()}
+    by_device = default.derive(lambda each: each.create_group(members, name, limit))
     rank = ranks.index(default.ranks[default.rank()])
     group = ProcessGroup(ranks, rank, by_device, default.config, name, "undefined", limit)
     group.bound_device_id = default.bound_device_id

@@ -71,12 +71,8 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         # no two groups meet under one name, although their members call for the same ranks again
         self._splits[tuple(ranks)] += 1
         own_name = f"{self.group_name}:split:{'_'.join(map(str, ranks))}:{self._splits[tuple(ranks)]}"
-        kept = {each.type for each in device_types} if device_types else set(self.backends)
-        made = {
-            each: each.create_group(ranks, own_name, limit)
-            for each in dict.fromkeys(each for kind, each in self.backends.items() if kind in kept)
-        }
-        by_device = {kind: made[each] for kind, each in self.backends.items() if kind in kept}
+        kept = {each.type for each in device_types} if device_types else None
+        by_device = self.derive(lambda each: each.create_group(ranks, own_name, limit), kept)
         global_ranks = tuple(self.ranks[rank] for rank in ranks)
         description = group_desc or f"{self.group_desc}:split"
         name = group_name or own_name
@@ -137,6 +133,13 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             for work in backend.pending():
                 work.wait()
 
+    def close(self) -> None:
+        """Free the communicators; those that may be made anew are forgotten: nobody knows who has a part in them."""
+        if self.membership is None:
+            super().close()
+        else:
+            self.drop(f"group {self._name!r} was destroyed")
+
     def shutdown(self) -> None:
         """Free the communicators; every rank of the group calls it, and torch's destroy does."""
         try:
@@ -152,4 +155,6 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         if self.membership is None:
             self.shutdown()
         else:
-            self.drop(f"group {self._name!r} was aborted", revokes=True)
+            reason = f"group {self._name!r} was aborted"
+            self.revoke(reason)
+            self.drop(reason)
