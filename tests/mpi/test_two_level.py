@@ -25,18 +25,6 @@ HALF_TYPES = [torch.float16, torch.bfloat16]
 LENGTHS = (1, 1001, 700_001)
 
 
-@pytest.fixture(scope="module")
-def every(_default_group):
-    """All ranks, of however many hosts."""
-    try:
-        comm = dist.get_mpi_comm()
-    except Exception:
-        pytest.skip("no MPI in this backend")
-    if comm.size == 1:
-        pytest.skip("needs two ranks")
-    return comm
-
-
 def layouts(ranks: int) -> dict[str, list[str]]:
     """Return ways to imitate several nodes: the node of each rank."""
     return {
@@ -237,8 +225,11 @@ def test_poll_leaves_a_call(several, every, row):
 def test_memory_of_messages_that_were_left_is_kept(every):
     """MPI still writes to it, as here after the call that it was for has raised."""
 
+    reasons = ["interrupted"]
+
     def interrupt():
-        raise dist.DistBackendError("interrupted")
+        for reason in reasons:
+            raise dist.DistBackendError(reason)
 
     tensor = torch.zeros(8)
     if every.rank == 0:
@@ -253,7 +244,8 @@ def test_memory_of_messages_that_were_left_is_kept(every):
         every.Barrier()
         assert of_tensor() is not None
         left, (tensor,) = messages.ABANDONED.pop(kept - 1)
-        left.finish()
+        reasons.clear()
+        left.finish()  # on a busy machine after more than one look at whether it was interrupted
         assert tensor.tolist() == [1.0] * 8
     else:
         every.Barrier()
