@@ -186,10 +186,10 @@ class Group:
     def leave_to_parent(self) -> None:
         """Make no calls any more, in a forked child; one of a group's several ranks would be there twice."""
         if self.size() > 1:
-            self.backends = self.carriers = self.derive(ParentsBackend)
+            self.backends = self.carriers = theirs = self.derive(ParentsBackend)
             self.cpu = self.backends.get("cpu")
             self.known.clear()
-            for each in dict.fromkeys(self.backends.values()):
+            for each in dict.fromkeys(theirs.values()):
                 each.give_up()
 
     def revoke(self, reason: str) -> None:
