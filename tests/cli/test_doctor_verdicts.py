@@ -13,7 +13,7 @@ import time
 import pytest
 
 from hpcdist.cli.doctor import devices, installed, memory, mpi_library, network, placement, slurm_step, speed
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, bytes_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM
 from hpcdist.cli.doctor.supervision import supervise
 from hpcdist.core.ranks import listed
 from hpcdist.launch import topology
@@ -226,9 +226,6 @@ def test_checks_that_end_return_their_status(status):
 def test_texts():
     assert listed([3]) == "rank 3"
     assert listed([0, 1, 2, 9]) == "ranks 0 to 2, 9"
-    assert bytes_text(8) == "8 B"
-    assert bytes_text(4 << 20) == "4.0 MiB"
-    assert bytes_text(64 << 20) == "64 MiB"
 
 
 def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):

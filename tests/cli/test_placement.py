@@ -76,11 +76,22 @@ def test_a_machine_without_numa_has_no_domains(tmp_path):
     assert placement.in_domains(node, [0, 1], [None], None)["cards"] == {}
 
 
+def test_what_no_domain_has_is_left_out_and_what_is_not_told_is_guessed(tmp_path):
+    topologies.make("xeon", tmp_path)
+    topologies.write(tmp_path, "fs/cgroup/job/cpuset.cpus.effective", "0-499")
+    topologies.write(tmp_path, "class/infiniband/mlx5_9/device/numa_node", "-1")
+    topologies.write(tmp_path, "devices/system/cpu/cpu3/topology/thread_siblings_list", "")
+    node = topology.read(tmp_path, topologies.GROUP)
+    assert (node.usable, node.cores) == (set().union(*node.cpus.values()), 80)
+    assert sorted(node.cards) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "launcher", "command"),
     [
         ("xeon", 4, "srun", "srun --cpus-per-task=20 --cpu-bind=cores --distribution=block:cyclic …"),
         ("xeon", 4, OPEN_MPI, "mpirun --map-by ppr:2:numa:PE=20 --bind-to core …"),
+        ("xeon", 3, OPEN_MPI, "mpirun --map-by ppr:2:numa:PE=20 --bind-to core …"),  # 40 cores a domain
         ("xeon", 4, HYDRA, "mpirun -bind-to core:20 -map-by numa …"),
         ("epyc", 8, OPEN_MPI, "mpirun --map-by ppr:1:numa:PE=6 --bind-to core …"),
         ("epyc", 4, OPEN_MPI, "mpirun --map-by ppr:2:package:PE=12 --bind-to core …"),
@@ -96,6 +107,12 @@ def test_ranks_that_are_not_bound(name, ranks, launcher, command, make):
     assert "are not bound" in found.text
     assert f"of {machine.node.room().domains} NUMA domains" in found.text
     assert found.mend == command
+
+
+def test_a_rank_is_given_one_core_at_the_least(make):
+    room = make("xeon").node.room()
+    assert topology.bind(OPEN_MPI, 100, room) == "mpirun --map-by ppr:50:numa:PE=1 --bind-to core …"
+    assert topology.bind("srun", 100, room).startswith("srun --cpus-per-task=1 ")
 
 
 def test_ranks_that_are_not_bound_in_one_domain_are_a_note(make):

@@ -161,6 +161,11 @@ def test_every_option_reaches_the_job_script(system, capsys, tmp_path):
         assert done.returncode == 0, done.stdout
 
 
+def test_a_part_whose_option_was_not_given_is_left_out(capsys):
+    text = script_of(capsys, "--system", "pbs", "--nodes", "3", "train.py")
+    assert "\n#PBS -l select=3:ncpus=4:mpiprocs=4:ompthreads=1\n" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -135,6 +135,8 @@ train("trained two")
 alone = dist._get_reconfigure_handle()
 dist._reconfigure(10 + me, [alone]).wait()
 use("one")
+if me == 0 and door != "gloo":
+    dist.new_group([0])  # counted by this rank only
 refused("used", 10 + me, [dist._get_reconfigure_handle()])
 handles = collected("third", list(range(SIZE)))
 dist._reconfigure(20, set(handles.values())).wait()
@@ -142,6 +144,7 @@ tell("again", dist.get_world_size())
 if door != "gloo":
     use("four again")
     train("trained four again")
+    tell("name", dist.new_group().group_name)
     handles = collected("fourth", list(range(SIZE)))
     if me == 3:  # nobody but one comes
         refused("absent", 30, [handles[3], handles[1]], timeout=timedelta(seconds=0.5))

@@ -12,6 +12,12 @@ from tests.faults.launch import HERE, LAUNCHERS, PLAIN, Job
 
 SCRIPT = HERE / "reconfigure_job.py"
 MODEL = hasattr(torch.distributed, "_reconfigure")  # torch 2.14 has it on gloo
+REFUSALS = {
+    "none": "at least one handle",
+    "twice": "handles must be unique",
+    "unreadable": "Invalid reconfigure handle: 'xxx'",
+    "used": "was already used",
+}
 EVERYONE = {rank: [rank, 4, 10.0, [0, 1, 2, 3]] for rank in range(4)}
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -47,6 +53,9 @@ def test_ranks_are_chosen_anew(launcher: str, tmp_path: Path) -> None:
         assert not is_dist_error
         assert f":{rank}:1:" in text.partition("is not among")[0]
         assert f"an older one is: hpcdist:{text.split(':')[1]}:{rank}:-1:" in text
+    for event, words in REFUSALS.items():
+        assert all(words in text for _, text in found[event].values()), found[event]
+    assert len({name for (name,) in found["name"].values()}) == 1
     assert found["absent"][3][0]
     assert "rank 1 when the job began has not come within 0.5 s" in found["absent"][3][1]
     assert set(found["different"]) == {0, 2}

@@ -43,6 +43,18 @@ def of_host(_default_group):
     comm.Free()
 
 
+@pytest.fixture(scope="module")
+def every(_default_group):
+    """The communicator of all ranks, on however many hosts."""
+    try:
+        comm = dist.get_mpi_comm()
+    except Exception:
+        pytest.skip("no MPI in this backend")
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    return comm
+
+
 @pytest.fixture
 def world(_default_group):
     return dist.group.WORLD  # of the moment: some tests destroy it and make another

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.launch import hostlist
 from tests.programs import environment
 from tests.slurm.cluster import NODES, wait_until
 from tests.slurm.supervisor import descendants
@@ -39,22 +38,6 @@ def test_torchs_own_init_process_group_under_srun(mpi, cluster, request):
     result = cluster.run(*command, "-c", STEP_OF_TORCH, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["torch hpcdist 2 [2.0, 2.0, 2.0]"] * 2
-
-
-SHOW = "echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_STEP_NODELIST $SLURM_STEP_TASKS_PER_NODE"
-
-
-@pytest.mark.parametrize("distribution", hostlist.DISTRIBUTIONS)
-@pytest.mark.parametrize("size", [["--ntasks=5"], ["--ntasks=2"], ["--ntasks-per-node=3"]], ids=" ".join)
-def test_host_lists_place_each_rank_where_slurm_did(size, distribution, cluster):
-    command = ["srun", "--nodes=2", *size, f"--distribution={distribution}", "sh", "-c", SHOW]
-    result = cluster.run(*command)
-    assert result.returncode == 0, result.stderr
-    shown = sorted((int(rank), host, *rest) for rank, host, *rest in map(str.split, result.stdout.splitlines()))
-    _, _, names, tasks_per_node = shown[0]
-    assert names == "127.0.0.[1-2]"
-    expected = hostlist.host_of_each_rank(names, tasks_per_node, distribution)
-    assert [host for _, host, *_ in shown] == expected
 
 
 @pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])

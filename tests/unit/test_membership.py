@@ -69,6 +69,34 @@ def test_the_half_with_the_lowest_process_goes_on():
     assert (found.outcome, found.members, found.present) == (Outcome.GO_ON, [0, 2], [0, 2])
 
 
+@pytest.mark.parametrize(
+    "reports",
+    [
+        [report(0, Status.AGAIN, recent=20), report(1, Status.AGAIN, recent=20)],
+        [report(0), report(1, Status.AGAIN)],
+        [report(0), report(1, Status.BEGINS)],
+    ],
+)
+def test_ranks_that_could_not_begin_together_make_the_group_anew(reports):
+    found = decide(reports, [0, 1], 1, 20)
+    assert (found.outcome, found.members, found.remakes) == (Outcome.GO_ON, [0, 1], True)
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED, Status.LEFT])
+def test_nobody_takes_the_place_of_one_that_dies_at_the_end(status):
+    found = decide([report(0, Status.FINISHED), report(1, status), spare(3)], [0, 1, 2], 1, 20)
+    assert (found.outcome, found.members, found.lost) == (Outcome.END, [0, 1], [2])
+
+
+def test_the_one_that_knows_most_counts_of_changes_and_meetings():
+    found = decide([report(0, epoch=2, changes=1), report(1, epoch=5, changes=4)], [0, 1, 2], 1, 20)
+    assert (found.epoch, found.changes) == (6, 5)
+    recent = decide([report(0, recent=0), report(1, recent=4)], [0, 1, 2], 1, 4)
+    assert "rank 2 died after 4 other changes within an hour" in recent.reason
+    split = decide([report(0, epoch=2, present=0), report(1, epoch=3, present=5)], [0, 1], 1, 20)
+    assert "2 of 5 processes are left here" in split.reason
+
+
 def test_a_snapshot_restores_every_bit_and_is_no_view():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

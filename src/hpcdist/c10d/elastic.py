@@ -351,12 +351,8 @@ class ElasticJob:
 
     def _form(self, own: Backend) -> None:
         """Make the default group on a communicator; every rank of it calls."""
-        by_name = {own.name: own}
-        for name in self._carriers.values():
-            if name not in by_name:
-                bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device, peer=own)
-                by_name[name] = registry.connect(name, bootstrap)
-        backends = {device: by_name[name] for device, name in self._carriers.items()}
+        bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
+        backends = registry.connect_all(self._carriers, bootstrap, own)
         name, count = WORLD.next_name(), tuple(range(own.size))
         for watchdog in RUNNING:
             watchdog.begin_anew()
@@ -395,9 +391,7 @@ def is_hit() -> bool:
 def revoke_groups(reason: str) -> None:
     """Make the calls under way on all groups of this process raise, on all their ranks."""
     for group in list(WORLD.groups.values()):
-        for backend in group.backends.values():
-            if not backend.revoke(reason):
-                backend.interrupt(reason)
+        group.revoke(reason)
 
 
 def clear(reason: str) -> None:

@@ -76,8 +76,9 @@ class Membership:
     def __init__(self, group: ProcessGroup, cpu: Backend) -> None:
         self.group = group
         self.carriers = {device: each.name for device, each in group.backends.items()}
+        # of every process that the ranks may be chosen from
         self.base: Any = cpu.split([list(range(cpu.size))], ["reconfigure"], group.timeout)
-        group.base, group.membership = self.base, self
+        group.membership = self
         self.job = watchdog.RUNNING[0].recorder.name  # the same on all ranks
         self.last = -1
         self.used: set[int] = set()
@@ -116,20 +117,18 @@ class Membership:
         with group.journal.during("reconfigure"):
             cpu = base.regroup(ranks, f"reconfigure-{uuid}")
             made = max(cpu.objects.all_gather(WORLD.count()))
-            by_name = {cpu.name: cpu}
-            bootstrap = Bootstrap(cpu.rank, cpu.size, group.timeout, device_id=group.bound_device_id, peer=cpu)
-            for name in self.carriers.values():
-                if name not in by_name:
-                    by_name[name] = registry.connect(name, bootstrap)
+            bootstrap = Bootstrap(cpu.rank, cpu.size, group.timeout, device_id=group.bound_device_id)
+            backends = registry.connect_all(self.carriers, bootstrap, cpu)
         for each in list(WORLD.groups.values()):
             queues = [backend.queue for backend in each.backends.values() if backend.queue is not None]
             # only what this process has under way: one that is not chosen may be at the end of a call with it
-            is_busy = any(queue.pending() for queue in queues)
-            each.drop(f"the ranks of the default group were chosen anew (reconfigure {uuid})", revokes=is_busy)
+            reason = f"the ranks of the default group were chosen anew (reconfigure {uuid})"
+            if any(queue.pending() for queue in queues):
+                each.revoke(reason)
+            each.drop(reason)
             if each is not group:
                 WORLD.remove(each)
         self.last = uuid
-        backends = {device: by_name[name] for device, name in self.carriers.items()}
         group.form(tuple(range(cpu.size)), cpu.rank, backends)
         WORLD.renumber(group, made)
         watchdog.RUNNING[0].begin_anew()

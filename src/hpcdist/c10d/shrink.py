@@ -49,11 +49,8 @@ def shrink_group(
     remaining = [global_rank for rank, global_rank in enumerate(old.ranks) if rank not in excluded]
     name = WORLD.local_name(remaining)
     aborts = shrink_flags == SHRINK_ABORT
-    made = {}
     with old.journal.during("shrink_group"):
-        for each in dict.fromkeys(old.backends.values()):
-            made[each] = each.shrink(sorted(excluded), name, aborts)
-    by_device = {device: made[each] for device, each in old.backends.items()}
+        by_device = old.derive(lambda each: each.shrink(sorted(excluded), name, aborts))
     me = remaining.index(old.ranks[old.rank()])
     description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
     ranks = range(len(remaining)) if is_default else remaining

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed import (
     DistBackendError,
@@ -24,6 +27,7 @@ __all__ = [
     "destroyed",
     "explained",
     "not_initialized",
+    "run_hook",
     "write_to_stderr",
 ]
 
@@ -52,6 +56,14 @@ def destroyed(group: object) -> ValueError:
         f"Invalid process group specified: {group!r} is not a live group of this process; "
         "it was destroyed, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
     )
+
+
+def run_hook(hook: Callable[..., Any], *exception: Any) -> None:
+    """Have a hook of others print an uncaught exception; if it fails, print how, and go on."""
+    try:
+        hook(*exception)
+    except Exception:
+        traceback.print_exc()
 
 
 def write_to_stderr(text: str) -> None:

@@ -5,7 +5,7 @@ What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,6 @@ class Group:
     Attributes:
         ranks: the global rank of each rank of the group, in order.
         backends: the backend that carries each device type; empty once the group is destroyed.
-        base: a communicator of every process that the ranks may be chosen from anew; None for a group that stays.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
@@ -73,7 +72,6 @@ class Group:
     """
 
     asked_name: str | None = None
-    base: Backend | None = None
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class Group:
         return next(iter(self.backends.values()))
 
     def create_backends(
-        self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Iterable[str] | None = None
+        self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Collection[str] | None = None
     ) -> dict[str, Any]:
         """Make communicators of some ranks of this group, which alone call.
 
@@ -183,10 +181,8 @@ class Group:
         Returns:
             The new backends by device type.
         """
-        kept = {kind: self.backends[kind] for kind in kinds or self.backends if kind in self.backends}
         with self.journal.during("create_group"):
-            made = {each: each.create_group(ranks, name, timeout) for each in dict.fromkeys(kept.values())}
-        return {kind: made[each] for kind, each in kept.items()}
+            return self.derive(lambda each: each.create_group(ranks, name, timeout), kinds)
 
     def grouped(self) -> AbstractContextManager[Any]:
         """Launch the calls begun inside together, on the backends that can."""
@@ -198,46 +194,45 @@ class Group:
                 groups.enter_context(backend.grouped())
             return groups.pop_all()
 
+    def derive(self, make: Callable[[Backend], Any], kinds: Collection[str] | None = None) -> dict[str, Any]:
+        """Return by device type what is made of each backend, which may carry several; of some types, or of all."""
+        kept = {kind: each for kind, each in self.backends.items() if kinds is None or kind in kinds}
+        made = {each: make(each) for each in dict.fromkeys(kept.values())}
+        return {kind: made[each] for kind, each in kept.items()}
+
     def leave_to_parent(self) -> None:
         """Make no calls any more, in a forked child; one of a group's several ranks would be there twice."""
         if self.size() > 1:
-            theirs: dict[Backend, Any] = {each: ParentsBackend(each) for each in self.backends.values()}
-            self.backends = self.carriers = {device: theirs[each] for device, each in self.backends.items()}
+            self.backends = self.carriers = theirs = self.derive(ParentsBackend)
             self.cpu = self.backends.get("cpu")
             self.known.clear()
-            for each in theirs.values():
+            for each in dict.fromkeys(theirs.values()):
                 each.give_up()
 
-    def drop(self, reason: str, revokes: bool = False) -> None:
-        """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here.
-
-        Args:
-            reason: why calls under way raise.
-            revokes: end them on all ranks, if the library can.
-        """
-        dropped = dict.fromkeys(self.backends.values())
-        for backend in dropped if revokes else ():
+    def revoke(self, reason: str) -> None:
+        """Make calls under way raise: on all ranks if the library can do so, else on this one if it can."""
+        for backend in dict.fromkeys(self.backends.values()):
             if not backend.revoke(reason):
                 backend.interrupt(reason)
-        self.backends, self.cpu, self.carriers = {}, None, {}
-        self.known.clear()
-        for backend in dropped:
+
+    def drop(self, reason: str) -> None:
+        """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here."""
+        for backend in self._forget():
             backend.drop(reason)
 
     def close(self) -> None:
-        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.
-
-        Those of a group whose ranks were chosen anew are forgotten: nobody knows who else has a part in them still.
-        """
-        if self.base is not None:
-            self.drop(f"group {self._name!r} was destroyed")
-            self.base = None
-            return
-        closing = dict.fromkeys(self.backends.values())  # one backend may carry several devices
+        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""
         try:
             with self.journal.during("destroy_process_group"):
-                for backend in reversed(closing):  # the CPU's last: the others found each other over it
+                # the CPU's last: the others met over it
+                for backend in reversed(dict.fromkeys(self.backends.values())):
                     backend.close()
         finally:
-            self.backends, self.cpu, self.carriers = {}, None, {}
-            self.known.clear()
+            self._forget()
+
+    def _forget(self) -> dict[Backend, None]:
+        """Have no communicators any more; return those that there were."""
+        forgotten = dict.fromkeys(self.backends.values())
+        self.backends, self.cpu, self.carriers = {}, None, {}
+        self.known.clear()
+        return forgotten

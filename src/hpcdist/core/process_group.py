@@ -133,6 +133,13 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             for work in backend.pending():
                 work.wait()
 
+    def close(self) -> None:
+        """Free the communicators; those that may be made anew are forgotten: nobody knows who has a part in them."""
+        if self.membership is None:
+            super().close()
+        else:
+            self.drop(f"group {self._name!r} was destroyed")
+
     def shutdown(self) -> None:
         """Free the communicators; every rank of the group calls it, and torch's destroy does."""
         try:
@@ -148,4 +155,6 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         if self.membership is None:
             self.shutdown()
         else:
-            self.drop(f"group {self._name!r} was aborted", revokes=True)
+            reason = f"group {self._name!r} was aborted"
+            self.revoke(reason)
+            self.drop(reason)

@@ -100,12 +100,12 @@ def connect(name: str, bootstrap: Bootstrap) -> Backend:
     return load(name).connect(bootstrap)
 
 
-def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap) -> dict[str, Backend]:
+def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: Backend) -> dict[str, Backend]:
     """Make the communicators of a group, one for each backend named, and return them by device type.
 
-    The CPU's comes first, so that the others can be bootstrapped over it.
+    The CPU's comes first, so that the others can be bootstrapped over it. What is given is not made.
     """
-    made: dict[str, Backend] = {}
+    made = {each.name: each for each in given}
     ordered = sorted(device_backends.items(), key=lambda item: item[0] != "cpu")
     for _, name in ordered:
         if name not in made:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import hostlist
+
 from hpcdist.core.errors import explained
-from hpcdist.launch.hostlist import expand
 
 
 class Step(NamedTuple):
@@ -29,6 +30,22 @@ VARIABLES = {
     "job": ("SLURM_JOB_ID", "SLURM_JOBID"),
     "step": ("SLURM_STEP_ID", "SLURM_STEPID"),
 }
+
+
+def expand(names: str) -> list[str]:
+    """Return the hosts of a list such as ``n[08-10,12],gpu1``, in its order; zeros in front of a number are kept.
+
+    ``scontrol`` could do it too, but compute nodes and containers may not have it.
+
+    Raises:
+        ValueError: the list cannot be read, or stands for more hosts than any cluster has.
+    """
+    try:
+        return hostlist.expand_hostlist(names, allow_duplicates=True)
+    except hostlist.BadHostlist as error:
+        raise ValueError(
+            f"cannot read the host list {names!r}: {error}; expected names and ranges such as 'n[08-10,12],gpu1'"
+        ) from error
 
 
 def step(environment: Mapping[str, str]) -> Step:

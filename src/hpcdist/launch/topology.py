@@ -135,12 +135,8 @@ def allowed(root: Path, groups: str | None) -> set[int]:
     given = text(Path("/proc/self/cgroup")) if groups is None else groups
     own = next((line[3:] for line in given.splitlines() if line.startswith("0::")), "/")
     folder = root / "fs/cgroup" / own.lstrip("/")
-    for each in (folder, *folder.parents):
-        if found := cpus(text(each / "cpuset.cpus.effective")):
-            return found
-        if each == root:
-            break
-    return set()
+    sets = (cpus(text(each / "cpuset.cpus.effective")) for each in (folder, *folder.parents))
+    return next(filter(None, sets), set())
 
 
 def gpu_domain(address: str, topology: Topology, root: Path = SYS) -> int | None:
@@ -158,10 +154,12 @@ def bind(launcher: str | None, ranks: int, room: Room) -> str:
     """
     is_package = ranks < room.domains  # a rank then has more cores than a domain
     part = ("socket" if launcher and "hydra" in launcher else "package") if is_package else "numa"
+    parts = max(1, room.sockets if is_package else room.domains)
+    share = -(-ranks // parts)  # ranks of the fullest part, which has to have cores for all of them
     return BINDINGS.get(launcher or "", BINDINGS["srun"]).format(
-        cpus=max(1, room.cpus // ranks),
-        cores=max(1, room.cores // ranks),
-        ranks=-(-ranks // max(1, room.sockets if is_package else room.domains)),
+        cpus=max(1, room.cpus // (parts * share)),
+        cores=max(1, room.cores // (parts * share)),
+        ranks=share,
         part=part,
     )
 

@@ -72,9 +72,8 @@ EARLIER = {
     "alltoall_base": "all_to_all_single",
 }
 NAMESPACE = "c10d"
-PASSED = PLAIN_TYPES | {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}  # that wrap nothing
-
-
+OPTION_TYPES = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
+PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
 DEFAULT: Any = torch.Tensor.__torch_dispatch__
 
 
@@ -87,7 +86,7 @@ def has_wrapper(values: Iterable[Any]) -> bool:
     """Tell whether a tensor among the values or their lists is a wrapper."""
     for value in values:
         kind = value.__class__
-        if kind in PLAIN_TYPES:
+        if kind in PASSED:
             continue
         if kind is list or kind is tuple:
             if has_wrapper(value):
@@ -159,15 +158,8 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
-        if not _len_torch_dispatch_stack():
-            for value in args:  # ``has_wrapper`` of the usual ones, without a call
-                kind = value.__class__
-                if kind is list and len(value) == 1:
-                    kind = value[0].__class__
-                if kind not in PASSED and has_wrapper((value,)):
-                    break
-            else:
-                return method(self, *args, **kwargs)
+        if not _len_torch_dispatch_stack() and not has_wrapper(args):
+            return method(self, *args, **kwargs)
 
         def carry_out(*tensors: Any) -> Work:
             if name == "barrier":  # its operator has a tensor, to find the device by

@@ -13,12 +13,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from enum import Enum
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend
+from hpcdist.core.errors import run_hook
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY
@@ -134,15 +133,11 @@ class ProcessExit:
         self.backend = None
         RUNNING.clear()
 
-    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def on_exception(self, *exception: Any) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
         if RUNNING:
             RUNNING[0].dump()
-        before = self.hook
-        try:
-            before(kind, error, trace)
-        except Exception:
-            traceback.print_exc()
+        run_hook(self.hook, *exception)
 
     hook = staticmethod(sys.__excepthook__)
 

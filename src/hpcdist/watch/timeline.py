@@ -250,12 +250,12 @@ def name_of(call: TimedCall) -> str:
 
 
 def sized(nbytes: float) -> str:
-    """Return a number of bytes with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+    """Return a number of bytes with a unit: ``1.5 KiB``, ``64 MiB``."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if nbytes >= 1024:
+            nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.0f} {unit}" if nbytes >= 10 or unit == "B" else f"{nbytes:.1f} {unit}"
 
 
 def aligned_text(rows: Iterable[Sequence[str]], to_the_left: set[int]) -> str:

@@ -204,7 +204,7 @@ class MPIBackend(Backend):
 
     def regroup(self, ranks: Sequence[int], name: str) -> MPIBackend:
         """Make a communicator by MPI_Comm_create_group, under ULFM by MPI_Comm_create_from_group."""
-        return self._of(self.communicator.create_group(ranks, name, with_dead=True))
+        return self._of(self.communicator.regroup(ranks, name))
 
     def survivors(self) -> MPIBackend:
         """Make a communicator of the ranks that live (MPI_Comm_shrink)."""

@@ -8,8 +8,8 @@ them; elsewhere only a receive can be made to raise, by cancelling it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -226,29 +226,40 @@ class Communicator:
             made = self.comm.Split(color, key)
         return None if made == MPI.COMM_NULL else MPI.Intracomm(made)
 
-    def create_group(self, ranks: Sequence[int], name: str, with_dead: bool = False) -> MPI.Intracomm:
+    @contextmanager
+    def _members(self, ranks: Sequence[int]) -> Iterator[MPI.Group]:
+        """Have MPI's group of some ranks."""
+        whole = self.comm.Get_group()
+        members = whole.Incl(list(ranks))
+        try:
+            yield members
+        finally:
+            members.Free()
+            whole.Free()
+
+    def create_group(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
         """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2).
 
         Args:
             ranks: the members.
             name: the same on all of them; keeps apart what is made at once.
-            with_dead: other ranks may have died, and this communicator is to be used again: it is not revoked. Open MPI
-                5.0.11 gives MPI_ERR_PROC_FAILED to the second MPI_Comm_create_group after a death, though all members
-                live, and to no MPI_Comm_create_from_group.
         """
-        whole = self.comm.Get_group()
-        members = whole.Incl(list(ranks))
+        with self._members(ranks) as members, self.translating("new_group"):
+            return self.comm.Create_group(members, group_tag(name))
+
+    def regroup(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+        """Make a communicator as ``create_group`` does, if others may have died: this one is used again, not revoked.
+
+        Open MPI 5.0.11 gives MPI_ERR_PROC_FAILED to the second MPI_Comm_create_group after a death, though all members
+        live, and to no MPI_Comm_create_from_group.
+        """
+        if not ulfm.is_tolerant():
+            return self.create_group(ranks, name)
         try:
-            if with_dead and ulfm.is_tolerant():
-                try:
-                    return create_from_group(members, name)
-                except MPI.Exception as error:
-                    raise DistBackendError(f"reconfigure failed in MPI: {error.Get_error_string()}") from error
-            with self.translating("new_group"):
-                return self.comm.Create_group(members, group_tag(name))
-        finally:
-            members.Free()
-            whole.Free()
+            with self._members(ranks) as members:
+                return create_from_group(members, name)
+        except MPI.Exception as error:
+            raise DistBackendError(f"reconfigure failed in MPI: {error.Get_error_string()}") from error
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
         """Return a communicator without some ranks; the others call.
@@ -266,32 +277,28 @@ class Communicator:
         """
         comm = self.comm
         remaining = [rank for rank in range(self.size) if rank not in set(excluded)]
-        whole = comm.Get_group()
-        members = whole.Incl(remaining)
         try:
             # a rank whose wait was ended may be here before the revocation by the rank that ended it; all see alike so
             if aborts or self.interruption is not None:
                 self.revoke()
-            if not self.is_revoked():
-                try:
-                    return comm.Create_group(members, group_tag(name))
-                except MPI.Exception as error:
-                    if not ulfm.is_loss(error, comm):
-                        raise
-            if ulfm.are_dead(comm, excluded):
-                made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
-                if made.Get_size() == len(remaining):
-                    return made
-                raise DistBackendError(
-                    f"shrink_group: MPI counts ranks {self.failed()} of the group as dead, more than the "
-                    f"{list(excluded)} to exclude; call it again with all of them"
-                )
-            return create_from_group(members, name)
+            with self._members(remaining) as members:
+                if not self.is_revoked():
+                    try:
+                        return comm.Create_group(members, group_tag(name))
+                    except MPI.Exception as error:
+                        if not ulfm.is_loss(error, comm):
+                            raise
+                if not ulfm.are_dead(comm, excluded):
+                    return create_from_group(members, name)
+            made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
+            if made.Get_size() == len(remaining):
+                return made
+            raise DistBackendError(
+                f"shrink_group: MPI counts ranks {self.failed()} of the group as dead, more than the "
+                f"{list(excluded)} to exclude; call it again with all of them"
+            )
         except MPI.Exception as error:
             hint = "" if ulfm.is_tolerant() else f"; this MPI cannot go on after a rank has died: {ulfm.LAUNCH_HINT}"
             raise DistBackendError(
                 f"shrink_group without ranks {list(excluded)} failed in MPI: {error.Get_error_string()}{hint}"
             ) from error
-        finally:
-            members.Free()
-            whole.Free()

@@ -44,13 +44,10 @@ class PeerChannel:
     def __init__(self, peer: Backend) -> None:
         self.peer = peer
 
-    def _ready(self) -> Backend:
-        self.peer.settle()  # so that all ranks are at the same place of the communicator
-        return self.peer
-
     def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
         """Broadcast from the one root, or gather what several made."""
-        peer = self._ready()
+        peer = self.peer
+        peer.settle()  # so that all ranks are at the same place of the communicator
         if len(roots) == 1:
             return [peer.objects.broadcast(ids.get(roots[0]), roots[0])]
         gathered = peer.objects.all_gather(ids.get(peer.rank))

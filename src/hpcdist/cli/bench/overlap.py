@@ -6,7 +6,6 @@ computation.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -31,12 +30,6 @@ def typical_seconds(bench: Bench, call: Callable[[], Any]) -> float:
         call()
         times.append(max(bench.comm.allgather(time.perf_counter() - began)))
     return statistics.median(times)
-
-
-def has_spare_cores(bench: Bench) -> bool:
-    """Tell whether the node has a second core for each rank, for the communicating thread."""
-    cores = set().union(*bench.comm.allgather(os.sched_getaffinity(0)))
-    return len(cores) >= 2 * bench.size
 
 
 def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:

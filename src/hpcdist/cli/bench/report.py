@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hpcdist.backends.mpi.node import thresholds
 from hpcdist.cli.bench.timing import Bench, Figure
-from hpcdist.cli.doctor.findings import bytes_text
+from hpcdist.watch.timeline import sized
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
@@ -56,7 +56,7 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
 
 def on_the_wire(figure: Figure) -> str:
     """Write how many bytes the node sent in a call which sent most; nothing where none were counted."""
-    return f"{bytes_text(figure.wire)} sent" if figure.wire >= 1 else ""
+    return f"{sized(figure.wire)} sent" if figure.wire >= 1 else ""
 
 
 def spread(figure: Figure) -> str:

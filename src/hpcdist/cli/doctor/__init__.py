@@ -33,7 +33,7 @@ from hpcdist.launch import environment
 SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
 
 # run before MPI is started, on each rank by itself
-LOCAL = {
+LOCAL: dict[str, Any] = {
     "installed": installed,
     "mpi_library": mpi_library,
     "slurm": slurm_step,
@@ -41,22 +41,11 @@ LOCAL = {
     "placement": placement,
 }
 # run with the world's communicator (None without MPI), and those that use the default group
-WITH_COMM = {"mpi_world": mpi_world, "memory": memory}
-WITH_GROUP = {"network": network, "speed": speed}
-ORDER: dict[str, Any] = {
-    name: {**LOCAL, **WITH_COMM, **WITH_GROUP}[name]
-    for name in (
-        "installed",
-        "mpi_library",
-        "mpi_world",
-        "placement",
-        "memory",
-        "devices",
-        "slurm",
-        "network",
-        "speed",
-    )
-}
+WITH_COMM: dict[str, Any] = {"mpi_world": mpi_world, "memory": memory}
+WITH_GROUP: dict[str, Any] = {"network": network, "speed": speed}
+TOPICS = LOCAL | WITH_COMM | WITH_GROUP
+# of the page's chapters
+ORDER = ("installed", "mpi_library", "mpi_world", "placement", "memory", "devices", "slurm", "network", "speed")
 
 
 def run(args: list[str]) -> int:
@@ -118,9 +107,8 @@ def examine(tell: Step, options: Namespace) -> int:
             chapters[mpi_world.TITLE] = [failure]
         status = [1 if page.count(chapters, PROBLEM) else 0]
         launch = environment.detect()
-        if (
-            failure is None or launch is None or launch.rank == 0
-        ):  # without a common world every rank is rank 0 of a world of its own
+        # without a common world every rank is rank 0 of a world of its own
+        if failure is None or launch is None or launch.rank == 0:
             show(chapters, ranks, options)
     dist.broadcast_object_list(status, 0)
     dist.destroy_process_group()
@@ -148,7 +136,7 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
 
 def judge(ranks: list[Facts]) -> page.Chapters:
     """Turn the facts of all ranks into findings, a chapter for each topic."""
-    return {topic.TITLE: topic.judge(ranks) for name, topic in ORDER.items() if name in ranks[0]}
+    return {TOPICS[name].TITLE: TOPICS[name].judge(ranks) for name in ORDER if name in ranks[0]}
 
 
 def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> None:
@@ -175,6 +163,6 @@ def report_end(ended: Ended, options: Namespace) -> None:
         return
     seen = {name: LOCAL[name].look() for name in ("installed", "mpi_library", "slurm")}
     ranks = [seen]
-    chapters = {ORDER[name].TITLE: ORDER[name].judge(ranks) for name in seen}
+    chapters = judge(ranks)
     chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.mend_launch(seen["mpi_library"]))]
     show(chapters, ranks, options)

@@ -24,12 +24,3 @@ def by_value(ranks: list[Facts], topic: str, key: str) -> dict[Any, list[int]]:
     for rank, facts in enumerate(ranks):
         seen.setdefault(facts[topic].get(key), []).append(rank)
     return seen
-
-
-def bytes_text(count: float) -> str:
-    """Return a number of bytes as text: ``64 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError

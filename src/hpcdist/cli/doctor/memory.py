@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, bytes_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
 from hpcdist.launch import environment
+from hpcdist.watch.timeline import sized
 
 TITLE = "Memory shared within a node"
 NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
@@ -101,31 +102,29 @@ def judge(ranks: list[Facts]) -> list[Finding]:
         findings.append(
             Finding(
                 PROBLEM,
-                f"/dev/shm has {bytes_text(free_bytes)} free, but {most} ranks a node need {bytes_text(NEED * most)}",
+                f"/dev/shm has {sized(free_bytes)} free, but {most} ranks a node need {sized(NEED * most)}",
                 "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g",
             )
         )
     else:
-        findings.append(Finding(OK, f"/dev/shm has {bytes_text(free_bytes)} free on the fullest node"))
+        findings.append(Finding(OK, f"/dev/shm has {sized(free_bytes)} free on the fullest node"))
     look_there = "df -h /dev/shm; ls -l /dev/shm"
     findings += [Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", look_there) for text in failed]
     if not failed and any(facts["tried"] == "works" for facts in seen):
         findings.append(
             Finding(
                 OK,
-                f"{most} rank{'s' if most > 1 else ''} a node wrote and read {bytes_text(NEED)} of shared memory each",
+                f"{most} rank{'s' if most > 1 else ''} a node wrote and read {sized(NEED)} of shared memory each",
             )
         )
     limits = [facts["limit"] for facts in seen if facts["limit"] is not None]
     if limits:
-        findings.append(
-            Finding(NOTE, f"the control group limits a node's processes to {bytes_text(min(limits))} of memory")
-        )
+        findings.append(Finding(NOTE, f"the control group limits a node's processes to {sized(min(limits))} of memory"))
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
         findings.append(
             Finding(
                 ADVICE,
-                f"only {bytes_text(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
+                f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
                 "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
             )
         )

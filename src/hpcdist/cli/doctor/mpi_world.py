@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import torch
 
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
 from hpcdist.core.ranks import listed
 
 TITLE = "MPI: what it can do"
-
-FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"  # what mpirun --with-ft ulfm sets
 
 # in a process of its own: a library that cannot read GPU memory ends the process
 SEND_FROM_GPU = """
@@ -61,7 +59,7 @@ def look_at_revocation(comm: Any) -> str:
     except (NotImplementedError, MPI.Exception):
         own.Free()
         return "not in this MPI"
-    if os.environ.get(FAULT_TOLERANCE, "0") not in ("1", "true"):
+    if not runtime.is_fault_tolerant():
         return "not switched on"  # and MPI_Comm_shrink would wait for ever
     try:
         shrunk = own.Shrink()

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 
 import hpcdist as dist
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, bytes_text
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.placement import plural
 from hpcdist.launch import environment
+from hpcdist.watch.timeline import sized
 
 TITLE = "Results and speed"
 SMALL, LARGE = 8, 4 << 20  # bytes
@@ -103,14 +104,12 @@ def judge(ranks: list[Facts]) -> list[Finding]:
         return findings
     small, large = first["all_reduce"][SMALL], first["all_reduce"][LARGE]
     findings.append(
-        Finding(OK, f"all_reduce takes {time_text(small)} at {SMALL} B, {time_text(large)} at {bytes_text(LARGE)}")
+        Finding(OK, f"all_reduce takes {time_text(small)} at {SMALL} B, {time_text(large)} at {sized(LARGE)}")
     )
     for where, times in first["pairs"].items():
         latency, speed = times[SMALL], LARGE / times[LARGE]
         slowest, least, meaning = LIMITS[where]
-        text = (
-            f"a message {where} takes {time_text(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {bytes_text(LARGE)}"
-        )
+        text = f"a message {where} takes {time_text(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {sized(LARGE)}"
         if first["backend"] != "mpi":
             findings.append(Finding(NOTE, f"{text}, over {first['backend']}'s sockets"))
         elif latency > slowest or speed < least:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 Step = Callable[[str], None]
-UNSAID = -1
 
 
 class Ended(NamedTuple):

@@ -16,19 +16,17 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
-from hpcdist.core.errors import DistBackendError, explained, write_to_stderr
+from hpcdist.core.errors import DistBackendError, explained, run_hook, write_to_stderr
 from hpcdist.launch.environment import Launch, detect
 
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
@@ -165,20 +163,15 @@ def abandon() -> None:
     OWNED.clear()
 
 
-def abort_on_exception(
-    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:
     """Print which rank failed and what the hook before this one prints, then end the job (MPI_Abort, status 1)."""
     if not OWNED:  # a forked child's exception is its own
-        before(kind, error, trace)
+        before(*exception)
         return
     MPI = load()
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     with redirect_stderr(io.StringIO()) as printed:  # whole: the ranks' lines would be mixed
-        try:
-            before(kind, error, trace)
-        except Exception:
-            traceback.print_exc()
+        run_hook(before, *exception)
     write_to_stderr(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{printed.getvalue()}")
     if size > 1 and not MPI.Is_finalized():
         abort(1)
