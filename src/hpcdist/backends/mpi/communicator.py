@@ -78,8 +78,7 @@ class Communicator:
     def open_private(self) -> MPI.Intracomm:
         """Return the private duplicate, which the first call makes; every rank calls it, as a part of a collective."""
         if self.private is None:
-            # mpi4py duplicates with the GIL held: a rank that waited in there for a late one would stop its own
-            # watchdog, so all come together first
+            # if a rank dies, a barrier is left more safely than the making of a communicator (``ulfm.end_creation``)
             self.comm.Barrier()
             self.private = self.comm.Dup()
             self.derived.append(self.private)
