@@ -284,6 +284,7 @@ def test_local_groups_of_members_in_different_numbers_of_groups(rank, size):
     assert len({each.group_name for each in made}) == len(made)
     for each in made:
         torch_dist.destroy_process_group(each)
+    torch_dist.destroy_process_group(torch_dist.new_group(list(range(size))))  # one name on all ranks, after that too
 
 
 def test_groups_are_forgotten(size):

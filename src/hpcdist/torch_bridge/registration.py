@@ -9,7 +9,7 @@ what                                                  why                       
 ``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
 ``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
-``distributed_c10d._hash_ranks_to_str``                the name of a group that only its members make     2.13.0, 2.14.1
+``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
 ``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
 ====================================================  ==================================================  ==============
 """
@@ -58,16 +58,18 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
 def name_local_groups() -> None:
     """Let torch name a group that only its members make after its ranks, while its world is ours.
 
-    Its own name counts the process's other groups too: on members that are in different numbers of groups it differs.
+    Its own name has the number of groups that the process has made, or has, in it, and torch 2.14 counts this one for
+    the names of groups that all make too: on members that are in different numbers of groups the names differ.
     """
-    if "name" in STOCK or not hasattr(c10d, "_hash_ranks_to_str"):
+    if "name" in STOCK or not hasattr(c10d, "_process_group_name"):
         return
-    stock = STOCK["name"] = c10d._hash_ranks_to_str
+    stock = STOCK["name"] = c10d._process_group_name
 
-    def name(ranks: Any) -> str:
-        return WORLD.local_name(ranks) if isinstance(c10d._world.default_pg, ProcessGroup) else stock(ranks)
+    def name(ranks: Any, use_hashed_name: bool) -> Any:
+        is_ours = use_hashed_name and isinstance(c10d._world.default_pg, ProcessGroup)
+        return WORLD.local_name(ranks) if is_ours else stock(ranks, use_hashed_name)
 
-    setattr(c10d, "_hash_ranks_to_str", name)  # noqa: B010  # for mypy
+    setattr(c10d, "_process_group_name", name)  # noqa: B010  # for mypy
 
 
 def keep_recorder_away() -> None:
