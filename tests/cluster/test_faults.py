@@ -150,14 +150,14 @@ def test_nobody_waits_for_a_rank_that_left_without_a_word(
     """The others raise, and go on or end with the job: of a rank alone on its host, mpirun mostly ends the job."""
     settings = {"FAULT_SHRINK": "1", "FAULT_LEAVE": "0", "FAULT_TIMEOUT": "90"}
     with start(cluster, launcher, slots, "leave", "all_reduce", **settings) as job:
-        raised = job.wait("raised", sum(slots) - 1, 40)
-        texts = [each["text"] for each in raised]
+        others = sum(slots) - 1
+        texts = [each["text"] for each in job.wait("raised", others, 40)]
         known = ("rank 2 of the group died", "its process has ended")  # by MPI, or by the watchdog
-        assert any(text in texts[0] + texts[1] for text in known), texts
         # the news of the death may come to one of them later than that of the revocation
         assert all(any(text in each for text in (*known, "another rank gave the group up")) for each in texts), texts
-        status = assert_ended(job, 40)
-        assert status != 0 or len(job.events("shrunk")) == sum(slots) - 1, job.stderr()
+        assert len(texts) < others or any(text in each for text in known for each in texts), texts
+        status = assert_ended(job, 40)  # by mpirun also before they have raised, in 1 of 15 runs
+        assert status != 0 or (len(texts) == len(job.events("shrunk")) == others), job.stderr()
 
 
 @pytest.mark.parametrize("launcher", ULFM)
