@@ -29,13 +29,18 @@ def _default_group():
         dist.destroy_process_group()
 
 
+def communicator():
+    """Return MPI's communicator of the default group; skip what needs it on another backend."""
+    try:
+        return dist.get_mpi_comm()
+    except Exception:
+        pytest.skip("no MPI in this backend")
+
+
 @pytest.fixture(scope="session")
 def of_host(_default_group):
     """The communicator of this host's ranks, each host's by themselves."""
-    try:
-        every = dist.get_mpi_comm()
-    except Exception:
-        pytest.skip("no MPI in this backend")
+    every = communicator()
     from mpi4py import MPI
 
     comm = MPI.Intracomm(every.Split_type(MPI.COMM_TYPE_SHARED, key=every.rank))
@@ -46,10 +51,7 @@ def of_host(_default_group):
 @pytest.fixture(scope="module")
 def every(_default_group):
     """The communicator of all ranks, on however many hosts."""
-    try:
-        comm = dist.get_mpi_comm()
-    except Exception:
-        pytest.skip("no MPI in this backend")
+    comm = communicator()
     if comm.size == 1:
         pytest.skip("needs two ranks")
     return comm

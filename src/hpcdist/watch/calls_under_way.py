@@ -159,10 +159,9 @@ def has_variable(frame: FrameType, value: Any) -> bool:
         return False
     variables = frame.f_locals
     found = any(each is value for each in list(variables.values()))
-    if (
-        isinstance(variables, dict) and frame.f_trace is None
-    ):  # Python 3.12 and older keep them until the function returns
-        variables.clear()  # a debugger's tracing would write them back
+    # Python 3.12 and older keep them until the function returns; the tracing of a debugger would write them back
+    if isinstance(variables, dict) and frame.f_trace is None:
+        variables.clear()
     return found
 
 

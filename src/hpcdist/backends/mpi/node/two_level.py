@@ -39,7 +39,7 @@ from hpcdist.backends.mpi.node.window import SLOT_BYTES
 from hpcdist.core.reduction import name_of
 
 CHUNK_BYTES = 256 << 10  # in the window, and of a message that waits for no turn
-AHEAD = 4  # chunks that another node may be ahead of this one, without turns
+AHEAD = 4  # chunks that another node may be ahead of this one
 
 
 class TwoLevel:
