@@ -18,6 +18,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
+from hpcdist.core.naps import nap
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
@@ -27,7 +28,6 @@ from hpcdist.watch.debugger import RankDebugger
 from hpcdist.watch.watchdog import RUNNING
 
 BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
-LONGEST_NAP = 2e-3  # seconds between two looks at a message
 
 c10d: Any = torch.distributed  # its own level is set; the stubs leave the setters out
 
@@ -142,12 +142,11 @@ LIMITED = Limited()
 
 def is_in_time(work: Work, deadline: float) -> bool:
     """Wait for a message, looking at it again and again; False when the time is over first."""
-    nap = 20e-6
+    began = time.monotonic()
     while not work.is_completed():
-        if time.monotonic() >= deadline:
+        if (now := time.monotonic()) >= deadline:
             return False
-        time.sleep(nap)
-        nap = min(2 * nap, LONGEST_NAP)
+        nap(now - began)
     return work.exception() is None
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two probes of a receive that has waited long
+from hpcdist.core.naps import nap
+
 SPINS = 1000  # probes before the first nap
 
 
@@ -65,12 +66,11 @@ class ProbedReceive:
 
     def Wait(self, status: MPI.Status) -> bool:
         """Wait until the message has been received, or the receive was cancelled."""
-        spins, nap = 0, SHORTEST_NAP
+        spins, began = 0, time.monotonic()
         while not self.Test(status):
             spins += 1
             if spins > SPINS:
-                time.sleep(nap)
-                nap = min(2 * nap, LONGEST_NAP)
+                nap(time.monotonic() - began)
         return True
 
     def Cancel(self) -> None:

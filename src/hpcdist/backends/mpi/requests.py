@@ -12,9 +12,8 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.probed import ProbedReceive
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.naps import nap
 from hpcdist.core.work import Work
-
-SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at a request while a limit runs
 
 
 class RequestWork(Work):
@@ -58,12 +57,11 @@ class RequestWork(Work):
                 if not self._done:
                     self._complete(self._request.Wait)
             return True
-        deadline, nap = time.monotonic() + seconds, SHORTEST_NAP
+        began = time.monotonic()
         while not self.is_completed():
-            if time.monotonic() >= deadline:
+            if (waited := time.monotonic() - began) >= seconds:
                 return False
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
+            nap(waited)
         return True
 
     def _poll(self) -> None:

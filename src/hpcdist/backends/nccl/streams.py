@@ -28,6 +28,7 @@ import torch
 from hpcdist.backends.nccl.variables import blocks_in_wait
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import RING
+from hpcdist.core.naps import nap
 from hpcdist.core.work import NO_TIMEOUT, Work
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 # calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
 SWEEP_EVERY = 16
-SHORTEST_NAP, LONGEST_NAP = 20e-6, 2e-3  # seconds between two looks at an event while a limit runs
 
 
 class Streams:
@@ -298,15 +298,13 @@ class StreamWork(EventWork):
         self.wait()
 
     def _block_within(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        nap = SHORTEST_NAP
+        began = time.monotonic()
         while not self.is_completed():
-            if time.monotonic() >= deadline:
+            if (waited := time.monotonic() - began) >= seconds:
                 raise DistBackendError(
                     f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
                 )
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
+            nap(waited)
 
     def _interrupt(self, reason: str) -> bool:
         """End the communicator, and with it this call."""

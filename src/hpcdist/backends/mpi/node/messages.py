@@ -26,6 +26,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hpcdist.core.naps import nap
+
 BYTE = MPI.BYTE
 TURN_BYTES = 112 << 10  # to one node
 MESSAGE_BYTES = 56 << 10  # of a turn
@@ -33,7 +35,6 @@ TURNS_AHEAD = 4  # that are sent before the first of them has come from the othe
 DEPTH = 2  # sends to one rank under way: one on the wire, one whose handshake is done
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.001
-NAP_SECONDS = 0.00005
 ABANDONED: list[Any] = []  # messages that were left, and their memory, which MPI may still write to
 
 address = MPI.buffer.fromaddress
@@ -118,7 +119,7 @@ class Messages:
             else:
                 os.sched_yield()
                 if now - moved >= self._naps_after:
-                    time.sleep(NAP_SECONDS)
+                    nap(now - moved)
             if now - polled > POLL_SECONDS:
                 polled = now
                 if self._poll is not None:

@@ -43,6 +43,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.core.naps import nap
+
 PAGE_BYTES = mmap.PAGESIZE
 SLOT_BYTES = 2 << 20  # 3 slots and a page: 6 MiB a rank; measured best with more ranks than cores
 SLOTS = 3
@@ -50,7 +52,6 @@ SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length 
 CROWDED_SPINS = 5  # with more ranks than cores the mate most likely waits for this very core
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
-NAP_SECONDS = 0.00005
 RETRY_SECONDS = 0.001  # between two tries to make a window, at most
 MAKING = threading.Lock()  # held by the thread that makes a window
 
@@ -132,7 +133,7 @@ def stall(
             if poll is not None:
                 poll()
         if moment - began >= naps_after:
-            time.sleep(NAP_SECONDS)
+            nap(moment - began)
 
 
 class NodeWindow:
