@@ -35,9 +35,11 @@ void check(emulated::Code code) { TORCH_CHECK(code == 0, "CUDA error: ", emulate
 
 bool is_on_device(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == CUDA; }
 
-// The device's bytes as a CPU tensor that owns nothing.
+// The device's bytes as a CPU tensor that owns nothing; of a CPU tensor one that no Python object belongs to, because a
+// stream's thread, which lets go of it, would wait for the GIL of a thread that waits for the stream.
 Tensor host_view(const Tensor& tensor) {
-  if (!is_on_device(tensor)) return tensor;
+  if (!tensor.defined()) return tensor;
+  if (!is_on_device(tensor)) return Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(0, true));
   bool has_memory = tensor.numel() || tensor.has_storage();
   void* bytes = has_memory ? emulated::bytes_at(tensor.const_data_ptr()) : nullptr;
   auto options = tensor.options().device(c10::kCPU).requires_grad(false);
