@@ -19,8 +19,10 @@ from tests.cluster.launch import Job
 from tests.cluster.slurm import Slurm, why_not
 from tests.cluster.test_faults import GONE_SECONDS, START_SECONDS, ULFM, assert_gone
 from tests.faults.test_elastic_job import ends
+from tests.faults.test_reconfigure import LOSING, check_left, told
 
 SCRIPT = Path(__file__).parents[1] / "faults" / "elastic_job.py"
+RECONFIGURED = SCRIPT.with_name("reconfigure_job.py")
 TEMPLATE = Path(__file__).parents[2] / "slurm" / "elastic.sbatch"
 HOST_SECONDS = 30  # until the connections to a silent host are broken, and the job goes on
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -42,6 +44,12 @@ def test_spares_take_the_places_of_the_ranks_of_a_dead_host(cluster: Cluster, la
         assert_gone(job, GONE_SECONDS)
         events = [*job.events(), *({"rank": rank, "event": "dies", "time": died} for rank in (2, 3))]
         assert [each["rank"] for each in ends(events, job.stderr())] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+def test_the_default_group_is_reconfigured_after_deaths_on_either_host(cluster: Cluster, launcher: str) -> None:
+    folder = tempfile.mkdtemp(dir=cluster.shared)
+    check_left(told(Job(cluster, launcher, (2, 2), RECONFIGURED, [folder, *LOSING])))
 
 
 @pytest.mark.parametrize("launcher", ULFM)
@@ -104,3 +112,38 @@ def test_a_host_that_is_lost_is_survived_under_srun(
             time.sleep(0.1)
         assert re.search(r"^job \d+ ended .* with status 0$", output.read_text(), re.MULTILINE), output.read_text()
         assert not [text for text in cluster.hosts[1].processes().values() if text.startswith(sys.executable)]
+
+
+SLOW = """
+import time, torch
+import hpcdist as dist
+dist.init_process_group()
+with dist.elastic() as job:
+    for step in job.steps({}, 3):
+        with step as number:
+            if number == 1 and job.rank == 0:  # 36 MB, more than the kernels keep
+                for work in [dist.isend(torch.full((15000,), float(each)), 2) for each in range(600)]:
+                    work.wait()
+            if number == 1 and job.rank == 2:
+                time.sleep(32)
+                for each in range(600):
+                    got = torch.empty(15000)
+                    dist.recv(got, 0)
+                    assert got.eq(each).all()
+            dist.barrier()
+    print("ends", job.size, job.changes, flush=True)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("launcher", ULFM)
+def test_a_rank_that_computes_for_long_while_others_send_to_it_is_not_lost(cluster: Cluster, launcher: str) -> None:
+    """Its kernel answers, but the window of its connection is closed for longer than a host may be silent."""
+    script = Path(tempfile.mkdtemp(dir=cluster.shared), "slow.py")
+    script.write_text(SLOW)
+    with Slurm(cluster, 2) as slurm:
+        slurm.environment |= {"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_mpi_ft_propagator_with_rbcast": "1"}
+        slurm.environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OPAL_PREFIX": sys.prefix}
+        done = slurm.srun(str(script), seconds=240)
+        assert done.stdout.count("ends 4 0") == 4, done.stdout + done.stderr

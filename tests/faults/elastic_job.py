@@ -3,8 +3,8 @@
     mpirun --with-ft ulfm -n 6 python elastic_job.py '{"spares": 1, "die": {"2": {"step": 5}}}'
 
 The plan says which processes die, and when: in a step ("step", between its two sums), some seconds after the first step
-("seconds", wherever they are then), in a recovery ("setup", at their so-manieth call of it), or while the state is
-written after a step ("saving", into the folder "save"). All values are whole
+("seconds", wherever they are then), in a recovery ("setup", at their so-manieth call of it), in their so-manieth
+meeting ("meeting"), or while the state is written after a step ("saving", into the folder "save"). All values are whole
 numbers, so that their sums do not depend on the order: the result equals that of one process that knows only how many
 ranks made each step (``expected``).
 """
@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as dist
+from hpcdist.c10d import elastic as machinery
 
 PRIME = 1_000_003
 COUNTS = {"mpi": 16, "window": 1 << 17}  # elements of a sum: 128 B, and 1 MiB through node-shared memory
@@ -120,7 +121,15 @@ def main() -> None:
     training = Training(count, 0 if ME == 0 else 1 + ME)
     own = PLAN.get("die", {}).get(str(ME), {})
     saves = Saves(Path(PLAN["save"]), training) if "save" in PLAN else None
-    setups = 0
+    setups = meetings = 0
+    report = machinery.Report
+
+    def reporting(*values: int) -> machinery.Report:
+        nonlocal meetings
+        meetings += 1
+        return die() if meetings == own.get("meeting") else report(*values)
+
+    machinery.Report = reporting
 
     def setup() -> None:
         nonlocal setups

@@ -66,6 +66,15 @@ def test_spares_take_the_places_of_the_dead_and_then_the_job_goes_on_smaller(lau
     assert members[0]["sizes"] == [4] * 5 + [3] * 15 + [2] * 10
 
 
+@pytest.mark.parametrize("launcher", some(ULFM, 0))
+def test_spares_may_die_in_the_first_meeting_and_in_the_last_one(launcher: str) -> None:
+    """The default group, to which they do not belong, goes on after the first, and is still there after the last."""
+    status, events, stderr = run(launcher, {"spares": 2, "die": {"2": {"meeting": 1}, "3": {"meeting": 3}}}, 4)
+    assert status == 0, stderr
+    assert [each["rank"] for each in ends(events, stderr)] == [0, 1]
+    assert all(each["changes"] == 0 for each in events if each["event"] == "end")
+
+
 def random_plan(kind: str, seed: int) -> dict[str, Any]:
     """Return a job with faults of a kind: who dies follows from the seed, and when in part from the machine."""
     chance = random.Random(seed)
@@ -123,6 +132,10 @@ def test_a_job_that_loses_ranks_at_random_ends_with_the_right_result(launcher: s
     ("plan", "words"),
     some(
         [
+            (
+                {"spares": 1, "die": {"0": {"step": 3}, "1": {"step": 3}}},
+                "all 2 ranks of the job have died, and its state",
+            ),
             ({"min_size": 3, "die": {"2": {"step": 3}}}, "rank 2 of 3 died and 2 are left, fewer than min_size=3"),
             ({"limit": 0, "die": {"1": {"step": 3}}}, "rank 1 died after 0 other changes within an hour"),
         ],

@@ -81,7 +81,8 @@ class ElasticJob:
         self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
         self._members: list[int] = []  # ids of the default group's ranks, in order
         self._id = self._epoch = 0
-        self._present: list[int] = []  # ids of the processes at the last meeting, where no launcher watches over them
+        self._present: list[int] = []  # ids of the processes at the last meeting, by their rank in ``_everyone``
+        self._is_alone = False  # whether no launcher watches over them
         self._changed: list[float] = []  # when members changed
         self._snapshot = Snapshot({})
         self._setup: Callable[[], object] | None = None
@@ -117,8 +118,8 @@ class ElasticJob:
         if self.survives or self._spares:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
             everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
-        if self.survives and everyone.leave_launcher():
-            self._present = list(range(size))
+        self._is_alone = self.survives and everyone.leave_launcher()
+        self._present = list(range(size))
         if self._spares:
             own = everyone.split([self._members], ["elastic"], self._timeout)
             made = WORLD.count()
@@ -187,7 +188,7 @@ class ElasticJob:
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            if self._present and not self._has_ended:  # nobody else tells the others
+            if self._is_alone and not self._has_ended:  # nobody else tells the others
                 for watchdog in RUNNING:
                     trace = "".join(format_exception(error))
                     watchdog.abort(self._everyone, f"a rank has left the job by {error!r}; the job is aborted\n{trace}")
@@ -235,8 +236,12 @@ class ElasticJob:
             if self.rank is not None:
                 return True
             status = Status.AGAIN
-            while not self._everyone.is_revoked():
+            while not (self._everyone.is_revoked() or self._is_deserted()):
                 time.sleep(LOOK_SECONDS)
+
+    def _is_deserted(self) -> bool:
+        """Tell whether a spare has lost all ranks, so that nobody else can call a meeting."""
+        return {self._present[each] for each in self._everyone.failed()} >= set(self._members)
 
     def _come_without_ulfm(self, status: Status) -> bool:
         """Begin together, or end: rank 0 tells the spares."""
@@ -274,7 +279,7 @@ class ElasticJob:
             if found is not None and self._agreed(self._carry_out, *found) is not None:
                 return self._commit(found[0])
             had_failed = True
-            if status not in (Status.FINISHED, Status.LEFT, Status.BEGINS):
+            if status not in (Status.FINISHED, Status.LEFT):
                 status = Status.AGAIN
 
     def _agreed(self, part: Callable[..., Any], *arguments: Any) -> Any:
@@ -288,7 +293,8 @@ class ElasticJob:
             LOG.info("a meeting failed: %s", error)
             self._error = error
             self._everyone.revoke("a rank of the job has failed in a meeting")
-            revoke_groups("a rank of the job has failed in a meeting")
+            if part == self._carry_out:  # who confers makes no calls on them, and may not need others
+                revoke_groups("a rank of the job has failed in a meeting")
         with self._waiting():
             return result if self._everyone.agree(result is not None) else None
 
@@ -304,7 +310,7 @@ class ElasticJob:
             self._id, status, self._epoch, len(self._members), self._snapshot.step if self._holds else -1,
             WORLD.count(), self._agreed_changes,
             sum(time.monotonic() - each < HOUR for each in self._changed),
-            len(self._present), min(self._present, default=0),
+            len(self._present) * self._is_alone, min(self._present),
         )  # fmt: skip
         told = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
         everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), told))
@@ -343,7 +349,7 @@ class ElasticJob:
         self._epoch, self._members, self.size = decision.epoch, decision.members, len(decision.members)
         self.rank = self._members.index(self._id) if self._id in self._members else None
         self.changes = self._agreed_changes = decision.changes
-        self._present = decision.present if self._present else []
+        self._present = decision.present
         if decision.lost:
             self._changed.append(time.monotonic())
             LOG.info("lost %s; %d ranks go on", listed(decision.lost), self.size)

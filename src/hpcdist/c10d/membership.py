@@ -83,11 +83,11 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int) 
     last = max(reports, key=lambda report: report.epoch)
     half = 2 * len(reports) - last.present  # of two parts that cannot reach each other, only one goes on
     reason = ""
-    if farthest is None or farthest.step < 0:
-        reason = f"all {len(members)} ranks of the job have died, and its state with them"
-    elif not has_ended:
+    if not has_ended:
         if half < 0 or (half == 0 and last.first not in by_id):
             reason = f"{len(reports)} of {last.present} processes are left here; the others may go on without them"
+        elif farthest is None or farthest.step < 0:
+            reason = f"all {len(members)} ranks of the job have died, and its state with them"
         elif len(chosen) < min_size:
             reason = f"{listed(lost)} of {len(members)} died and {len(chosen)} are left, fewer than min_size={min_size}"
         elif lost and max(report.recent for report in reports) >= most:

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from threading import Thread
 
 from mpi4py import MPI
 
@@ -23,12 +24,11 @@ QUIET_SECONDS = 0.1  # without news of another death, after which it is likely t
 SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
 PMIX = "libpmix.so.2"
 # a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
-KEEP_ALIVE = {
-    socket.TCP_KEEPIDLE: 5,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 2,
-    socket.TCP_USER_TIMEOUT: 15_000,  # ms, for data that is not acknowledged
-}
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}  # s, s, of an idle connection
+UNANSWERED_MILLISECONDS = 15_000  # of one that sends
+UNANSWERED = slice(
+    2, 4
+)  # in Linux's struct tcp_info: retransmissions and probes of a closed window since the last answer
 ALONE: list[str] = []  # the launcher that this process has left
 UNFINISHED: list[object] = []  # what MPI may still write to
 LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
@@ -165,9 +165,31 @@ def leave_launcher(comm: MPI.Intracomm) -> bool:
 
 def limit_silence() -> None:
     """Have the kernel end TCP connections of this process whose other host is silent: its power or its link is lost."""
-    for each in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(each))) as connection:
+    found = []
+    for each in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(each)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in KEEP_ALIVE.items():
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
+                found.append((each, os.fstat(each).st_ino))
+    Thread(target=limit_silence_of_receivers, args=(found,), name="hpcdist silence", daemon=True).start()
+
+
+def limit_silence_of_receivers(sockets: list[tuple[int, int]]) -> None:
+    """Look once a second at which connections get no answer to what they send, and limit the time of those.
+
+    A limit for all would end those too whose other side does not read for so long, though its kernel answers: a rank
+    that computes, or is stopped, while others send to it (tcp(7), TCP_USER_TIMEOUT).
+
+    Args:
+        sockets: their descriptors and inodes; MPI may close one, and another file get its number.
+    """
+    while True:
+        for number, inode in sockets:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                if os.fstat(connection.fileno()).st_ino == inode:
+                    tried = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNANSWERED.stop)[UNANSWERED]
+                    limit = UNANSWERED_MILLISECONDS if max(tried) > 1 else 0
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+        time.sleep(1)
