@@ -121,8 +121,9 @@ class Watchdog:
         self.recorder.tick()
         self.inspection.look(now)
         self.job_end.look(now)
-        if self.meeting is not None and (reason := self.meeting.look(now)):
-            self.abort(self.meeting.backend, reason)
+        meeting = self.meeting  # the main thread may end it meanwhile
+        if meeting is not None and (reason := meeting.look(now)):
+            self.abort(meeting.backend, reason)
         self._end_failed()
         for rank in self.neighbours.look(self.rank, now):
             self.channel.note_found(rank)
