@@ -13,7 +13,9 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from errno import EBADF
 from functools import cache
+from stat import S_ISSOCK
 from threading import Thread
 
 from mpi4py import MPI
@@ -26,9 +28,8 @@ PMIX = "libpmix.so.2"
 # a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}  # s, s, of an idle connection
 UNANSWERED_MILLISECONDS = 15_000  # of one that sends
-UNANSWERED = slice(
-    2, 4
-)  # in Linux's struct tcp_info: retransmissions and probes of a closed window since the last answer
+# in Linux's struct tcp_info: retransmissions, and probes of a closed window, since the last answer
+UNANSWERED = slice(2, 4)
 ALONE: list[str] = []  # the launcher that this process has left
 UNFINISHED: list[object] = []  # what MPI may still write to
 LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
@@ -167,13 +168,21 @@ def limit_silence() -> None:
     """Have the kernel end TCP connections of this process whose other host is silent: its power or its link is lost."""
     found = []
     for each in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError), socket.socket(fileno=os.dup(each)) as connection:
+        with suppress(OSError), duplicate(each) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in KEEP_ALIVE.items():
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
                 found.append((each, os.fstat(each).st_ino))
     Thread(target=limit_silence_of_receivers, args=(found,), name="hpcdist silence", daemon=True).start()
+
+
+def duplicate(number: int, inode: int | None = None) -> socket.socket:
+    """Return a socket of this process by its descriptor, and raise OSError if it is no socket, or another one."""
+    status = os.fstat(number)
+    if not S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
+        raise OSError(EBADF, "is not the socket")
+    return socket.socket(fileno=os.dup(number))
 
 
 def limit_silence_of_receivers(sockets: list[tuple[int, int]]) -> None:
@@ -187,9 +196,8 @@ def limit_silence_of_receivers(sockets: list[tuple[int, int]]) -> None:
     """
     while True:
         for number, inode in sockets:
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                if os.fstat(connection.fileno()).st_ino == inode:
-                    tried = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNANSWERED.stop)[UNANSWERED]
-                    limit = UNANSWERED_MILLISECONDS if max(tried) > 1 else 0
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+            with suppress(OSError), duplicate(number, inode) as connection:
+                tried = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNANSWERED.stop)[UNANSWERED]
+                limit = UNANSWERED_MILLISECONDS if max(tried) > 1 else 0
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
         time.sleep(1)
