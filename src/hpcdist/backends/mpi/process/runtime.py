@@ -144,8 +144,8 @@ def check_process() -> None:
     if owner in ("", str(os.getpid())) or (own != joined if own else DESCRIPTOR not in os.environ):
         return
     text = (
-        f"process {os.getpid()} was started by process {owner} of an MPI job and is not one of its ranks. Start it with "
-        f"mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, 'loopback' alone"
+        f"process {os.getpid()} was started by process {owner} of an MPI job and is not one of its ranks. Start it "
+        "with mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, or 'loopback'"
     )
     raise DistBackendError(explained(text, "child-process"))
 
