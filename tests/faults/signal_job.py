@@ -60,7 +60,23 @@ def wait() -> None:
     tell("passed")
 
 
+def interrupt() -> None:
+    """Have rank 1 wait for a message that does not come, and then in an all_reduce that rank 0 does not join."""
+    values = torch.ones(3)
+    if dist.get_rank() == 1:
+        try:
+            tell("ready")
+            dist.recv(values, 0)
+        except KeyboardInterrupt:
+            tell("interrupted")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(60)
+    tell("again")
+    dist.all_reduce(values)
+
+
 if __name__ == "__main__":
     dist.init_process_group()
-    {"stop": stop, "block": block, "wait": wait}[sys.argv[1]](*sys.argv[2:])
+    {"stop": stop, "block": block, "wait": wait, "interrupt": interrupt}[sys.argv[1]](*sys.argv[2:])
     dist.destroy_process_group()

@@ -104,3 +104,18 @@ def test_sigterm_ends_a_program_that_does_not_ask_and_leaves_a_trace(launcher: s
         assert (job.folder / "trace_1").exists()
         if launcher != "openmpi-ulfm":  # there the other rank lives on
             assert job.finish(30) != 0
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_ctrl_c_ends_a_receive_and_a_collective_that_block(launcher: str) -> None:
+    """The receive raises KeyboardInterrupt, after which the group is as before; the collective ends the job."""
+    with Job(launcher, 2, ["interrupt"], JOBS) as job:
+        for before, after in (("ready", "interrupted"), ("again", "")):
+            job.wait(before, 1, START_SECONDS)
+            time.sleep(0.5)
+            os.kill(job.pids()[1], signal.SIGINT)
+            if after:
+                assert job.wait(after, 1, 20), job.stderr()
+        assert job.finish(30) != 0
+        assert "SIGINT: recv from rank 0 on group '0', called at signal_job.py:" in job.stderr()
+        assert "SIGINT: all_reduce #" in job.stderr()

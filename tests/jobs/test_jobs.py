@@ -120,3 +120,27 @@ def test_an_application_whose_mpi_has_no_threads(level, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("threads") == 2
     assert "hpcdist-mpi" not in result.stdout
+
+
+@pytest.mark.timeout(180)
+def test_a_child_of_a_rank_is_told_that_it_is_none(tmp_path):
+    """A started process inherits the variables that say which rank it is; the job goes on and ends."""
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "import hpcdist as dist\n"
+        "def child():\n"
+        "    dist.init_process_group()\n"
+        "if __name__ == '__main__':\n"
+        "    dist.init_process_group()\n"
+        "    if dist.get_rank() == 1:\n"
+        "        process = multiprocessing.get_context('spawn').Process(target=child)\n"
+        "        process.start()\n"
+        "        process.join()\n"
+        "        assert process.exitcode == 1\n"
+        "    dist.barrier()\n"
+        "    dist.destroy_process_group()\n"
+    )
+    result = mpirun(2, [program], timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "of an MPI job and is not one of its ranks" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from datetime import timedelta
 
@@ -46,3 +47,34 @@ def test_what_needs_linux_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=5))
     dist.init_process_group()  # one process
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("owner", ["this", "another"])
+@pytest.mark.parametrize(
+    ("launcher", "is_child"),
+    [("PMIx", True), ("PMIx of its own", False), ("PMI", True), ("closed PMI", True), ("PMI of its own", False)],
+)
+def test_a_child_of_a_rank_is_refused_unless_a_launcher_of_its_own_started_it(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, owner: str, is_child: bool
+) -> None:
+    for name in (runtime.PROCESS, runtime.NAMESPACE, runtime.DESCRIPTOR):
+        monkeypatch.delenv(name, raising=False)
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        if "PMIx" in launcher:
+            monkeypatch.setenv(runtime.NAMESPACE, "job-1")
+        else:
+            monkeypatch.setenv(runtime.DESCRIPTOR, str(ends[0].fileno()))
+        pid = os.getpid() if owner == "this" else os.getppid()
+        monkeypatch.setenv(runtime.PROCESS, f"{pid} {runtime.connection()}")
+        if launcher == "PMIx of its own":
+            monkeypatch.setenv(runtime.NAMESPACE, "job-2")
+        elif launcher == "PMI of its own":
+            monkeypatch.setenv(runtime.DESCRIPTOR, str(ends[1].fileno()))
+        elif launcher == "closed PMI":
+            ends[0].close()
+        if is_child and owner == "another":
+            with pytest.raises(dist.DistBackendError, match=f"was started by process {pid} of an MPI job"):
+                runtime.check_process()
+        else:
+            runtime.check_process()

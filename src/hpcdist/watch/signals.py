@@ -8,6 +8,9 @@ SIGUSR1 and SIGTERM write a trace and are remembered for ``stop_requested``. A p
 stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: as
 long as nothing handles it, it would end them.
 
+SIGINT (Ctrl-C) stays Python's. If the call that it found the main thread in has not ended 1 s later, the watchdog ends
+it, as it ends one that is overdue: the program then gets its KeyboardInterrupt, or the job is aborted.
+
 A forked child (``multiprocessing``, a DataLoader's worker) has no watchdog: there all is as it was before, so that a
 pool can end its workers by SIGTERM, and theirs is not taken for this process's.
 """
@@ -22,7 +25,7 @@ import threading
 from typing import Any
 
 # what is watched, and which ways of dealing with it our handler replaces
-WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,)}
+WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,), signal.SIGINT: ()}
 
 
 class Signals:
@@ -80,7 +83,7 @@ class Signals:
             except OSError:
                 self._theirs = -1
         numbers = [number for number in dict.fromkeys(data) if number in WATCHED]
-        self.received.update(numbers)
+        self.received.update(number for number in numbers if number != signal.SIGINT)
         return numbers
 
     def ends_process(self, number: int) -> bool:

@@ -46,6 +46,7 @@ SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
+SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
 REMAKING = ("shrink_group", "reconfigure")  # the remaining ranks make a communicator without the others
 
 
@@ -81,6 +82,8 @@ class Watchdog:
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._reasons: dict[int, str] = {}  # by id of a call's record: why its wait is ended
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
+        self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
+        self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
@@ -139,6 +142,23 @@ class Watchdog:
             if not each.has_own_limit and now >= self.waits_until:
                 self._press(each, now)
             self._descend(each)
+        if self._found and now >= self._sigint_due:
+            self._end_interrupted(calls)
+
+    def _end_interrupted(self, calls: list[UnderWay]) -> None:
+        """End the call that a SIGINT found the main thread in, if Python would raise KeyboardInterrupt after it."""
+        found, self._found = self._found, []
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        main = calls_under_way.stack_in(None)
+        for each in calls:
+            is_same = any(each.record is record for record in found) and not each.in_background
+            can_end = not each.backend.ends_waits and self.states.state(each.record) is not State.ENDING
+            if is_same and can_end and calls_under_way.stack_in(each.group) == main:
+                mine = report.described(each, SIGINT_SECONDS, calls_under_way.call_site(each))
+                text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
+                self.say(text)
+                self._end(each, mine, text, False)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
@@ -150,6 +170,10 @@ class Watchdog:
                     backend.interrupt(str(failure))
 
     def _heed(self, number: int) -> None:
+        if number == signal.SIGINT:
+            self._found = [each.record for each in calls_under_way.under_way()]
+            self._sigint_due = time.monotonic() + SIGINT_SECONDS
+            return
         path = self.dump()
         if number == signal.SIGUSR1:
             self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.main_line()}")

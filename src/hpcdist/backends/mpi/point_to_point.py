@@ -70,6 +70,9 @@ class PointToPoint:
             request.Wait(status)
         except MPI.Exception as error:
             raise communicator.failure("recv", error) from error
+        except KeyboardInterrupt:  # the watchdog has cancelled the receive for it
+            communicator.interruption = None
+            raise
         finally:
             communicator.receiving = None
         if communicator.interruption is not None:

