@@ -23,6 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import getweakrefcount
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -93,6 +94,29 @@ _READABLE = _is_readable()
 def is_held_by_cpp(kept: object) -> bool:
     """Return whether C++ still holds the object (True if that cannot be known)."""
     return not _READABLE or _count_owners(kept) > 1
+
+
+def _count_references(kept: object) -> int:
+    return sys.getrefcount(kept)
+
+
+def _count_alone() -> int:
+    probe = object()
+    return _count_references(probe)
+
+
+_ALONE = _count_alone()  # references to what only a variable of the caller has, which differs by version of Python
+
+
+def is_dropped(kept: object) -> bool:
+    """Return whether a variable of the caller is all that has the object: nothing else in Python, nor C++."""
+    return (
+        _READABLE
+        and sys.getrefcount(kept) == _ALONE
+        and (half := _HALVES[id(kept) >> _TO_POINTERS]) != 0
+        and _COUNTS[half >> _TO_COUNTS] == 1
+        and not getweakrefcount(kept)
+    )
 
 
 class KeptAlive:

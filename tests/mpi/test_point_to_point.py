@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -240,3 +241,66 @@ def test_a_look_at_a_message_that_another_thread_has_completed(rank, size):
     if hasattr(work, "_poll"):
         work._poll()  # as by a thread that saw it under way; MPI knows no more who the sender was
     assert work.source_rank() == (rank - 1) % size
+
+
+def test_a_work_that_somebody_has_stays_as_it_is(rank, size):
+    # a Work whose message has ended stands for a later one, unless anybody can still see it
+    right, left = (rank + 1) % size, (rank - 1) % size
+    kept, seen, boxed = [], [], []
+    for index in range(200):
+        tensor = torch.full((2,), -1.0)
+        works = [dist.irecv(tensor, left), dist.isend(torch.full((2,), float(index)), right)]
+        for work in works:
+            work.wait()
+        assert tensor.tolist() == [index, index]
+        if index % 8 == 0:
+            kept.append((works[0], tensor))
+        elif index % 8 == 2:
+            seen.append(weakref.ref(works[0]))
+        elif index % 8 == 4:
+            works[0].index = index
+        elif index % 8 == 6 and hasattr(works[0], "boxed"):
+            boxed.append((works[0].boxed(), id(works[0]), tensor))  # C++ has it from now on
+        else:
+            assert not hasattr(works[0], "index")
+            assert all(each() is not work for each in seen for work in works)
+        del work, works
+    assert len({id(work) for work, _ in kept} | {number for _, number, _ in boxed}) == len(kept) + len(boxed)
+    for work, tensor in kept:
+        assert (work.result()[0] is tensor, work.source_rank(), work.exception()) == (True, left, None)
+
+
+def test_messages_that_repeat_but_for_one_fact(rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def exchange(sent, received, **kwargs):
+        works = [dist.irecv(received, left, **kwargs), dist.isend(sent, right, **kwargs)]
+        return [work.wait() for work in works]
+
+    grid = torch.zeros(4, 4)
+    for index in range(200):  # after which the checks of such a tensor are skipped
+        exchange(torch.full((4,), float(index)), grid[0])
+        assert grid[0].tolist() == [index] * 4
+    exchange(torch.arange(4.0), grid[:, 1])  # strided
+    assert grid[:, 1].tolist() == [0, 1, 2, 3]
+    exchange(torch.full((4,), 5.0).requires_grad_(), grid[2], tag=3)
+    assert grid[2].tolist() == [5] * 4
+    received = np.zeros(4, dtype=np.float32)
+    exchange(np.full(4, 6, dtype=np.float32), received)
+    assert received.tolist() == [6] * 4
+    exchange(torch.full((4,), 7), whole := torch.zeros(4, dtype=torch.int64))
+    assert whole.tolist() == [7] * 4
+    with pytest.raises(ValueError, match="not part of group"):
+        dist.isend(grid[0], size)
+    with pytest.raises(ValueError, match="Can't specify both"):
+        dist.irecv(grid[0], left, group_src=left)
+    with pytest.raises(ValueError, match="32767"):
+        dist.irecv(grid[0], left, tag=32767)
+    with pytest.raises(TypeError, match="dense"):
+        dist.isend(grid.to_sparse(), right)
+    group = dist.new_group()
+    for index in range(100):
+        exchange(torch.full((4,), float(index)), grid[0], group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="destroyed"):
+        dist.isend(grid[0], right, group)

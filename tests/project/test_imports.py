@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     ENVIRONMENT: set(),
     ADDRESSES: set(),
     "hpcdist.core": {"stores.keep_alive"},  # a Work and a group live as long as C++ holds them
-    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d"},
+    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d", "stores.keep_alive"},
     "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
     "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
     "stores": {"stores.keep_alive"},

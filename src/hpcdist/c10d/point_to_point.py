@@ -143,25 +143,6 @@ class P2POp:
     tag: int
     group_peer: int
 
-    def __new__(
-        cls,
-        op: Callable[..., Any],
-        tensor: Any,
-        peer: int | None = None,
-        group: Group | None = None,
-        tag: int = 0,
-        group_peer: int | None = None,
-    ) -> P2POp:
-        """Check the arguments."""
-        if not callable(op) or op not in OPS:
-            raise ValueError(
-                f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
-                "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
-            )
-        if tensor.__class__ is not torch.Tensor:
-            as_tensor(tensor, "tensor")
-        return object.__new__(cls)
-
     def __init__(
         self,
         op: Callable[..., Any],
@@ -171,11 +152,18 @@ class P2POp:
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:
+        if not callable(op) or op not in OPS:
+            raise ValueError(
+                f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
+                "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
+            )
+        if tensor.__class__ is not torch.Tensor:
+            as_tensor(tensor, "tensor")
         self.op = OPS[op]
         self.tensor = tensor
-        self.group = world.resolve(group)
-        self.group_peer = world.group_rank(self.group, peer, group_peer)
-        self.peer = self.group.ranks[self.group_peer]
+        self.group = pg = world.resolve(group)
+        self.group_peer = rank = world.group_rank(pg, peer, group_peer)
+        self.peer = pg.ranks[rank]
         self.tag = tag
 
     def __repr__(self) -> str:
@@ -199,18 +187,21 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     Raises:
         ValueError: an empty list, something else than P2POps, or several groups.
     """
-    if not isinstance(p2p_op_list, list) or not all(isinstance(each, P2POp) for each in p2p_op_list):
-        raise ValueError(
-            "Invalid ``p2p_op_list``. Each op is expected to be of type ``torch.distributed.P2POp`` (hpcdist.P2POp)."
-        )
-    if not p2p_op_list:
+    if p2p_op_list == []:
         raise ValueError("Invalid ``p2p_op_list``: the list is empty")
-    group = p2p_op_list[0].group
-    if any(each.group is not group for each in p2p_op_list):
+    groups = set()
+    for each in p2p_op_list if isinstance(p2p_op_list, list) else [None]:
+        if not isinstance(each, P2POp):
+            raise ValueError(
+                "Invalid ``p2p_op_list``. Each op is expected to be of type ``torch.distributed.P2POp`` "
+                "(hpcdist.P2POp)."
+            )
+        groups.add(each.group)
+    if len(groups) > 1:
         raise ValueError("All ops need to use the same group.")
+    group = groups.pop()
     with group.grouped():
-        begun = [each.op(each.tensor, each.peer, group, each.tag) for each in p2p_op_list]
-    works = [work for work in begun if work is not None]
-    if len(works) != len(begun):
-        raise DistBackendError(f"{len(begun) - len(works)} of {len(begun)} operations did not begin")
+        works: list[Any] = [each.op(each.tensor, each.peer, group, each.tag) for each in p2p_op_list]
+    if None in works:
+        raise DistBackendError(f"{works.count(None)} of {len(works)} operations did not begin")
     return works

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from ctypes import memmove
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -37,6 +38,16 @@ Message = tuple[torch.Tensor, int]  # what is sent or received, and the other ra
 
 DROP_SECONDS = 3.0  # how long a queued call may take to raise once its communicator is revoked
 ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
+
+
+def let_go(unfinished: deque[Work]) -> None:
+    """Keep no longer the Works of messages that have ended, as far as they are the oldest."""
+    while unfinished:
+        first = unfinished[0]
+        if not first._done and (len(unfinished) <= ASKED_FROM or not first.is_completed()):
+            return
+        with suppress(ValueError):  # another thread has done so while this one asked the library
+            unfinished.remove(first)
 
 
 class Bootstrap(NamedTuple):
@@ -169,10 +180,8 @@ class Backend(Supervised):
 
     def hold(self, work: Work) -> Work:
         """Keep a message's Work, and with it its buffer, until it has ended, though the caller may drop it."""
-        unfinished = self.unfinished
-        while unfinished and (unfinished[0]._done or (len(unfinished) > ASKED_FROM and unfinished[0].is_completed())):
-            unfinished.popleft()
-        unfinished.append(work)
+        let_go(self.unfinished)
+        self.unfinished.append(work)
         return work
 
     @abstractmethod

@@ -82,6 +82,14 @@ class CallCache(dict["Row | str", Any]):
             is_large = max(send.nbytes, recv.nbytes) >= LARGE_BYTES
             self[row] = CachedCall(op, root, recv is send, is_like, shape, dtype, is_large, backend, run, start)
 
+    def look_at_message(self, what: str, tensor: torch.Tensor, backend: Backend) -> None:
+        """Look at a message of a plain CPU tensor: ``isend`` or ``irecv``."""
+        seen = (tensor.shape, tensor.dtype)
+        if self.get(what) != seen:
+            self[what] = seen
+        elif hooks.likeness is not None:
+            self[what] = CachedCall(None, None, True, hooks.likeness(tensor), *seen, False, backend, backend.run, None)
+
     def keep(self, row: Row, backend: Backend) -> None:
         """Remember a call without tensors, which is the same each time."""
         run, start = backend.prepare(Call(row))

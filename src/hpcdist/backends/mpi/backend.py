@@ -48,7 +48,7 @@ class MPIBackend(Backend):
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
         self.unfinished = deque()
         self.collectives = Collectives(self.communicator, thresholds, self._is_background)
-        self.point_to_point = PointToPoint(self.communicator)
+        self.point_to_point = PointToPoint(self.communicator, self.unfinished)
         self.objects = MPIObjects(self.communicator)
         self.windows: list[MPIWindow] = []  # the open ones, in the same order on all ranks
         self._bundler: Bundler | None = None
@@ -57,6 +57,8 @@ class MPIBackend(Backend):
         self.run = self.collectives.run  # type: ignore[method-assign]
         self.send = self.point_to_point.send  # type: ignore[method-assign]
         self.recv = self.point_to_point.recv  # type: ignore[method-assign]
+        self.isend = self.point_to_point.isend  # type: ignore[method-assign]
+        self.irecv = self.point_to_point.irecv  # type: ignore[method-assign]
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -96,15 +98,15 @@ class MPIBackend(Backend):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send by MPI_Isend."""
-        return self.hold(self.point_to_point.isend(tensor, dst, tag))
+        return self.point_to_point.isend(tensor, dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv."""
-        return self.hold(self.point_to_point.irecv(tensor, src, tag, finish))
+        return self.point_to_point.irecv(tensor, src, tag, finish)
 
     def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
         """Describe messages by MPI_Isend and MPI_Irecv."""
-        return self.point_to_point.between(sends, recvs, tag, self.hold)
+        return self.point_to_point.between(sends, recvs, tag)
 
     def worker(self) -> Queue:
         """Begin the thread that carries out asynchronous calls, beside others of this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi import probed
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import message
-from hpcdist.backends.mpi.requests import RequestWork
+from hpcdist.backends.mpi.requests import begun
 from hpcdist.core.backend import Message
 from hpcdist.core.journal import Journal
 from hpcdist.core.work import Work
@@ -21,8 +22,8 @@ from hpcdist.core.work import Work
 class PointToPoint:
     """Sends and receives on one communicator."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, works: deque[Work]) -> None:
+        self._communicator, self._works = communicator, works
         self._comm = communicator.comm
         self._probed: probed.ProbedReceives | None = None
 
@@ -40,21 +41,22 @@ class PointToPoint:
             request = self._comm.Isend(message(tensor), dst, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("isend", error) from error
-        return RequestWork(request, tensor, [], None)
+        return begun(self._works, request, tensor, [])
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
         try:
-            request = self._begin_receive(message(tensor), src, tag)
+            if src is not None and self._probed is None:
+                request = self._comm.Irecv(message(tensor), src, tag)
+            else:
+                request = self._begin_receive(message(tensor), src, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("irecv", error) from error
-        return RequestWork(request, tensor, [tensor], finish)
+        return begun(self._works, request, tensor, [tensor], finish)
 
-    def between(
-        self, sends: Sequence[Message], recvs: Sequence[Message], tag: int, hold: Callable[[Work], Work]
-    ) -> Callable[[Journal], None]:
-        """Describe messages to MPI once; return what exchanges them. ``hold`` keeps sends that an error leaves."""
-        return MessageSet(self._communicator, sends, recvs, tag, hold)
+    def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
+        """Describe messages to MPI once; return what exchanges them."""
+        return MessageSet(self._communicator, sends, recvs, tag, self._works)
 
     def _send(self, buffer: list[Any], dst: int, tag: int) -> None:
         try:
@@ -101,9 +103,9 @@ class MessageSet:
         sends: Sequence[Message],
         recvs: Sequence[Message],
         tag: int,
-        hold: Callable[[Work], Work],
+        works: deque[Work],
     ) -> None:
-        self._communicator, self._hold, self._receives = communicator, hold, len(recvs)
+        self._communicator, self._works, self._receives = communicator, works, len(recvs)
         self._messages: list[tuple[Any, ...]] = []  # the tensor, MPI's call, what it takes, and the journal's words
         receive, send = communicator.comm.Irecv, communicator.comm.Isend
         for tensor, peer in recvs:
@@ -153,4 +155,4 @@ class MessageSet:
                     request.Cancel()
                     request.Wait()
             else:
-                self._hold(RequestWork(request, self._messages[index][0], [], None))
+                begun(self._works, request, self._messages[index][0], [])
