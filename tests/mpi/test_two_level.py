@@ -253,12 +253,12 @@ def test_memory_of_messages_that_were_left_is_kept(every):
             every.Send(torch.ones(8).numpy(), 0)
 
 
-@pytest.mark.parametrize("slack", [0, 6])
+@pytest.mark.parametrize("slack", [0, 2 * messages.TURNS_AHEAD])
 def test_turns_are_taken_in_order_and_not_too_far_ahead(every, slack):
     """A ring of three places: one is written again when it has been read, and a turn sent ``slack`` after another."""
-    count, nbytes, empty = 12, 3 * messages.MESSAGE_BYTES + 5, 5
+    count, nbytes, empty = 24, 3 * messages.MESSAGE_BYTES + 5, 5
     after, before = (every.rank + 1) % every.size, (every.rank - 1) % every.size
-    outgoing = [torch.full((nbytes,), turn + 16 * every.rank, dtype=torch.uint8) for turn in range(count)]
+    outgoing = [torch.full((nbytes,), turn + 32 * every.rank, dtype=torch.uint8) for turn in range(count)]
     places = torch.zeros(3, nbytes, dtype=torch.uint8)
     read = []
     end = time.monotonic() + 60
@@ -287,7 +287,7 @@ def test_turns_are_taken_in_order_and_not_too_far_ahead(every, slack):
     call.wait(lambda: turns.done == count)
     call.finish()
     then()
-    expected = [[turn + 16 * before] for turn in range(count)]
+    expected = [[turn + 32 * before] for turn in range(count)]
     expected[empty] = expected[empty - 3]
     assert read == expected
     assert turns.left == count

@@ -26,7 +26,7 @@ from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op
 from hpcdist.core.buffers import as_bytes
 
-EARLY = 2  # pieces whose shares go before the first sums
+EARLY = 4  # pieces whose shares go before the first sums
 LINE_BYTES = 64
 
 
@@ -58,7 +58,7 @@ class Slices:
         self._pieces = max(1, -(-values.nbytes // (nodes * TURN_BYTES)))
         self._share = -(-length // (self._pieces * nodes * line)) * line  # elements
         self._early = min(EARLY, self._pieces)
-        self._inbox = torch.empty(EARLY, nodes, self._share, dtype=values.dtype, device="cpu")
+        self._inbox = torch.empty(self._early, nodes, self._share, dtype=values.dtype, device="cpu")
         self._scratch = outer_scratch_of(fold, nodes, self._share)
         self._reduced = self._folded = 0  # elements that the node has reduced; pieces added up
         self._turns = Turns(messages, 2 * self._pieces * (nodes - 1), self._sends, self._receives, self._add)

@@ -63,7 +63,7 @@ BYTES: Measured = {
         NODES[True]: {
             "all_reduce": 4 * MIB,
             "broadcast": 1 * MIB,
-            "all_gather_single": 4 * MIB,
+            "all_gather_single": 1 * MIB,
             "reduce_scatter_single": 1 * MIB,
         },
     },
