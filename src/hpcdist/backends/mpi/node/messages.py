@@ -9,8 +9,9 @@ If each node sends to all others at once, several send to one of them while anot
 take `Turns`: in each, every node sends to one and receives from one, and sends on when enough has arrived (4 nodes at
 200 Mbit/s, 16 MiB: all_reduce 1,060 ms in place of 1,220, gloo's ring 1,080 to 1,130; reduce_scatter 530 in place of
 660). Messages of a turn have at most 56 KiB, which Open MPI sends without a handshake (its limit is 64 KiB; 1 MiB:
-64 ms in place of 83). With half the bytes in a turn and half the turns ahead, all_reduce of 16 MiB on a network as fast as
-the processors takes 1.19 times the better of MPI's and gloo's time in place of 1.04; at 1 Gbit/s it takes 1 to 4 % less.
+64 ms in place of 83). With half the bytes in a turn and half the turns ahead, all_reduce of 16 MiB on a network as
+fast as the processors takes 1.19 times the better of MPI's and gloo's time in place of 1.04; at 1 Gbit/s it takes 1 to
+4 % less.
 
 Waiting is a loop of `MPI_Testsome`, which yields the processor, polls every few milliseconds, so that an interrupted or
 revoked call is left, and naps if nothing has moved for a while.
