@@ -181,7 +181,7 @@ def duplicate(number: int, inode: int | None = None) -> socket.socket:
     """Return a socket of this process by its descriptor, and raise OSError if it is no socket, or another one."""
     status = os.fstat(number)
     if not S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
-        raise OSError(EBADF, "is not the socket")
+        raise OSError(EBADF, os.strerror(EBADF))
     return socket.socket(fileno=os.dup(number))
 
 
