@@ -51,7 +51,7 @@ def send(
     if hooks.check_message is not None:
         hooks.check_message(pg, "send", peer, data)
     journal = pg.journal
-    journal.current = call = journal.message("send", data, peer)
+    journal.current = call = journal.message("send", data.shape, data.dtype, peer)
     event = profiling.begin(pg, backend, "send", [data], call) if hooks.is_profiled() else None
     try:
         backend.send(data, peer, tag)
@@ -94,7 +94,7 @@ def recv(
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
     journal = pg.journal
-    journal.current = call = journal.message("recv", data, source)
+    journal.current = call = journal.message("recv", data.shape, data.dtype, source)
     event = profiling.begin(pg, backend, title(source), [data], call) if hooks.is_profiled() else None
     try:
         sender = backend.recv(data, source, tag)

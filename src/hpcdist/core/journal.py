@@ -116,19 +116,19 @@ class Journal:
         self.push(call)
         return call
 
-    def message(self, what: str, tensor: torch.Tensor, peer: int | None) -> tuple[Any, ...]:
-        """Count and record a send or receive of a tensor, and return its record."""
+    def message(
+        self, what: str, shape: torch.Size | None, dtype: torch.dtype | None, peer: int | None
+    ) -> tuple[Any, ...]:
+        """Count and record a send or receive, and return its record."""
         self.messages = number = self.messages + 1
-        call = (self, number, what, tensor.shape, tensor.dtype, peer)
+        call = (self, number, what, shape, dtype, peer)
         self.push(call)
         return call
 
     def during(self, what: str, root: int | None = None) -> AbstractContextManager[None]:
         """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
         if what in MESSAGES:
-            self.messages = number = self.messages + 1
-            self.current = call = (self, number, what, None, None, root)
-            self.push(call)
+            self.current = call = self.message(what, None, None, root)
         else:
             self.current = call = self.collective(what, None, root)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None

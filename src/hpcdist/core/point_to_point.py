@@ -116,9 +116,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
             backend, data, finish = incoming(pg, tensor)
         is_known, shape, dtype = False, data.shape, data.dtype
     journal = pg.journal
-    journal.messages = number = journal.messages + 1
-    call = (journal, number, what, shape, dtype, rank)
-    journal.push(call)
+    call = journal.message(what, shape, dtype, rank)
     event = None
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
@@ -130,7 +128,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     work._call = call
     if event is not None:
         work._ends(event)
-    if not is_known and number % LOOKS == 0 and data is tensor:
+    if not is_known and call[1] % LOOKS == 0 and data is tensor:
         pg.known.look_at_message(what, data, backend)
     return work
 

@@ -120,14 +120,12 @@ class MessageSet:
         Raises:
             DistBackendError: MPI failed, or a receive was cancelled.
         """
-        communicator, push, tag, receives = self._communicator, journal.push, self._tag, self._receives
+        communicator, tag, receives = self._communicator, self._tag, self._receives
         begun: list[tuple[tuple[Any, ...], MPI.Request]] = []
         status = MPI.Status()
         try:
             for _, call, buffer, peer, name, shape, dtype in self._messages:
-                journal.messages = number = journal.messages + 1
-                record = (journal, number, name, shape, dtype, peer)
-                push(record)
+                record = journal.message(name, shape, dtype, peer)
                 begun.append((record, call(buffer, peer, tag)))
             for record, request in begun:
                 receives -= 1
