@@ -66,10 +66,11 @@ def test_a_file_stands_in_for_the_table(tmp_path):
     thresholds.write(path, "Some MPI", thresholds.NODES[True], {"all_reduce": 1 << 13})
     measured = Thresholds(path)
     assert measured.of("all_reduce", torch.float32, "SUM", 2, "Some MPI") == 1 << 14
-    assert measured.across("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI") == 1 << 13
-    assert measured.across("broadcast", torch.float32, None, 4, 4, "Some MPI") == NEVER
+    assert measured.across("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", False) == 1 << 13
+    assert measured.across("broadcast", torch.float32, None, 4, 4, "Some MPI", False) == NEVER
+    assert measured.across("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", True) == 1 << 13
     several = thresholds.BYTES["MPICH"][thresholds.NODES[False]]  # what the file does not tell
-    assert measured.across("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI") == several["all_reduce"]
+    assert measured.across("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI", False) == several["all_reduce"]
     table = thresholds.BYTES["Open MPI"][2]
     assert measured.of("broadcast", torch.float32, None, 2, "Open MPI") == table["broadcast"]
     assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 2, "Some MPI") == NEVER

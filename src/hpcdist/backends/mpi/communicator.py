@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
+# what 5.0.11 reads from another process's memory (large messages within a node) it does not cut to the buffer
+OVERWRITTEN = "; Open MPI may have written beyond that memory too: end the program"
 
 
 def group_tag(name: str) -> int:
@@ -34,6 +36,16 @@ def group_tag(name: str) -> int:
 def create_from_group(members: MPI.Group, name: str) -> MPI.Intracomm:
     """Make a communicator that depends on no other (MPI 7.4.2), which only its members call."""
     return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
+
+
+def described(error: MPI.Exception) -> str:
+    """Return MPI's words for an error, and more of a message that was longer than what receives it."""
+    text = str(error.Get_error_string())
+    if error.Get_error_class() == MPI.ERR_TRUNCATE:
+        text += ": a rank sent more than the tensor of this rank holds"
+        if MPI.get_vendor()[0] == "Open MPI":
+            text += OVERWRITTEN
+    return text
 
 
 class Translation(NamedTuple):
@@ -105,7 +117,7 @@ class Communicator:
         """
         if not ulfm.is_loss(error, self.comm):
             return DistBackendError(
-                f"{call} on rank {self.rank} of {self.size} failed in MPI: {error.Get_error_string()} "
+                f"{call} on rank {self.rank} of {self.size} failed in MPI: {described(error)} "
                 f"(class {error.Get_error_class()})"
             )
         return self._lost(call)

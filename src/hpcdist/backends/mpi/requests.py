@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.communicator import described
 from hpcdist.backends.mpi.probed import ProbedReceive
 from hpcdist.core.backend import let_go
 from hpcdist.core.errors import DistBackendError
@@ -90,7 +91,7 @@ class RequestWork(Work):
             elif self._when_done is not None:
                 self._when_done()
         except MPI.Exception as failure:
-            error = DistBackendError(f"message failed in MPI: {failure.Get_error_string()}")
+            error = DistBackendError(f"message failed in MPI: {described(failure)}")
             error.__cause__ = failure
         self._buffer = self._when_done = None
         self._error, self._done = error, True  # ``_finish`` without a call
