@@ -71,6 +71,21 @@ def test_plans_are_made_once_and_know_the_window():
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
 
 
+@pytest.mark.parametrize("text", ["", "1M"])
+def test_mpi_keeps_the_collectives_of_nodes_of_one_rank_on_a_network_that_was_not_measured(text):
+    from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+    from hpcdist.backends.mpi.plans import Plans
+
+    plans = Plans(4, Thresholds(text))
+    plans.locate(4, has_rdma=True)
+    for row, op in ((ALL_REDUCE, ReduceOp.SUM), (BROADCAST, None), (ALL_GATHER_SINGLE, None)):
+        assert plans.of(row, torch.float32, op).shared_from == (1 << 20 if text else NEVER)
+    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 1 << 20
+    assert plans.of(BROADCAST, torch.bfloat16, None).shared_from == (1 << 20 if text else NEVER)
+    plans.locate(2, has_rdma=True)
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
+
+
 def test_messages_to_oneself_keep_their_order_by_tag():
     messages = SelfMessages(3)
     first, second, other = torch.zeros(2), torch.zeros(2), torch.zeros(2)

@@ -13,6 +13,7 @@ from hpcdist.core.errors import explained
 from hpcdist.launch import environment
 
 SYS = Path("/sys")
+RDMA = ("infiniband", "cxi")  # classes of network cards in /sys: InfiniBand, Omni-Path, RoCE and EFA; Slingshot
 # how many ranks the node of this rank has; of Slurm's list, such as 4(x2),3, the first node's, which is rank 0's
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
@@ -92,7 +93,7 @@ def read(root: Path = SYS, groups: str | None = None) -> Topology:
     everyone = set().union(*domains.values())
     cards = {
         path.parent.parent.name: int(text(path) or -1)
-        for kind in ("infiniband", "cxi")
+        for kind in RDMA
         for path in root.glob(f"class/{kind}/*/device/numa_node")
     }
     usable = (allowed(root, groups) & everyone) or everyone
@@ -104,6 +105,11 @@ def read(root: Path = SYS, groups: str | None = None) -> Topology:
         usable,
         len({min(siblings(cpu, root)) for cpu in usable}),
     )
+
+
+def has_rdma(root: Path = SYS) -> bool:
+    """Tell whether this node has a network card that reads and writes memory of other nodes without their kernels."""
+    return any(any(root.glob(f"class/{kind}/*")) for kind in RDMA)
 
 
 def text(path: Path) -> str:

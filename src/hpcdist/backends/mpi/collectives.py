@@ -96,7 +96,8 @@ class Collectives:
         if self.node.shared is not None:
             return True
         if not self.plans.nodes:
-            self.plans.locate(self.node.locate())
+            places = self.node.locate()
+            self.plans.locate(places.nodes, places.has_rdma)
         elif self.node.connect():
             return True
         else:

@@ -46,6 +46,7 @@ class Plans:
         self.size = size
         self.thresholds = thresholds
         self.nodes = 0  # that its ranks are on; not known yet
+        self.has_rdma = False
         self._has_window = True
         self._made: dict[tuple[Row, torch.dtype, int], Plan] = {}
 
@@ -69,16 +70,18 @@ class Plans:
             if self.nodes <= 1:
                 found.append(self.thresholds.of(row.name, dtype, name, self.size, library))
             if self.nodes != 1:
-                found.append(self.thresholds.across(row.name, dtype, name, self.nodes, self.size, library))
+                found.append(
+                    self.thresholds.across(row.name, dtype, name, self.nodes, self.size, library, self.has_rdma)
+                )
             shared_from = min(found)
         made = Plan(reduction, shared_from)
         if lasts:
             self._made[row, dtype, id(op)] = made
         return made
 
-    def locate(self, nodes: int) -> None:
-        """Take note of the number of nodes, the same on all ranks."""
-        self.nodes = nodes
+    def locate(self, nodes: int, has_rdma: bool = False) -> None:
+        """Take note of the number of nodes, and whether any has RDMA, the same on all ranks."""
+        self.nodes, self.has_rdma = nodes, has_rdma
         self._made.clear()
 
     def give_up_window(self) -> None:

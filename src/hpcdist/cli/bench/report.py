@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hpcdist.backends.mpi.node import thresholds
 from hpcdist.cli.bench.timing import Bench, Figure
+from hpcdist.launch.topology import has_rdma
 from hpcdist.watch.timeline import sized
 
 OURS = "hpcdist"
@@ -121,7 +122,7 @@ def explain(bench: Bench) -> None:
         return
     vendor = bench.library.rsplit(" ", 1)[0]
     console = Console(width=110)
-    nodes = bench.wire.nodes
+    nodes, rdma = bench.wire.nodes, has_rdma()
     place = f"{bench.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
     made = Table(title=f"Through shared memory ({vendor}, {place}; {thresholds.VARIABLE} overrides)")
     for name in ("collective", "float32", "bfloat16"):
@@ -131,7 +132,7 @@ def explain(bench: Bench) -> None:
         op = "SUM" if "reduce" in name else None
         dtypes = (torch.float32, torch.bfloat16)
         if nodes > 1:
-            starts = [found.across(name, dtype, op, nodes, bench.size, vendor) for dtype in dtypes]
+            starts = [found.across(name, dtype, op, nodes, bench.size, vendor, rdma) for dtype in dtypes]
         else:
             starts = [found.of(name, dtype, op, bench.size, vendor) for dtype in dtypes]
         made.add_row(name, *map(least, starts))

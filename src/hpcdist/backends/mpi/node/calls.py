@@ -56,10 +56,10 @@ class NodeCalls:
         self._places: Places | None = None
         self.shared: NodeShared | TwoLevel | None = None
 
-    def locate(self) -> int:
-        """Find out which ranks share a node; every rank calls, and all return the number of nodes."""
+    def locate(self) -> Places:
+        """Find out which ranks share a node; every rank calls."""
         self._places = locate(self._comm, node_key(), self._derived)
-        return self._places.nodes
+        return self._places
 
     def connect(self) -> bool:
         """Make what the calls need; every rank calls, and all return False if a node cannot share memory."""

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from hpcdist.launch.topology import has_rdma
+
 
 class Places(NamedTuple):
     """Where the ranks of one group are; the same on all of them, but for what is this rank's own.
@@ -15,12 +17,14 @@ class Places(NamedTuple):
         node: communicator of this rank's node, in the group's order.
         ranks: the group's ranks by node; nodes in the order of their first ranks.
         here: index of this rank's node.
+        has_rdma: whether any of the nodes has a network card for RDMA.
     """
 
     comm: MPI.Intracomm
     node: MPI.Intracomm
     ranks: list[list[int]]
     here: int
+    has_rdma: bool = False
 
     @property
     def nodes(self) -> int:
@@ -66,9 +70,10 @@ def locate(comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Comm
     node = split_node(comm, node_key, [] if made is None else made)
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
     # two threads that do this for two groups wait for each other
-    firsts: list[int] = comm.allgather(min(node.allgather(comm.rank)))
+    found: list[tuple[int, bool]] = comm.allgather((min(node.allgather(comm.rank)), has_rdma()))
+    firsts = [first for first, _ in found]
     order = sorted(set(firsts))
     ranks: list[list[int]] = [[] for _ in order]
     for rank, first in enumerate(firsts):
         ranks[order.index(first)].append(rank)
-    return Places(comm, node, ranks, order.index(firsts[comm.rank]))
+    return Places(comm, node, ranks, order.index(firsts[comm.rank]), any(has for _, has in found))

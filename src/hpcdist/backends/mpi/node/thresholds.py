@@ -10,7 +10,8 @@ table's place: the name of such a file, a number of bytes (suffix K or M) for ev
 Bytes are those of the larger of the two buffers. The table is what two machines agree on where they do, with 2 and 4
 ranks; on several nodes what loses least on 2 of 2 ranks and on 4 of 1, at 200 Mbit/s, 1 Gbit/s and as fast as one
 machine's processors carry TCP (docs/explanation/performance.md). An MPI library that was not measured gets the row of
-MPICH, whose algorithms most libraries inherit.
+MPICH, whose algorithms most libraries inherit. On nodes of one rank the faster the network, the better MPI's own
+collectives compare, so with RDMA, which was not measured, MPI keeps all of them but half types, whose bytes it doubles.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
 other. So the environment is read once, when the default group is made; its ranks compare what they found
@@ -43,15 +44,15 @@ NODES = {False: "nodes of several ranks", True: "nodes of one rank"}
 BYTES: Measured = {
     "Open MPI": {
         2: {
-            "all_reduce": 16 * KIB,
+            "all_reduce": 64 * KIB,
             "broadcast": 4 * MIB,
             "all_gather_single": NEVER,
             "reduce_scatter_single": 256 * KIB,
         },
         4: {
             "all_reduce": 1 * MIB,
-            "broadcast": 16 * KIB,
-            "all_gather_single": 16 * KIB,
+            "broadcast": 128 * KIB,
+            "all_gather_single": 128 * KIB,
             "reduce_scatter_single": 1 * MIB,
         },
         NODES[False]: {
@@ -224,19 +225,30 @@ class Thresholds:
         )
         return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / world_size, world_size / ranks))]
 
-    def across(self, name: str, dtype: torch.dtype, op: str | None, nodes: int, world_size: int, library: str) -> int:
-        """Return the same for ranks on several nodes; the least for any number of nodes if that is 0."""
+    def across(
+        self, name: str, dtype: torch.dtype, op: str | None, nodes: int, world_size: int, library: str, has_rdma: bool
+    ) -> int:
+        """Return the same for ranks on several nodes; the least for any number of nodes if that is 0.
+
+        Args:
+            has_rdma: whether a node has a card for RDMA, which the table does not know: then MPI carries out the calls
+                of nodes of one rank, but for half types, unless the setting's file has them.
+        """
         is_flat = nodes == world_size
+        is_half = op is not None and dtype in WIDER
         too_many = nodes > MOST_NODES and (is_flat or name != "all_reduce")
         kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
-        found = [next(told[kind] for told in self._told(library) if kind in told).get(name, NEVER) for kind in kinds]
+        told = list(self._told(library))
+        if has_rdma and is_flat and not is_half and self._everywhere is None:
+            told = [self._table.get(library, {})] if self._table is not BYTES else []
+        found = [next((each[kind] for each in told if kind in each), {}).get(name, NEVER) for kind in kinds]
         if world_size == 1 or too_many or (op is not None and dtype not in KINDS) or op == "PREMUL_SUM":
             return NEVER
         if min(found) == NEVER or (world_size > MOST_RANKS and name != "all_reduce"):
             return NEVER
         if self._everywhere is not None:
             return self._everywhere
-        return min(found) // (HALF_PART if op is not None and dtype in WIDER else 1)
+        return min(found) // (HALF_PART if is_half else 1)
 
     def of(self, name: str, dtype: torch.dtype, op: str | None, world_size: int, library: str) -> int:
         """Return from how many bytes on a collective goes through shared memory; ``NEVER`` if it does not.
