@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
-from hpcdist.c10d.membership import Outcome, Report, Status, decide
+from hpcdist.c10d.membership import Outcome, Report, Status, count_rivals, decide
 from hpcdist.c10d.snapshot import Snapshot
 
 
@@ -42,8 +44,6 @@ def test_a_spare_that_has_the_state_saves_the_job_if_all_ranks_have_died():
         ([report(0, recent=4)], 1, 4, "rank 1 died after 4 other changes within an hour"),
         ([report(0, Status.LEFT), report(1)], 1, 20, "a rank has left the loop"),
         ([report(0), report(1, Status.FINISHED)], 1, 20, "a step has failed though no rank was lost"),
-        ([report(0, present=3)], 1, 20, "1 of 3 processes are left here; the others may go on without them"),
-        ([report(1, present=2, first=0)], 1, 20, "1 of 2 processes are left here"),
     ],
 )
 def test_errors(reports, least, most, words):
@@ -64,9 +64,29 @@ def test_a_rank_that_has_finished_makes_the_last_step_again_with_the_others():
     assert (found.outcome, found.source, found.remakes) == (Outcome.GO_ON, 0, True)
 
 
-def test_the_half_with_the_lowest_process_goes_on():
-    found = decide([report(0, present=4), spare(2)._replace(present=4)], [0, 1], 1, 20)
-    assert (found.outcome, found.members, found.present) == (Outcome.GO_ON, [0, 2], [0, 2])
+def test_a_part_that_others_may_go_on_without_ends():
+    found = decide([report(0), spare(2)], [0, 1], 1, 20, rivals=3)
+    assert (found.outcome, found.remakes) == (Outcome.ERROR, False)
+    assert "2 processes are left here, and 3 that they cannot reach may go on" in found.reason
+
+
+def test_of_two_parts_at_most_one_goes_on_whatever_each_knows_of_the_dead():
+    for living in product("ab", repeat=5):  # the part in which each process is
+        for dead in product((False, True), repeat=5):
+            part = {name: {i for i in range(5) if living[i] == name and not dead[i]} for name in "ab"}
+            lost = {name: {i for i in range(5) if living[i] == name and dead[i]} for name in "ab"}
+            if not all(part.values()):
+                continue
+            rivals = [count_rivals(part[own], part[other] | lost[other]) for own, other in ("ab", "ba")]
+            assert any(rivals), (part, lost)
+            if not any(dead):
+                assert not all(rivals), (part, lost)
+
+
+def test_of_two_halves_the_one_with_the_lowest_process_goes_on():
+    assert count_rivals([0, 3], [1, 2]) == 0
+    assert count_rivals([1, 2], [0, 3]) == 2
+    assert count_rivals([4], []) == 0
 
 
 @pytest.mark.parametrize(
@@ -93,8 +113,6 @@ def test_the_one_that_knows_most_counts_of_changes_and_meetings():
     assert (found.epoch, found.changes) == (6, 5)
     recent = decide([report(0, recent=0), report(1, recent=4)], [0, 1, 2], 1, 4)
     assert "rank 2 died after 4 other changes within an hour" in recent.reason
-    split = decide([report(0, epoch=2, present=0), report(1, epoch=3, present=5)], [0, 1], 1, 20)
-    assert "2 of 5 processes are left here" in split.reason
 
 
 def test_a_snapshot_restores_every_bit_and_is_no_view():

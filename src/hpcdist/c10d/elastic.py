@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
-from hpcdist.c10d.membership import Decision, Outcome, Report, Status, decide
+from hpcdist.c10d.membership import Decision, Outcome, Report, Status, count_rivals, decide
 from hpcdist.c10d.snapshot import Snapshot, Stateful
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
@@ -37,6 +37,7 @@ from hpcdist.core.world import WORLD, default_group
 from hpcdist.torch_bridge import mirror
 from hpcdist.watch.logs import LOG
 from hpcdist.watch.meeting import Meeting
+from hpcdist.watch.proof_of_death import ProofOfDeath
 from hpcdist.watch.watchdog import RUNNING
 
 HOUR = 3600.0
@@ -82,7 +83,7 @@ class ElasticJob:
         self._members: list[int] = []  # ids of the default group's ranks, in order
         self._id = self._epoch = 0
         self._present: list[int] = []  # ids of the processes at the last meeting, by their rank in ``_everyone``
-        self._is_alone = False  # whether no launcher watches over them
+        self._proof: ProofOfDeath | None = None  # where no launcher tells of deaths
         self._changed: list[float] = []  # when members changed
         self._snapshot = Snapshot({})
         self._setup: Callable[[], object] | None = None
@@ -118,7 +119,8 @@ class ElasticJob:
         if self.survives or self._spares:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
             everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
-        self._is_alone = self.survives and everyone.leave_launcher()
+        if self.survives and everyone.leave_launcher():
+            self._proof = ProofOfDeath(everyone.objects.all_gather)
         self._present = list(range(size))
         if self._spares:
             own = everyone.split([self._members], ["elastic"], self._timeout)
@@ -188,7 +190,7 @@ class ElasticJob:
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            if self._is_alone and not self._has_ended:  # nobody else tells the others
+            if self._proof is not None and not self._has_ended:  # nobody else tells the others
                 for watchdog in RUNNING:
                     trace = "".join(format_exception(error))
                     watchdog.abort(self._everyone, f"a rank has left the job by {error!r}; the job is aborted\n{trace}")
@@ -197,6 +199,8 @@ class ElasticJob:
             return
         if not self._has_ended:
             self._come(Status.LEFT)
+        if self._proof is not None:
+            self._proof.close()
         if WORLD.default is None:
             return
         if is_hit():
@@ -310,23 +314,30 @@ class ElasticJob:
             self._id, status, self._epoch, len(self._members), self._snapshot.step if self._holds else -1,
             WORLD.count(), self._agreed_changes,
             sum(time.monotonic() - each < HOUR for each in self._changed),
-            len(self._present) * self._is_alone, min(self._present),
         )  # fmt: skip
         told = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
         everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), told))
         reports = [Report(*each) for each in told.view(-1, len(mine)).tolist()]
         # a process may not have learnt that the last meeting went well; another one has
         newest = max(range(everyone.size), key=lambda rank: reports[rank].epoch)
-        members = torch.zeros(reports[newest].size, dtype=torch.int64, device="cpu")
+        ids = [report.id for report in reports]
+        facts = torch.zeros(reports[newest].size + 1, dtype=torch.int64, device="cpu")
         if newest == everyone.rank:
-            members = torch.tensor(self._members, device="cpu")
-        everyone.run(Call(BROADCAST, members, members, root=newest))
-        decision = decide(reports, members.tolist(), self._min_size, self._most)
+            facts = torch.tensor([self._rivals(ids), *self._members], device="cpu")
+        everyone.run(Call(BROADCAST, facts, facts, root=newest))
+        rivals, *members = facts.tolist()
+        decision = decide(reports, members, self._min_size, self._most, rivals)
         own = None
         if decision.remakes:
-            ids = [report.id for report in reports]
             own = everyone.split([[ids.index(each) for each in decision.members]], ["elastic"], self._timeout)
         return decision, own, max(each.made for each in reports)
+
+    def _rivals(self, ids: list[int]) -> int:
+        """Return how many processes of the last meeting may go on without those with these ids."""
+        missing = {each for each in self._present if each not in ids}
+        if self._proof is None or not count_rivals(ids, missing):
+            return 0
+        return count_rivals(ids, missing - self._proof.ended(missing))
 
     def _carry_out(self, decision: Decision, own: Backend | None, made: int) -> bool:
         """Make the default group anew if that was decided, and bring all to the same state."""

@@ -5,6 +5,7 @@ Every process decides by itself, from the same reports, so that all come to the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -40,8 +41,6 @@ class Report(NamedTuple):
     made: int  # how many groups were made
     changes: int  # of members
     recent: int  # of those, within the last hour
-    present: int = 0  # processes at the last meeting; 0 where the launcher ends those that the others cannot reach
-    first: int = 0  # the lowest id of those
 
 
 class Decision(NamedTuple):
@@ -58,7 +57,22 @@ class Decision(NamedTuple):
     reason: str = ""
 
 
-def decide(reports: list[Report], members: list[int], min_size: int, most: int) -> Decision:
+def count_rivals(living: Collection[int], missing: Collection[int]) -> int:
+    """Return how many processes may go on without the living ones; 0 if they cannot.
+
+    Of two parts of a job that cannot reach each other only the larger goes on, of two halves the one with the lowest
+    id. Each part leaves out those that it knows to have ended.
+
+    Args:
+        living: ids of the processes of this part.
+        missing: those of the other processes of the last meeting that are not known to have ended.
+    """
+    is_larger = len(living) > len(missing)
+    is_first_half = len(living) == len(missing) and min(living) < min(missing)
+    return 0 if is_larger or is_first_half else len(missing)
+
+
+def decide(reports: list[Report], members: list[int], min_size: int, most: int, rivals: int = 0) -> Decision:
     """Decide how a job goes on.
 
     Args:
@@ -66,6 +80,7 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int) 
         members: ids of the default group's ranks so far, in order.
         min_size: the least ranks to go on with.
         most: how many changes of members there may be in an hour.
+        rivals: how many other processes may go on without these; 0 if they cannot.
     """
     by_id = {report.id: report for report in reports}
     lost = [rank for rank, each in enumerate(members) if each not in by_id]
@@ -80,12 +95,10 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int) 
         chosen = [report.id for report in survivors]
     farthest = max((by_id[each] for each in chosen), key=lambda report: report.step, default=None)
     changes = max(report.changes for report in reports) + bool(lost)
-    last = max(reports, key=lambda report: report.epoch)
-    half = 2 * len(reports) - last.present  # of two parts that cannot reach each other, only one goes on
     reason = ""
     if not has_ended:
-        if half < 0 or (half == 0 and last.first not in by_id):
-            reason = f"{len(reports)} of {last.present} processes are left here; the others may go on without them"
+        if rivals:
+            reason = f"{len(reports)} processes are left here, and {rivals} that they cannot reach may go on"
         elif farthest is None or farthest.step < 0:
             reason = f"all {len(members)} ranks of the job have died, and its state with them"
         elif len(chosen) < min_size:

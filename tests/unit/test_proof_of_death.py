@@ -1,0 +1,63 @@
+"""Proof of death: a process that has ended is told from one that lives, is stopped, or is not reached."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpcdist.launch import addresses
+from hpcdist.watch.proof_of_death import AT_ONCE, ProofOfDeath, answers
+from hpcdist.watch.side_channel import machine
+
+LISTENS = """
+import socket
+listener = socket.create_server(("", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    listener.accept()
+"""
+UNREACHABLE = "192.0.2.1"  # of no network (RFC 5737)
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen([sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True) as started:
+        yield started
+        started.kill()
+
+
+def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
+    port = int(process.stdout.readline())
+    with socket.create_server(("", 0)) as unused:
+        refusing = unused.getsockname()[1]
+    places = [
+        (machine(), (), port),
+        ("another machine", (UNREACHABLE,), port),
+        (machine(), (), refusing),
+        ("another machine", addresses.own(), refusing),  # a network that each machine has for itself
+    ]
+    proof = ProofOfDeath(lambda own: [own, *places])
+    assert proof.ended(range(5)) == set()
+    os.kill(process.pid, signal.SIGSTOP)
+    assert proof.ended(range(5)) == set()
+    process.kill()
+    process.wait()
+    assert proof.ended(range(5)) == {1}
+    assert proof.ended([0, 2]) == set()
+    proof.close()
+
+
+def test_silence_ends_in_time_and_many_answers_come_at_once():
+    begun = time.monotonic()
+    assert answers([(UNREACHABLE, 9)], 0.3).get((UNREACHABLE, 9)) != 0
+    assert time.monotonic() - begun < 5
+    with socket.create_server(("", 0), backlog=socket.SOMAXCONN) as server:
+        port = server.getsockname()[1]
+        targets = [(f"127.0.{each // 250}.{each % 250 + 1}", port) for each in range(AT_ONCE + 50)]
+        assert answers(targets) == dict.fromkeys(targets, 0)
