@@ -39,6 +39,7 @@ MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main
 EXCEPTIONS = {
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
+    ("hpcdist.backends.mpi.node.places", "hpcdist.launch.topology"): "which network cards this node has",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
     (
         "hpcdist.c10d.lifecycle",

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcdist.core import work as work_module
+from hpcdist.core import queue as queue_module
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
-from hpcdist.core.work import AllWork, DoneWork, Queue
+from hpcdist.core.queue import Queue
+from hpcdist.core.work import AllWork, DoneWork
 
 
 @pytest.fixture
@@ -333,7 +334,7 @@ def test_what_was_given_up_is_never_carried_out(queue):
 
 def test_who_ends_its_turn_wakes_the_worker_that_was_to_have_it(monkeypatch):
     for name in ("SHORTEST_NAP", "LONGEST_NAP"):
-        monkeypatch.setattr(work_module, name, 30.0)
+        monkeypatch.setattr(queue_module, name, 30.0)
     queue = Queue("test")
     gate, has_run = Gate(), threading.Event()
     mine = queue.put(gate, [])
@@ -357,7 +358,7 @@ def begun_and_ended(queue, is_large=False):
 
 def test_a_small_work_stays_until_the_next_call_and_a_large_one_does_not(monkeypatch):
     for name in ("SHORTEST_NAP", "LONGEST_NAP", "IDLE_NAP"):
-        monkeypatch.setattr(work_module, name, 30.0)
+        monkeypatch.setattr(queue_module, name, 30.0)
     queue = Queue("test")
     first = begun_and_ended(queue)
     assert first() is not None
@@ -392,7 +393,7 @@ def test_the_worker_looks_seldom_while_others_carry_all_calls_out():
     alarm, queue._alarm = queue._alarm, CountedAlarm()
     queue.put(lambda: None, []).wait()  # wakes the worker, which sleeps on the alarm itself
     end = time.monotonic() + 20  # on a busy machine the worker may come first, and begins with short naps again
-    while work_module.LONGEST_NAP not in looks and time.monotonic() < end:
+    while queue_module.LONGEST_NAP not in looks and time.monotonic() < end:
         queue.put(lambda: None, []).wait()
-    assert max(looks) == work_module.LONGEST_NAP
+    assert max(looks) == queue_module.LONGEST_NAP
     queue.close()

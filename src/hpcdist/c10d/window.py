@@ -181,8 +181,11 @@ class Window:
             self.close()
 
     def _check(self, call: str, rank: Any) -> None:
-        if not self._is_open or not self._group.backends:
+        cpu = self._group.cpu
+        if not self._is_open or cpu is None:
             raise ValueError(f"Window.{call}: the window is closed, or its group was destroyed")
+        if cpu is not self._backend:
+            cpu.settle()  # which raises: this is a forked child
         if not 0 <= operator.index(rank) < len(self.sizes):
             raise MismatchError(f"Window.{call}: there is no rank {rank} in the group (0 to {len(self.sizes) - 1})")
 

@@ -22,8 +22,9 @@ from hpcdist.core import reduction
 from hpcdist.core.buffers import joined
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.queue import LARGE_BYTES, Queue
 from hpcdist.core.supervised import Supervised
-from hpcdist.core.work import LARGE_BYTES, Queue, Work
+from hpcdist.core.work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp

@@ -21,7 +21,8 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
-from hpcdist.core.work import LARGE_BYTES, Work
+from hpcdist.core.queue import LARGE_BYTES
+from hpcdist.core.work import Work
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from hpcdist.core import hooks, profiling
+from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Message
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.work import Work, in_modes_of_caller
+from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD, origin, route
 
 

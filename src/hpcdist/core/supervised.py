@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from hpcdist.core.errors import DistBackendError
-    from hpcdist.core.work import Queue, Work
+    from hpcdist.core.queue import Queue
+    from hpcdist.core.work import Work
 
 
 class Supervised(ABC):

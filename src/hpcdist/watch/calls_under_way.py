@@ -21,7 +21,8 @@ import torch
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
 from hpcdist.core.journal import RING, Call
-from hpcdist.core.work import QueuedWork, Work
+from hpcdist.core.queue import QueuedWork
+from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
 from hpcdist.watch.call_states import Facts
 

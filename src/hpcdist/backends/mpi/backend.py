@@ -27,7 +27,8 @@ from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.journal import Journal
-from hpcdist.core.work import Queue, Work
+from hpcdist.core.queue import Queue
+from hpcdist.core.work import Work
 
 
 class MPIBackend(Backend):

@@ -22,8 +22,9 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.process.runtime import short_name
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call
+from hpcdist.core.queue import Queue
 from hpcdist.core.table import Row
-from hpcdist.core.work import Queue, Work
+from hpcdist.core.work import Work
 
 WARNING = (
     "CUDA tensors of this group travel through host memory: the MPI library is not CUDA-aware ({library}). "

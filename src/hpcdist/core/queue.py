@@ -1,0 +1,313 @@
+"""Queue of the asynchronous calls on one communicator, and their Work.
+
+Whoever comes first carries a queued call out: a ``wait()`` that finds it not begun runs it, and all before it, on the
+caller's own thread; otherwise the queue's worker thread does. To hand a call over to a thread takes 12 to 25 µs, so
+that the worker leaves small calls alone for a moment; most are waited for within it.
+"""
+
+from __future__ import annotations
+
+import threading
+from _thread import allocate_lock, get_ident
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
+
+from hpcdist.core.autograd_modes import Modes, run_in
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.work import Work
+
+LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
+SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
+# between two looks of the worker while others carry all calls out: each costs them up to ten switches of threads,
+# because torch's operators let go of the GIL for a moment, too short for the worker to take it
+LONGEST_NAP = 4e-3
+IDLE_NAP = 1e-3  # between two looks while nobody makes calls
+IDLE_LOOKS = 16  # at a queue that nobody uses before the worker sleeps until it is woken
+TURN_SECONDS = 0.01  # between two tries to get a turn that only callbacks hold
+
+
+class QueuedWork(Work):
+    """A call in a queue, which whoever comes first carries out."""
+
+    __slots__ = ("_modes", "_queue", "_run")
+
+    _modes: Modes  # of the thread that made the call
+    _queue: Queue
+    _run: Callable[[], None] | None  # until it has been carried out; it holds the buffers
+
+    def _carry_out(self) -> bool:
+        """Carry out the calls up to this one on this thread, unless another thread has the queue's turn.
+
+        A callback on the thread that has it may wait for a later call.
+        """
+        queue = self._queue
+        has_come = queue._turn.acquire(False)
+        if has_come:
+            queue._carrier = get_ident()
+        elif queue._carrier != get_ident():
+            return self._done
+        try:
+            while not self._done and queue._calls:
+                queue._steal()
+        finally:
+            if has_come:
+                queue._end_turn()
+        return self._done
+
+    def _tell(self) -> None:
+        super()._tell()
+        ended = self.__dict__.pop("_ended", None)
+        if ended is not None:
+            ended.release()
+
+    def _block(self, seconds: float | None) -> bool:
+        lock = allocate_lock()
+        lock.acquire()
+        ended = self.__dict__.setdefault("_lock", lock)
+        if ended is lock:
+            self._ask("_ended", lock)
+        self._queue.hasten()
+        if not ended.acquire(timeout=-1 if seconds is None else seconds):
+            return False
+        ended.release()
+        return True
+
+    def _poll(self) -> None:
+        self._queue.hasten()
+
+    def _pursue(self) -> None:
+        self._queue.hasten()
+
+
+class Queue:
+    """The asynchronous calls on one communicator, carried out one by one in the order in which they were made.
+
+    Whoever carries calls out has the turn. The worker thread sleeps while nobody uses the queue, and the first call
+    wakes it. From then on it looks at the queue now and then, and carries out what it has seen before; it is woken at
+    once for a large call, and where somebody blocks or wants a future. It does not sleep while a call is queued.
+
+    Attributes:
+        running: the call that the worker thread is in; None while a waiting thread carries one out.
+        broken: why the worker thread is given up.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: deque[QueuedWork] = deque()
+        self._turn = allocate_lock()
+        self._carrier: int | None = None  # the thread that has the turn
+        self._stolen: QueuedWork | None = None  # the call that a waiting thread carries out
+        self._alarm = allocate_lock()  # released to wake the worker
+        self._alarm.acquire()
+        # the last small call, until the next one or the worker's next idle look: C++ lets go of the Python half of a
+        # Work first, and ``stores.keep_alive`` would have to keep it, for up to 6 µs
+        self._latest: QueuedWork | None = None
+        self._is_asleep = False
+        self._is_used = False  # since the worker's last look
+        self._begun = 0  # how many calls have been begun
+        self._is_urgent = False  # whether the worker is to carry out at once what it finds
+        self._closing = False
+        self.running: QueuedWork | None = None
+        self.broken: DistBackendError | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
+        self._thread.start()
+
+    def put(
+        self,
+        call: Callable[[], None],
+        result: list[torch.Tensor],
+        is_large: bool = False,
+        record: tuple[Any, ...] | None = None,
+    ) -> QueuedWork:
+        """Queue a call.
+
+        A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
+        place on ranks where the future had ended before the callback was added.
+
+        Args:
+            call: runs it.
+            result: what its Work will show.
+            is_large: wake the worker at once.
+            record: the call's, in its group's journal.
+
+        Raises:
+            DistBackendError: an earlier call was given up.
+        """
+        work = QueuedWork(result)
+        work._queue, work._run, work._call = self, call, record
+        work._modes = is_inference_mode_enabled(), is_grad_enabled()
+        if self._carrier is not None and self._carrier == get_ident():
+            self._carry_out(work)
+            return work
+        if self.broken is not None:
+            raise self._given_up()
+        self._calls.append(work)
+        self._is_used = True
+        if is_large:
+            self.hasten()
+            return work
+        self._latest = work
+        if self._is_asleep:
+            self._wake()
+        return work
+
+    def drain(self) -> None:
+        """Carry out or wait for everything queued, so that a synchronous call keeps its place."""
+        self._latest = None
+        if (self._calls or self._turn.locked()) and self._carrier != get_ident():
+            self._clear()
+        if self.broken is not None:  # also where the watchdog gave the calls up meanwhile: their thread is still in one
+            raise self._given_up()
+
+    def close(self) -> None:
+        """Carry out what is queued and end the thread."""
+        self._clear()
+        self._closing = True
+        self._wake()
+        if get_ident() != self._thread.ident and self.broken is None:
+            self._thread.join()
+
+    def hasten(self) -> None:
+        """Have the worker carry out what is queued, as soon as it can have the turn."""
+        if self.running is None:  # else it goes on until nothing is queued
+            self._is_urgent = True
+            self._wake()
+
+    def pending(self) -> list[QueuedWork]:
+        """Return the calls that have not ended, the one under way first."""
+        under_way = self.running if self.running is not None else self._stolen
+        queued = list(self._calls)
+        return queued if under_way is None else [under_way, *(work for work in queued if work is not under_way)]
+
+    def fail(self, error: DistBackendError) -> None:
+        """Give the running call and all after it up, so that their waits raise; the thread may never return."""
+        self.broken = error
+        for work in self.pending():
+            work._finish(error)
+
+    def _given_up(self) -> DistBackendError:
+        return DistBackendError(f"this group can no longer be used: {self.broken}")
+
+    def _wake(self) -> None:
+        self._is_asleep = False
+        with suppress(RuntimeError):  # woken already
+            self._alarm.release()
+
+    def _clear(self) -> None:
+        """Carry out what is queued, on this thread if it gets the turn; return when no call is under way."""
+        if self._carrier == get_ident():
+            while self._calls:
+                self._steal()
+            return
+        seconds = 0.0
+        while self.broken is None:
+            if self._turn.acquire(timeout=seconds):
+                self._carrier = get_ident()
+                try:
+                    while self._calls:
+                        self._steal()
+                finally:
+                    self._end_turn()
+                return
+            pending = self.pending()
+            if pending and not pending[-1]._done:
+                pending[-1]._block(None)
+            else:
+                seconds = TURN_SECONDS  # only a callback is under way
+
+    def _end_turn(self) -> None:
+        """Give the turn back, and wake a worker that was to have it."""
+        self._carrier = None
+        self._turn.release()
+        if self._is_urgent and self._calls:
+            self._wake()
+
+    def _steal(self) -> None:
+        """Carry the next call out on a thread that waits, where it blocks as a synchronous call does."""
+        before = self._stolen
+        self._stolen = work = self._calls[0]
+        self._calls.popleft()
+        call = work._call
+        try:
+            if call is None:
+                self._carry_out(work)
+                return
+            journal = call[0]
+            current, waited = journal.current, journal.waited
+            journal.current, journal.waited = call, None
+            try:
+                self._carry_out(work)
+            finally:
+                journal.current, journal.waited = current, waited
+        finally:
+            self._stolen = before
+
+    def _carry_out(self, work: QueuedWork) -> None:
+        """Run a call in the modes of autograd in which it was made, and end its Work."""
+        run, work._run = work._run, None
+        self._begun += 1
+        if run is None or work._done:  # given up
+            return
+        try:
+            if work._modes == (is_inference_mode_enabled(), is_grad_enabled()):
+                run()  # at once, not by way of ``run_in``, for latency
+            else:
+                run_in(work._modes, run)
+        except BaseException as error:
+            del run  # the buffers belong to the caller again
+            work._finish(error)
+            if not isinstance(error, Exception) and self.running is None:
+                raise  # Ctrl-C, for the thread that waits
+        else:
+            del run
+            work._finish()
+
+    # -- the worker thread ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        seen = -1  # how many calls had been begun at the last look, if one was queued then
+        nap, idle, gave_way = SHORTEST_NAP, 0, False
+        while True:
+            is_old = seen == self._begun or self._is_urgent or self._closing
+            if self._calls and is_old and self._turn.acquire(False):
+                self._carry_out_all()
+                seen, nap, idle, gave_way = -1, SHORTEST_NAP, 0, False
+                continue
+            if self._calls:
+                seen, idle = self._begun, 0
+                # where others have come for what was left to them, they are left more time
+                gave_way = not gave_way
+                self._alarm.acquire(timeout=SHORTEST_NAP if gave_way else nap)
+            elif self._closing:
+                return
+            else:
+                seen, idle, gave_way = -1, 0 if self._is_used else idle + 1, False
+                self._is_used = self._is_urgent = False
+                self._latest = None
+                if idle:
+                    nap = min(nap, IDLE_NAP)
+                if idle < IDLE_LOOKS:
+                    self._alarm.acquire(timeout=nap)
+                else:
+                    self._is_asleep = True
+                    if not self._calls and not self._closing:
+                        self._alarm.acquire()
+                    self._is_asleep = False
+                    nap, idle = SHORTEST_NAP, 0
+                    continue
+            nap = min(2 * nap, LONGEST_NAP)
+
+    def _carry_out_all(self) -> None:
+        self._carrier = get_ident()
+        self._is_urgent = False
+        while self._calls:
+            self.running = self._calls[0]
+            self._calls.popleft()
+            self._carry_out(self.running)
+            self.running = None
+        self._carrier = None
+        self._turn.release()
