@@ -10,6 +10,8 @@ until the timeout. A forked child is no rank, and leaves at once.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import time
@@ -20,7 +22,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.errors import run_hook
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
-from hpcdist.watch.calls_under_way import DESTROY
+from hpcdist.watch.calls_under_way import DESTROY, LOOKING
 from hpcdist.watch.side_channel import Place
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
@@ -29,6 +31,7 @@ LACKING_PAUSE = 1.0  # the longest if a process has ended
 SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
 ANSWER_SECONDS = 0.5
 ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
+COLLECTION_SECONDS = 1.0  # how long another thread's collection is waited for
 QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
 
 
@@ -192,6 +195,33 @@ class Observer:
 
 EXIT = ProcessExit()
 os.register_at_fork(after_in_child=EXIT.forget)
+
+
+def end_collections() -> None:
+    """Collect no more garbage, once a collection of another thread has ended.
+
+    The watchdog's thread runs while Python ends. If it collects a tensor then, torch waits for the GIL in a destructor,
+    Python ends the thread there, and the process is aborted ("terminate called without an active exception"): 2 of 256
+    processes, with 64 ranks on 2 cores.
+    """
+    if not RUNNING:
+        return
+    with LOOKING:  # a look at frames that is under way would allow them again
+        gc.disable()
+    begun: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        begun.append(phase)
+
+    gc.callbacks.append(note)
+    deadline = time.monotonic() + COLLECTION_SECONDS
+    while not begun and time.monotonic() < deadline:
+        gc.collect(0)  # does nothing while another thread collects
+        time.sleep(SHORTEST_NAP)
+    gc.callbacks.remove(note)
+
+
+atexit.register(end_collections)  # the first that is registered runs last: MPI has been finalised then
 
 
 def is_stuck() -> bool:
