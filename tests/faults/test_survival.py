@@ -182,6 +182,8 @@ REVOKING = (
     "if dist.get_rank() == 0:\n"
     "    time.sleep(1)\n"
     "    dist.revoke_process_group(group)\n"
+    "    shared = group.cpu.collectives.node.shared\n"
+    "    before = shared and shared.window.step\n"
     "start = time.time()\n"
     "for _ in range(2):\n"  # the call under way, and a later one
     "    try:\n"
@@ -190,6 +192,8 @@ REVOKING = (
     "        else: dist.all_reduce(values, group=group)\n"
     "    except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
     "assert time.time() - start < 20\n"
+    "if dist.get_rank() == 0:\n"  # its data would end the others' call under way
+    "    assert shared is None or shared.window.step == before\n"
     "dist.barrier()\n"  # the default group lives on
     "print('alive', file=sys.stderr)\n"
     "dist.destroy_process_group()\n"
