@@ -129,6 +129,14 @@ def test_a_large_all_reduce_on_two_levels_is_survived(cluster: Cluster, launcher
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("slots", [pytest.param((1, 1, 1), marks=smoke), (2, 1)], ids=str)
+def test_a_revoked_broadcast_does_not_abort_the_job(cluster: Cluster, launcher: str, slots: tuple[int, ...]) -> None:
+    """Open MPI does if a request was freed whose message is on its way: in the first to sixth of such rounds."""
+    with Job(cluster, launcher, slots, SCRIPT.parents[1] / "cluster" / "revoked_job.py", ["400000"]) as job:
+        assert job.finish(120) == 0, job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("slots", [pytest.param((2, 1), marks=smoke), (2, 2)], ids=str)
 def test_a_stopped_rank_that_was_left_out_does_not_keep_the_job(
     cluster: Cluster, launcher: str, slots: tuple[int, ...]

@@ -13,8 +13,8 @@ take `Turns`: in each, every node sends to one and receives from one, and sends 
 fast as the processors takes 1.19 times the better of MPI's and gloo's time in place of 1.04; at 1 Gbit/s it takes 1 to
 4 % less.
 
-Waiting is a loop of `MPI_Testsome`, which yields the processor, polls every few milliseconds, so that an interrupted or
-revoked call is left, and naps if nothing has moved for a while.
+Waiting is a loop of `MPI_Testsome` (`ulfm.test_some`), which yields the processor, polls every few milliseconds, so
+that an interrupted or revoked call is left, and naps if nothing has moved for a while.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.process.ulfm import test_some
 from hpcdist.core.naps import nap
 
 BYTE = MPI.BYTE
@@ -95,7 +96,7 @@ class Messages:
         if not self._requests:
             self._comm.Iprobe()
             return False
-        ended = MPI.Request.Testsome(self._requests)
+        ended = test_some(self._requests)
         if not ended:
             return False
         follow = [self._ends[i] for i in sorted(ended)]
