@@ -66,8 +66,7 @@ class Collectives:
             else:
                 plan = self.plans.of(row, send.dtype, op)
                 if plan.shared_from != NEVER and self._is_shared(row, send, recv, plan.shared_from, op):
-                    if self._communicator.is_given_up:
-                        self._communicator.refuse(row.name)
+                    self._communicator.check_not_revoked(row.name)
                     self.node.run(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
                     if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:
@@ -276,13 +275,11 @@ class Collectives:
         shared = self.node.shared
         if shared is None:
             return None
-        communicator = self._communicator
-        call, failure = SHARED_CALLS[row], communicator.failure
+        call, failure, check = SHARED_CALLS[row], self._communicator.failure, self._communicator.check_not_revoked
         is_background = self._is_background
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            if communicator.is_given_up:
-                communicator.refuse(row.name)
+            check(row.name)
             shared.is_background = is_background()
             try:
                 call(shared, send, recv, op, root)

@@ -75,7 +75,6 @@ class Communicator:
         interruption: why a blocked call was made to raise.
         receiving: the receive that blocks now.
         is_checked: whether a collective that returned success is checked for a death that MPI did not report.
-        is_given_up: whether this rank has revoked it.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -87,7 +86,7 @@ class Communicator:
         self.interruption: str | None = None
         self.receiving: MPI.Request | ProbedReceive | None = None
         self.is_checked = ulfm.is_tolerant()
-        self.is_given_up = False
+        self._has_revoked = False
 
     def open_private(self) -> MPI.Intracomm:
         """Return the private duplicate, which the first call makes; every rank calls it, as a part of a collective."""
@@ -146,13 +145,14 @@ class Communicator:
         )
         return DistBackendError(explained(text, "lost-rank"))
 
-    def refuse(self, call: str) -> None:
-        """Raise for a call through shared memory on a communicator that was given up.
+    def check_not_revoked(self, call: str) -> None:
+        """Raise for a call through shared memory if this rank has revoked the communicator.
 
         MPI refuses its own. The window would take this rank's data, and the others, if the news has not reached them,
         would take it for that of the call that they are in.
         """
-        raise self._lost(call)
+        if self._has_revoked:
+            raise self._lost(call)
 
     def check(self, call: str) -> None:
         """Raise if a collective has returned success although a rank has died (if ``is_checked``).
@@ -199,7 +199,7 @@ class Communicator:
     def revoke(self) -> None:
         """Make every call on the group's communicators raise, on all ranks (MPI_Comm_revoke, if this MPI has it)."""
         if ulfm.is_tolerant():
-            self.is_given_up = True
+            self._has_revoked = True
             for comm in (self.comm, *self.derived):
                 if comm != MPI.COMM_NULL:
                     comm.Revoke()
