@@ -212,6 +212,55 @@ def test_a_revoked_group_takes_no_more_calls(launcher: str, arguments: list[str]
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+def test_a_death_ends_the_messages_of_all_ranks(launcher: str, tmp_path: Path) -> None:
+    """Those of ranks 2 and 3 too, which have none with the dead one, but with ranks that have."""
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, sys, time, torch\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "rank, size = dist.get_rank(), dist.get_world_size()\n"
+        "if rank == 0: os.kill(os.getpid(), 9)\n"
+        "received = torch.zeros(1_000_000)\n"
+        "work = dist.irecv(received, rank - 1)\n"
+        "try: work.wait()\n"
+        "except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
+        "assert dist.shrink_group([0]).size() == 3\n"
+        "os._exit(0)\n"
+    )
+    with Job(launcher, 4, [], program) as job:
+        job.finish(60)
+        raised = [line for line in job.stderr().splitlines() if line.startswith("raised:")]
+        assert len(raised) == 3, job.stderr()
+        assert all("rank 0 of the group died" in line for line in raised)
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+def test_the_memory_of_a_receive_from_anyone_is_not_written_after_it_has_failed(launcher: str, tmp_path: Path) -> None:
+    """After a death MPI leaves such a receive as it is, and it may still match (MPI_ERR_PROC_FAILED_PENDING)."""
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, sys, torch\n"
+        "from mpi4py import MPI\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "rank = dist.get_rank()\n"
+        "if rank == 2: os.kill(os.getpid(), 9)\n"
+        "if rank == 0:\n"
+        "    work = dist.irecv(torch.zeros(8))\n"
+        "    try: work.wait()\n"
+        "    except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
+        "    print('ended:', work._request == MPI.REQUEST_NULL, file=sys.stderr)\n"
+        "dist.shrink_group([2])\n"
+        "os._exit(0)\n"
+    )
+    with Job(launcher, 3, [], program) as job:
+        job.finish(60)
+        assert "raised: irecv on rank 0 of 3 failed: rank 2 of the group died" in job.stderr()
+        assert "ended: True" in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 def test_a_group_with_a_stopped_rank_is_destroyed_in_bounded_time(launcher: str, tmp_path: Path) -> None:
     """Its node's window is left: to free it would wait for the stopped rank."""
     program = tmp_path / "job.py"

@@ -289,6 +289,26 @@ def test_a_work_that_somebody_has_stays_as_it_is(rank, size):
         assert (work.result()[0] is tensor, work.source_rank(), work.exception()) == (True, left, None)
 
 
+# gloo tells that a message has ended to nobody but who waits for it
+@pytest.mark.parametrize("waits", [True, False] if os.environ.get("HPCDIST_TEST_BACKEND", "mpi") == "mpi" else [True])
+def test_messages_that_have_ended_are_let_go_of_though_an_older_one_is_under_way(waits, rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    listener = dist.irecv(torch.empty(1), left, tag=99)
+    seen = []
+    for _ in range(100):
+        received = torch.empty(40_000)  # more than what a Work may keep that is used again
+        sent, work = dist.isend(torch.zeros(40_000), right), dist.irecv(received, left)
+        work.wait()
+        if waits:
+            sent.wait()
+        seen.append(weakref.ref(received))
+        del sent, work, received
+    dist.barrier()
+    assert sum(each() is not None for each in seen) == 0 if waits else len(dist.group.WORLD.cpu.unfinished) < 50
+    dist.isend(torch.ones(1), right, tag=99).wait()
+    listener.wait()
+
+
 def test_messages_that_repeat_but_for_one_fact(rank, size):
     right, left = (rank + 1) % size, (rank - 1) % size
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import warnings
 from _thread import allocate_lock
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -27,6 +26,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
+from hpcdist.core.supervised import Unfinished
 from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row, Shape
 from hpcdist.core.work import DoneWork, Work
 from hpcdist.torch_bridge import private_names
@@ -36,16 +36,27 @@ NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
 
 
 class C10dWork(Work):
-    """The Work of a c10d backend, shown as ours."""
+    """The Work of a message of a c10d backend, shown as ours."""
 
     def __init__(
-        self, inner: Any, tensor: torch.Tensor, result: list[torch.Tensor], finish: Callable[[], None] | None
+        self,
+        unfinished: Unfinished,
+        inner: Any,
+        tensor: torch.Tensor,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None,
     ) -> None:
         super().__init__(result)
+        self._unfinished = unfinished
         self._inner = inner
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
         self._turn = allocate_lock()  # one thread at a time concludes
+        unfinished.hold(self)
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        super()._finish(error)
+        self._unfinished.let_go(self)
 
     def _block(self, seconds: float | None) -> bool:
         if not self._turn.acquire(timeout=-1 if seconds is None else seconds):
@@ -100,7 +111,7 @@ class C10dBackend(Backend):
         self.size = bootstrap.size
         self._store = bootstrap.store
         self._mailbox = SelfMessages(self.rank)
-        self.unfinished = deque()
+        self.unfinished = Unfinished()
         self.objects = TensorObjects(self)
 
     @classmethod
@@ -174,7 +185,7 @@ class C10dBackend(Backend):
         if dst == self.rank:
             self._mailbox.send(tensor, tag)
             return DoneWork([])
-        return self.hold(C10dWork(self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None))
+        return C10dWork(self.unfinished, self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""
@@ -182,7 +193,7 @@ class C10dBackend(Backend):
             return self._mailbox.receive(tensor, tag, finish)
         data = [as_bytes(tensor)]
         inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)
-        return self.hold(C10dWork(inner, tensor, [tensor], finish))
+        return C10dWork(self.unfinished, inner, tensor, [tensor], finish)
 
     # -- groups --------------------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import memmove
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -38,17 +37,6 @@ if TYPE_CHECKING:
 Message = tuple[torch.Tensor, int]  # what is sent or received, and the other rank in the group
 
 DROP_SECONDS = 3.0  # how long a queued call may take to raise once its communicator is revoked
-ASKED_FROM = 16  # messages under way before the oldest is asked whether it has ended: asking costs an MPI call
-
-
-def let_go(unfinished: deque[Work]) -> None:
-    """Keep no longer the Works of messages that have ended, as far as they are the oldest."""
-    while unfinished:
-        first = unfinished[0]
-        if not first._done and (len(unfinished) <= ASKED_FROM or not first.is_completed()):
-            return
-        with suppress(ValueError):  # another thread has done so while this one asked the library
-            unfinished.remove(first)
 
 
 class Bootstrap(NamedTuple):
@@ -178,12 +166,6 @@ class Backend(Supervised):
             tag: no other message of the group has it.
         """
         return None
-
-    def hold(self, work: Work) -> Work:
-        """Keep a message's Work, and with it its buffer, until it has ended, though the caller may drop it."""
-        let_go(self.unfinished)
-        self.unfinished.append(work)
-        return work
 
     @abstractmethod
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:

@@ -5,7 +5,6 @@ It is composed of the communicator, its collectives, its messages and its object
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -28,6 +27,7 @@ from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
+from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
 
 
@@ -47,7 +47,7 @@ class MPIBackend(Backend):
         self.comm = comm
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
-        self.unfinished = deque()
+        self.unfinished = Unfinished()
         self.collectives = Collectives(self.communicator, thresholds, self._is_background)
         self.point_to_point = PointToPoint(self.communicator, self.unfinished)
         self.objects = MPIObjects(self.communicator)

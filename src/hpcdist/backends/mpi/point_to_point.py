@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,17 +12,19 @@ from mpi4py import MPI
 from hpcdist.backends.mpi import probed
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import message
-from hpcdist.backends.mpi.requests import begun
+from hpcdist.backends.mpi.requests import Requests
 from hpcdist.core.backend import Message
 from hpcdist.core.journal import Journal
+from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
 
 
 class PointToPoint:
     """Sends and receives on one communicator."""
 
-    def __init__(self, communicator: Communicator, works: deque[Work]) -> None:
-        self._communicator, self._works = communicator, works
+    def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
+        self._communicator = communicator
+        self._begun = Requests(communicator, unfinished).begun
         self._comm = communicator.comm
         self._probed: probed.ProbedReceives | None = None
 
@@ -41,7 +42,7 @@ class PointToPoint:
             request = self._comm.Isend(message(tensor), dst, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("isend", error) from error
-        return begun(self._works, request, tensor, [])
+        return self._begun(request, tensor, [])
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
@@ -52,11 +53,11 @@ class PointToPoint:
                 request = self._begin_receive(message(tensor), src, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("irecv", error) from error
-        return begun(self._works, request, tensor, [tensor], finish)
+        return self._begun(request, tensor, [tensor], finish)
 
     def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
         """Describe messages to MPI once; return what exchanges them."""
-        return MessageSet(self._communicator, sends, recvs, tag, self._works)
+        return MessageSet(self._communicator, sends, recvs, tag, self._begun)
 
     def _send(self, buffer: list[Any], dst: int, tag: int) -> None:
         try:
@@ -103,9 +104,9 @@ class MessageSet:
         sends: Sequence[Message],
         recvs: Sequence[Message],
         tag: int,
-        works: deque[Work],
+        begun: Callable[..., Work],
     ) -> None:
-        self._communicator, self._works, self._receives = communicator, works, len(recvs)
+        self._communicator, self._begun, self._receives = communicator, begun, len(recvs)
         self._messages: list[tuple[Any, ...]] = []  # the tensor, MPI's call, what it takes, and the journal's words
         receive, send = communicator.comm.Irecv, communicator.comm.Isend
         for tensor, peer in recvs:
@@ -153,4 +154,4 @@ class MessageSet:
                     request.Cancel()
                     request.Wait()
             else:
-                begun(self._works, request, self._messages[index][0], [])
+                self._begun(request, self._messages[index][0], [])

@@ -7,34 +7,78 @@ import time
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.communicator import described
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.probed import ProbedReceive
-from hpcdist.core.backend import let_go
+from hpcdist.backends.mpi.process import ulfm
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.naps import nap
+from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
 from stores.keep_alive import is_dropped
 
-REUSED_UP_TO = 4  # Works kept, of which one is used again: no tensor is kept for more messages than that
+SPARE = 4  # Works whose message has ended and that may be used again
+SPARE_BYTES = 1 << 16  # of the most memory that such a Work may keep
+
+
+class Requests:
+    """The messages of one communicator.
+
+    Attributes:
+        communicator: translates their errors.
+        unfinished: the Works of those under way.
+        spare: the Works of some that have ended: to make one and to drop it takes 1 µs.
+    """
+
+    __slots__ = ("communicator", "spare", "unfinished")
+
+    def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
+        self.communicator, self.unfinished = communicator, unfinished
+        self.spare: deque[RequestWork] = deque()
+
+    def begun(
+        self,
+        request: MPI.Request | ProbedReceive,
+        tensor: torch.Tensor,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+    ) -> RequestWork:
+        """Return the Work of a message, kept until it has ended: a spare one that nobody has any more, or a new one.
+
+        Args:
+            request: MPI's, or in place of it.
+            tensor: the memory.
+            result: the tensor, of a receive; nothing, of a send.
+            finish: what follows when the message has arrived.
+        """
+        try:
+            work = self.spare.popleft()
+            if not is_dropped(work) or work.__dict__:
+                work = RequestWork(self)
+        except IndexError:
+            work = RequestWork(self)
+        work._request, work._buffer, work._result, work._when_done = request, tensor, result, finish
+        work._done, work._call, work._error, work._reason = False, None, None, None
+        self.unfinished.hold(work)
+        return work
 
 
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete."""
 
-    __slots__ = ("_buffer", "_reason", "_request", "_status", "_turn", "_when_done")
+    __slots__ = ("_buffer", "_reason", "_request", "_requests", "_status", "_turn", "_when_done")
 
     _buffer: torch.Tensor | None
     _reason: str | None  # why it was cancelled
     _request: MPI.Request | ProbedReceive
     _when_done: Callable[[], None] | None
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Requests) -> None:
         Work.__init__(self, [])
+        self._requests = requests
         self._status = MPI.Status()
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
 
@@ -82,6 +126,7 @@ class RequestWork(Work):
         return True
 
     def _complete(self, call: Callable[..., bool]) -> None:
+        requests, buffer = self._requests, self._buffer
         error: DistBackendError | None = None
         try:
             if not call(self._status):
@@ -91,10 +136,15 @@ class RequestWork(Work):
             elif self._when_done is not None:
                 self._when_done()
         except MPI.Exception as failure:
-            error = DistBackendError(f"message failed in MPI: {described(failure)}")
+            error = requests.communicator.failure("irecv" if self._result else "isend", failure)
             error.__cause__ = failure
+            if isinstance(self._request, MPI.Request):
+                ulfm.settle(self._request, buffer)
         self._buffer = self._when_done = None
         self._error, self._done = error, True  # ``_finish`` without a call
+        requests.unfinished.let_go(self)
+        if len(requests.spare) < SPARE and (not self._result or self._result[0].nbytes <= SPARE_BYTES):
+            requests.spare.append(self)
         if self._is_asked:
             self._tell()
 
@@ -107,39 +157,3 @@ class RequestWork(Work):
             return super().source_rank()
         self.wait()
         return self._status.Get_source()
-
-
-def begun(
-    works: deque[Any],
-    request: MPI.Request | ProbedReceive,
-    tensor: torch.Tensor,
-    result: list[torch.Tensor],
-    finish: Callable[[], None] | None = None,
-) -> RequestWork:
-    """Return the Work of a message, kept until it has ended: the oldest one, if nobody has it any more, or a new one.
-
-    To make a Work and to drop it takes 1 µs.
-
-    Args:
-        works: those that are kept.
-        request: MPI's, or in place of it.
-        tensor: the memory.
-        result: the tensor, of a receive; nothing, of a send.
-        finish: what follows when the message has arrived.
-    """
-    work: RequestWork | None = None
-    if works and (oldest := works[0])._done and len(works) <= REUSED_UP_TO:
-        try:
-            works.remove(oldest)
-            if is_dropped(oldest) and not oldest.__dict__:
-                work = oldest
-        except ValueError:  # another thread has come before
-            pass
-    else:
-        let_go(works)
-    if work is None:
-        work = RequestWork()
-    work._request, work._buffer, work._result, work._when_done = request, tensor, result, finish
-    work._done, work._call, work._error, work._reason = False, None, None, None
-    works.append(work)
-    return work

@@ -6,7 +6,6 @@ the table in ``calls``; and where the communicators come from in ``communicators
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,7 +48,6 @@ class NCCLBackend(Backend):
     def __init__(self, rank: int, size: int, library: Library, store: Any = None, cuda: Any = torch.cuda) -> None:
         self.rank = rank
         self.size = size
-        self.unfinished = deque()
         self.communicators = Communicators(rank, size, library, cuda)
         self.objects = TensorObjects(self)
         self._library = library

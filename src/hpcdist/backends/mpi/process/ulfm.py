@@ -69,6 +69,19 @@ def end(request: MPI.Request) -> bool:
     return False
 
 
+def settle(request: MPI.Request, memory: object) -> None:
+    """End a request for which MPI has given an error, but which may still match (MPI_ERR_PROC_FAILED_PENDING).
+
+    Its communicator is revoked. If it does not end, its memory is kept.
+    """
+    for _ in range(TRIALS):
+        if not request:
+            return
+        with suppress(MPI.Exception):
+            request.Test()
+    UNFINISHED.append((request, memory))
+
+
 def test_some(requests: Sequence[MPI.Request]) -> Sequence[int] | None:
     """Return the indices of the requests that have ended (MPI_Testsome).
 
