@@ -211,6 +211,32 @@ def test_a_revoked_group_takes_no_more_calls(launcher: str, arguments: list[str]
         assert (job.stderr().count("raised:"), job.stderr().count("alive")) == (6, 3), job.stderr()
 
 
+@pytest.mark.parametrize("launcher", some(PLAIN, 1))
+def test_a_rank_that_left_a_call_through_shared_memory_makes_no_others(launcher: str, tmp_path: Path) -> None:
+    """The others would take its next data for that of the call that it has left."""
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, signal, sys, time, torch\n"
+        "import hpcdist as dist\n"
+        "class Preempted(Exception): pass\n"
+        "def handle(*_): raise Preempted\n"
+        "dist.init_process_group()\n"
+        "dist.all_reduce(torch.ones(4_000_000))\n"
+        "if dist.get_rank(): time.sleep(100)\n"
+        "signal.signal(signal.SIGALRM, handle)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "try: dist.all_reduce(torch.ones(4_000_000))\n"
+        "except Preempted: print('left', file=sys.stderr, flush=True)\n"
+        "try: dist.all_reduce(torch.ones(4_000_000))\n"
+        "except dist.DistBackendError as error: print('raised:', error, file=sys.stderr, flush=True)\n"
+        "os._exit(1)\n"
+    )
+    with Job(launcher, 2, [], program) as job:
+        job.finish(60)
+        assert "left" in job.stderr()
+        assert "Preempted has ended an earlier call of this rank" in job.stderr()
+
+
 @pytest.mark.parametrize("launcher", ULFM)
 def test_a_death_ends_the_messages_of_all_ranks(launcher: str, tmp_path: Path) -> None:
     """Those of ranks 2 and 3 too, which have none with the dead one, but with ranks that have."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
+import hpcdist as dist
 from hpcdist.backends.mpi.node import slices, slots, window
 from hpcdist.backends.mpi.node.arithmetic import FOLDS, KINDS
 from hpcdist.backends.mpi.node.collectives import NodeShared
@@ -256,3 +257,23 @@ def test_more_threads_than_cores_are_warned_of(comm):
     assert len(said) == (comm.rank == 0), said
     if said:
         assert f"export OMP_NUM_THREADS={max(1, cores // comm.size)}" in said[0]
+
+
+@pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND", "mpi") != "mpi", reason="MPI's memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [10, 1 << 20])
+def test_ranks_in_inference_mode_and_outside(dtype, elements, rank, size):
+    group = dist.new_group()  # whose memory the first call makes
+    with torch.inference_mode(rank == 0):
+        ones = torch.ones(elements, dtype=dtype)
+        dist.all_reduce(ones, op=dist.ReduceOp.AVG, group=group)
+    dist.all_reduce(ones, group=group)  # on rank 0 outside the mode in which the tensor was made
+    assert set(ones.tolist()) == {size}
+    for index in range(3):
+        values = torch.full((elements,), float(index + 1), dtype=dtype)
+        dist.all_reduce(values, op=dist.ReduceOp.AVG, group=group)
+        assert set(values.tolist()) == {index + 1}
+        several = [values.clone() for _ in range(3)]
+        dist.all_reduce_coalesced(several, op=dist.ReduceOp.AVG, group=group)
+        assert all(set(each.tolist()) == {index + 1} for each in several)
+    dist.destroy_process_group(group)

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, memory, message, shares, starts
 from hpcdist.backends.mpi.exchange import Exchange
-from hpcdist.backends.mpi.node.calls import SHARED_CALLS, NodeCalls
+from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import Reduction
@@ -66,8 +66,7 @@ class Collectives:
             else:
                 plan = self.plans.of(row, send.dtype, op)
                 if plan.shared_from != NEVER and self._is_shared(row, send, recv, plan.shared_from, op):
-                    self._communicator.check_not_revoked(row.name)
-                    self.node.run(row, send, send if recv is None else recv, op, root)
+                    self._share(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
                     if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:
                         self._all_reduce(  # the shortest way, for latency
@@ -120,7 +119,8 @@ class Collectives:
             values, reduced = how.before(send), None
         self._reduce_in_memory(call._replace(send=values, recv=reduced), how)
         if recv is not None and (how.averages or not how.in_memory):
-            how.after(reduced, recv, self._size)
+            with torch.inference_mode():  # which may write tensors of both modes
+                how.after(reduced, recv, self._size)
 
     def _reduce_in_memory(self, call: Call, how: Reduction) -> None:
         row, send, recv, _, root, counts, *_ = call
@@ -272,21 +272,23 @@ class Collectives:
 
     def _through_window(self, row: Row, op: Any, root: int | None) -> Run | None:
         """Return what runs a call whose input is its output through node-shared memory."""
-        shared = self.node.shared
-        if shared is None:
+        if self.node.shared is None:
             return None
-        call, failure, check = SHARED_CALLS[row], self._communicator.failure, self._communicator.check_not_revoked
-        is_background = self._is_background
+        return lambda send, recv: self._share(row, send, recv, op, root)
 
-        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            check(row.name)
-            shared.is_background = is_background()
-            try:
-                call(shared, send, recv, op, root)
-            except MPI.Exception as error:
-                raise failure(row.name, error) from error
-
-        return run
+    def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
+        """Run a collective through node-shared memory."""
+        communicator = self._communicator
+        communicator.check_in_step(row.name)
+        try:
+            # memory that is kept between calls is of this mode then, and may be written whatever the caller's is
+            with torch.inference_mode():
+                self.node.run(row, send, recv, op, root)
+        except BaseException as error:
+            communicator.left_by = type(error).__name__
+            if isinstance(error, MPI.Exception):
+                raise communicator.failure(row.name, error) from error
+            raise
 
     def _between_two(self, row: Row, dtype: torch.dtype, op: Any) -> Run | None:
         """Return what runs a call that reads one tensor and writes another; None as for ``_in_place``."""

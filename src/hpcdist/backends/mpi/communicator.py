@@ -74,6 +74,7 @@ class Communicator:
             until ``open_private``.
         interruption: why a blocked call was made to raise.
         receiving: the receive that blocks now.
+        left_by: what ended a call through shared memory in its middle: the class of an exception.
         is_checked: whether a collective that returned success is checked for a death that MPI did not report.
     """
 
@@ -86,6 +87,7 @@ class Communicator:
         self.interruption: str | None = None
         self.receiving: MPI.Request | ProbedReceive | None = None
         self.is_checked = ulfm.is_tolerant()
+        self.left_by: str | None = None
         self._has_revoked = False
 
     def open_private(self) -> MPI.Intracomm:
@@ -145,14 +147,20 @@ class Communicator:
         )
         return DistBackendError(explained(text, "lost-rank"))
 
-    def check_not_revoked(self, call: str) -> None:
-        """Raise for a call through shared memory if this rank has revoked the communicator.
+    def check_in_step(self, call: str) -> None:
+        """Raise for a call through shared memory if this rank has revoked the communicator or left such a call.
 
-        MPI refuses its own. The window would take this rank's data, and the others, if the news has not reached them,
-        would take it for that of the call that they are in.
+        MPI refuses its own after a revocation. The window would take this rank's data, and the others would take it for
+        that of the call that they are in.
         """
         if self._has_revoked:
             raise self._lost(call)
+        if self.left_by is not None:
+            text = (
+                f"{call} on rank {self.rank} of {self.size} was not begun: {self.left_by} has ended an earlier call of "
+                f"this rank on the group in its middle, so the group's ranks are not in step; make a new group"
+            )
+            raise DistBackendError(explained(text, "left-call"))
 
     def check(self, call: str) -> None:
         """Raise if a collective has returned success although a rank has died (if ``is_checked``).
