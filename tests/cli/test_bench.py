@@ -55,6 +55,15 @@ def test_every_row_has_each_side(subject, tmp_path):
     assert not [what for what in found if html.escape(what) not in text]
 
 
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+def test_explain_times_nothing(tmp_path):
+    file = tmp_path / "figures.json"
+    done = mpirun(2, ["-m", "hpcdist", "bench", "--explain", "--json", file], timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Through shared memory" in done.stdout
+    assert not file.exists()
+
+
 def test_a_page_loads_nothing_and_its_colors_are_all_known():
     figures = [
         Figure("all_reduce", "float32", nbytes, side, time, time / 2, 2 * time)

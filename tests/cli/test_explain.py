@@ -15,8 +15,20 @@ def test_by_name(capsys):
     assert main.main(["explain", "mpi-not-found"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("mpi-not-found\n    mpi4py found no MPI library (…)\n")
-    assert "**Fix.** Load the cluster's MPI module" in shown
-    assert "Bring your own MPI (docs/how-to/own-mpi.md)" in shown
+    assert "\n\nFix: Load the cluster's MPI module" in shown
+    assert "Bring your own MPI (docs/how-to/own-mpi.md)" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("name", explain.entries())
+def test_an_entry_fits_the_terminal_without_marks(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    entry = explain.entries()[name]
+    lines = entry.shown().splitlines()[1 + len(entry.messages) :]
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("Cause: ") for line in lines)
+    assert "**" not in "".join(lines)
+    # paragraphs, which are broken anew: the lines of a list, a table or a program would run together
+    assert not [line for line in entry.text.splitlines() if line.startswith(("- ", "|", "```", "    "))]
 
 
 def test_a_message_of_a_running_job_names_its_entry(capsys):

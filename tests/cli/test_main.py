@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import sys
@@ -44,6 +45,18 @@ def test_a_wrong_call_is_2_and_names_the_commands(args, capsys):
     assert "doctor" in shown.err
     if args:
         assert "no command 'docter' (known: " in shown.err
+
+
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in cli_main.COMMANDS), ["slurm", "elastic"], ["bench", "ddp"]]
+)
+def test_help_fits_the_terminal_without_marks(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with contextlib.suppress(SystemExit):
+        cli_main.main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert ("``" in shown, "The command" in shown, "Subject " in shown) == (False, False, False)
 
 
 def test_the_package_runs_as_a_module():

@@ -113,7 +113,8 @@ def test_an_unmodified_script(tmp_path, backend):
     assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
 
 
-def test_an_unmodified_script_in_torchruns_style(tmp_path):
+@pytest.mark.parametrize("launcher", ["mpirun", "alone"])
+def test_an_unmodified_script_in_torchruns_style(tmp_path, launcher):
     script = """
         import os
         import torch.distributed as dist
@@ -123,8 +124,8 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path):
         dist.monitored_barrier()
         os.write(1, f"{os.environ['LOCAL_RANK']} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
     """
-    lines = run(tmp_path, "mpirun", script, before=RUN)
-    assert lines == [f"0 {OURS} __main__", f"1 {OURS} __main__"]
+    lines = run(tmp_path, launcher, script, before=RUN)
+    assert lines == [f"{rank} {OURS} __main__" for rank in range(2 if launcher == "mpirun" else 1)]
 
 
 def test_an_unmodified_script_alone(tmp_path):

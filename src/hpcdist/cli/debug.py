@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.cli import web_page
+from hpcdist.cli.job_arguments import described
 from hpcdist.core.ranks import listed
 from hpcdist.watch import inspection, report
 from hpcdist.watch.side_channel import Place, SideChannel
@@ -252,7 +253,7 @@ def serve(job: Job, port: int, seconds: float) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m hpcdist debug", description=__doc__)
+    made = argparse.ArgumentParser(prog="python -m hpcdist debug", description=described(__doc__))
     made.add_argument("job", nargs="?", help="a Slurm job's number, or HOST:PORT; your job on this machine without it")
     made.add_argument("--pid", type=int, help="a process of the job, where several run on this machine")
     made.add_argument("--once", action="store_true", help="print one picture and end")

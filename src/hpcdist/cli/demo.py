@@ -1,6 +1,6 @@
 """The command ``demo``: trains a small network on scikit-learn's handwritten digits, on several ranks of this machine.
 
-``python -m hpcdist demo``. It starts the ranks by mpirun, or by torchrun (on gloo) if there is no MPI; under a launcher
+``python -m hpcdist demo`` starts the ranks by mpirun, or by torchrun (on gloo) if there is no MPI; under a launcher
 (``srun python -m hpcdist demo``) this process is one of them. The script is ``slurm/jobs/train_digits.py``, which is
 installed with the package; options that are not the demo's are the script's, such as ``--epochs 3``.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor import mpi_library
-from hpcdist.cli.job_arguments import JobParser
+from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.cli.slurm import CHECKOUT, PACKAGED
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import environment
@@ -28,7 +28,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 def parser() -> JobParser:
     """Return the parser of the command line."""
-    made = JobParser(prog="python -m hpcdist demo", description=__doc__)
+    made = JobParser(prog="python -m hpcdist demo", description=described(__doc__))
     made.add_argument("--ranks", type=int, default=RANKS, help=f"how many to start if no launcher does ({RANKS})")
     return made
 

@@ -1,8 +1,8 @@
 """The command ``explain``: says what a message of hpcdist means, what causes it and how to fix it, without a network.
 
-``python -m hpcdist explain lost-rank``. Any other text is taken as a message, whose entry is searched; without
-arguments it lists all. The entries are those of the page ``docs/reference/errors.md``, which is installed with the
-package.
+``python -m hpcdist explain lost-rank`` prints an entry. Any other text is taken as a message, whose entry is searched;
+without arguments it lists all. The entries are those of the page ``docs/reference/errors.md``, which is installed with
+the package.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from hpcdist.cli.job_arguments import JobParser, is_speaker
+from hpcdist.cli.job_arguments import JobParser, described, is_speaker, wrapped
 from hpcdist.cli.slurm import CHECKOUT, PACKAGED
 
 PAGE = "reference/errors.md"
 ANYTHING = "…"  # in a message of the page: what differs from case to case
 SHORTEST = 12  # characters of a message's part that says which message it is
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)[^)]*\)")
+TITLE = re.compile(r"\*\*(\w+)\.\*\*")  # of a paragraph
 
 
 class Entry(NamedTuple):
@@ -43,7 +44,8 @@ class Entry(NamedTuple):
     def shown(self) -> str:
         """Return the entry as it is printed."""
         text = LINK.sub(lambda link: f"{link[1]} ({posixpath.normpath(f'docs/reference/{link[2]}')})", self.text)
-        return "\n".join([self.name, *(f"    {each}" for each in self.messages), "", text])
+        paragraphs = map(wrapped, TITLE.sub(r"\1:", text).split("\n\n"))
+        return "\n".join([self.name, *(f"    {each}" for each in self.messages), "", "\n\n".join(paragraphs)])
 
 
 def matches(pattern: str, message: str) -> bool:
@@ -78,7 +80,7 @@ def run(args: list[str]) -> int:
     Returns:
         0; 1 if no entry has this name or message.
     """
-    made = JobParser(prog="python -m hpcdist explain", description=__doc__)
+    made = JobParser(prog="python -m hpcdist explain", description=described(__doc__))
     made.add_argument("message", nargs="*", help="an entry's name, or a message of hpcdist; all names without it")
     asked = " ".join(made.parse_args(args).message)
     known = entries()

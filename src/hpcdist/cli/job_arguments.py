@@ -1,8 +1,11 @@
-"""Argument parser for commands that every rank of a job runs: only rank 0 prints help and errors."""
+"""Help and arguments of the commands: of those that every rank of a job runs, only rank 0 prints help and errors."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import textwrap
 from typing import IO, NoReturn
 
 from hpcdist.launch import environment
@@ -12,6 +15,18 @@ def is_speaker() -> bool:
     """Tell whether this process prints for its job: it is rank 0, or no launcher started it."""
     launch = environment.detect()
     return launch is None or launch.rank == 0
+
+
+def described(docstring: str | None) -> str:
+    """Return what a command's docstring says, as its help shows it: without its name and without RST's marks."""
+    text = re.sub(r"^(The command|Subject) ``\w+``: ", "", docstring or "").replace("``", "")
+    return text[:1].upper() + text[1:]
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Break a paragraph into lines that fit the terminal, those after the first indented."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 class JobParser(argparse.ArgumentParser):

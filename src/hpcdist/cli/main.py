@@ -19,13 +19,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command("hpcdist.cli.demo", "train a small network on some ranks of this machine"),
-    "doctor": Command(
-        "hpcdist.cli.doctor", "test everything that a job needs on this machine, and say how to fix what fails"
-    ),
+    "doctor": Command("hpcdist.cli.doctor", "test what a job needs here, and say how to fix what fails"),
     "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
-    "explain": Command("hpcdist.cli.explain", "say what a message of hpcdist means, what causes it, and how to fix it"),
+    "explain": Command("hpcdist.cli.explain", "say what a message means, what causes it and how to fix it"),
     "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
-    "run": Command("hpcdist.cli.run", "run an unmodified torch.distributed script with its groups made by hpcdist"),
+    "run": Command("hpcdist.cli.run", "run an unmodified script of torch.distributed on hpcdist"),
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
     "submit": Command("hpcdist.cli.submit", "submit a script to the batch system here: Slurm, PBS, Flux or LSF"),
 }

@@ -1,8 +1,8 @@
-"""The command ``run``: an unmodified torch.distributed script with its groups made by hpcdist.
+"""The command ``run``: runs an unmodified torch.distributed script with its groups made by hpcdist.
 
 ``mpirun -n 4 python -m hpcdist run train.py --epochs 3``. The script's ``init_process_group("gloo")`` or ``("mpi")``
 creates hpcdist's default group. RANK, WORLD_SIZE and LOCAL_RANK, which torchrun would set, are taken from the launcher,
-so scripts that read these variables work too.
+or are those of one process without a launcher, so scripts that read these variables work too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import runpy
 import sys
 from pathlib import Path
 
-from hpcdist.cli.job_arguments import JobParser
+from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.launch import environment
 from hpcdist.torch_bridge import registration
 
 
 def parser() -> JobParser:
     """Return the parser of the command line."""
-    made = JobParser(prog="python -m hpcdist run", description=(__doc__ or "").splitlines()[0])
+    made = JobParser(prog="python -m hpcdist run", description=described(__doc__).partition("\n")[0])
     made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
     made.add_argument("script", help="the script to run, unmodified")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -29,10 +29,9 @@ def parser() -> JobParser:
 
 def announce(launch: environment.Launch | None) -> None:
     """Set the variables that torchrun would set, unless they are set already."""
-    if launch is None:
-        return
-    local_rank = environment.node_local_rank()
-    found = {"RANK": launch.rank, "WORLD_SIZE": launch.size, "LOCAL_RANK": local_rank}
+    found: dict[str, int | None] = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    if launch is not None:
+        found = {"RANK": launch.rank, "WORLD_SIZE": launch.size, "LOCAL_RANK": environment.node_local_rank()}
     for variable, value in found.items():
         if value is not None:
             os.environ.setdefault(variable, str(value))

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hpcdist.cli.job_arguments import wrapped
+
 PACKAGED = Path(__file__).parent / "templates"  # in an installed wheel
 CHECKOUT = Path(__file__).parents[3] / "slurm"  # in a checkout
 
@@ -150,11 +152,13 @@ def run(args: list[str]) -> int:
     """
     known = templates()
     if not args or args[0] in {"-h", "--help"} or args[0] not in known:
-        lines = [f"  {name:<10} {path.read_text().splitlines()[1].lstrip('# ')}" for name, path in known.items()]
-        usage = "usage: python -m hpcdist slurm TEMPLATE [--help] [OPTION...] SCRIPT [ARGUMENT...]\n\ntemplates:\n"
+        about = {name: path.read_text().splitlines()[1].lstrip("# ") for name, path in known.items()}
+        lines = [wrapped(f"  {name:<10} {text}", " " * 13) for name, text in about.items()]
+        usage = "usage: python -m hpcdist slurm TEMPLATE [OPTION...] SCRIPT [ARGUMENT...]\n\ntemplates:\n"
+        options = "\n\noptions: python -m hpcdist slurm TEMPLATE --help"
         asked = bool(args) and args[0] in {"-h", "--help"}
         wrong = f"\nerror: no template {args[0]!r} (known: {', '.join(known)})" if args and not asked else ""
-        print(usage + "\n".join(lines) + wrong, file=sys.stdout if asked else sys.stderr)
+        print(usage + "\n".join(lines) + options + wrong, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     kind = args[0]
     template = known[kind].read_text()

@@ -14,6 +14,7 @@ import shutil
 import sys
 
 from hpcdist.cli import slurm
+from hpcdist.cli.job_arguments import described
 
 # batch system -> the command that reads a job script from its standard input
 SYSTEMS = {"slurm": ["sbatch"], "pbs": ["qsub"], "flux": ["flux", "batch"], "lsf": ["bsub"]}
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m hpcdist submit",
         usage="python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]",
-        description=(__doc__ or "").splitlines()[0],
+        description=described(__doc__).partition("\n")[0],
         allow_abbrev=False,
     )
     made.add_argument("--system", choices=SYSTEMS, help="the batch system; needed only if there are several")

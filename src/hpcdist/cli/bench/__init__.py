@@ -1,8 +1,8 @@
 """The command ``bench``: times hpcdist beside mpi4py, gloo and a memory copy.
 
-``mpirun -n N python -m hpcdist bench [SUBJECT]``. All sides run on the same ranks and the same buffers, in interleaved
-rounds of one run, so that noise on the machine affects all of them alike. The time of a round is that of the slowest
-rank.
+Start it by ``mpirun -n N python -m hpcdist bench [SUBJECT]``. All sides run on the same ranks and the same buffers, in
+interleaved rounds of one run, so that noise on the machine affects all of them alike. The time of a round is that of
+the slowest rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import hpcdist as dist
 from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import Bench
-from hpcdist.cli.job_arguments import JobParser
+from hpcdist.cli.job_arguments import JobParser, described
 
 # subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
 SUBJECTS: dict[str, str] = {
@@ -56,25 +56,41 @@ def dtype(text: str) -> torch.dtype:
 
 def parser() -> JobParser:
     """Return the parser of the command line."""
-    made = JobParser(prog="python -m hpcdist bench", description=__doc__)
-    made.add_argument("subject", nargs="?", default="collectives", choices=SUBJECTS)
+    made = JobParser(prog="python -m hpcdist bench", description=described(__doc__))
+    made.add_argument(
+        "subject",
+        nargs="?",
+        default="collectives",
+        choices=SUBJECTS,
+        metavar="SUBJECT",
+        help=f"what is timed: {', '.join(SUBJECTS)} (collectives)",
+    )
     made.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda: compare with torch's NCCL (see --device cuda --help)"
     )
-    made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all"')
-    made.add_argument("--dtypes", nargs="+", type=dtype, default=[torch.float32])
+    made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all" (all_reduce)')
+    made.add_argument(
+        "--dtypes", nargs="+", type=dtype, default=[torch.float32], metavar="DTYPE", help="of the buffers (float32)"
+    )
     made.add_argument("--min", type=size_in_bytes, default=4, help="smallest size (4)")
     made.add_argument("--max", type=size_in_bytes, default=256 << 20, help="largest size (256M)")
     made.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before (4)")
-    made.add_argument("--sizes", nargs="+", type=size_in_bytes, help="these sizes instead of --min to --max")
-    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument(
+        "--sizes", nargs="+", type=size_in_bytes, metavar="SIZE", help="these sizes instead of --min to --max"
+    )
+    made.add_argument("--rounds", type=int, default=7, help="rounds, of which the median is shown (7)")
     made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
-    made.add_argument("--sides", nargs="+", default=["hpcdist", "mpi4py", "gloo", "copy"])
-    made.add_argument("--json", metavar="FILE")
-    made.add_argument("--csv", metavar="FILE")
+    sides = ["hpcdist", "mpi4py", "gloo", "copy"]
+    made.add_argument(
+        "--sides", nargs="+", default=sides, metavar="SIDE", help=f"what is compared: {', '.join(sides)} (all)"
+    )
+    made.add_argument("--json", metavar="FILE", help="write the figures to this file too")
+    made.add_argument("--csv", metavar="FILE", help="the same, a line for each figure")
     made.add_argument("--html", metavar="FILE", help="a page with plots; needs matplotlib: pip install 'hpcdist[plot]'")
     made.add_argument(
-        "--explain", action="store_true", help="print from which size on shared memory is used, and by which setting"
+        "--explain",
+        action="store_true",
+        help="print from which size on shared memory is used, and by which setting, and time nothing",
     )
     return made
 
@@ -86,7 +102,7 @@ def run(args: list[str]) -> int:
         args: the command line after ``bench``.
 
     Returns:
-        The exit status: 0, or 1 where a target was missed (subject ``targets``).
+        The exit status: 0, or 2 if the subject cannot be timed here.
     """
     if args and args[0] == "ddp":
         return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
@@ -107,6 +123,7 @@ def run(args: list[str]) -> int:
         bench = Bench(options)
         if options.explain:
             report.explain(bench)
+            return 0
         status = module.measure(bench) or 0
         report.write(bench)
         plots.write(bench)

@@ -22,14 +22,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as dist
-from hpcdist.cli.job_arguments import JobParser
+from hpcdist.cli.job_arguments import JobParser, described
 
 LAYERS = 4
 
 
 def parser() -> JobParser:
     """Return the parser of the command line."""
-    made = JobParser(prog="python -m hpcdist bench ddp", description=(__doc__ or "").splitlines()[0])
+    made = JobParser(prog="python -m hpcdist bench ddp", description=described(__doc__).partition("\n")[0])
     made.add_argument(
         "--parameters", type=float, default=10e6, help="number of the model's parameters (default 10 million)"
     )

@@ -27,7 +27,7 @@ from hpcdist.cli.doctor import (
 )
 from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.supervision import CONNECTION, Ended, Step, supervise, watch
-from hpcdist.cli.job_arguments import JobParser
+from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.launch import environment
 
 SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
     Returns:
         0 if nothing is wrong, 1 if something is, 2 for wrong arguments.
     """
-    parser = JobParser(prog="python -m hpcdist doctor", description=(__doc__ or "").splitlines()[0])
+    parser = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the page for the browser too")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each topic (default %(default)g)")
