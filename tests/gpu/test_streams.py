@@ -104,6 +104,45 @@ def test_the_future_of_a_work(rank, size, device):
     assert bool((doubled.wait() == 2 * size).all())
 
 
+def test_several_works_as_one_on_two_streams(world, rank, size, device):
+    dist.all_reduce(torch.ones(1, device=device))
+    side = torch.cuda.Stream()
+    tensors = [torch.ones(1 << 20, device=device) for _ in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    work = world.allreduce_coalesced(tensors)
+    work.wait()
+    assert not work.is_completed()
+    with torch.cuda.stream(side):
+        work.wait()
+        doubled = [tensor * 2 for tensor in tensors]
+    side.synchronize()
+    for each in doubled:
+        assert bool((each == 2 * size).all())
+    assert work.is_success()
+
+
+def test_the_future_of_several_works(world, rank, size, device):
+    tensors = [torch.ones(1 << 20, device=device) for _ in range(2)]
+    torch.cuda._sleep(SLEEP_CYCLES)
+    work = world.allreduce_coalesced(tensors)
+    doubled = work.get_future().then(lambda done: [each * 2 for each in done.value()])
+    assert not work.is_completed()
+    for each in doubled.wait():
+        assert bool((each == 2 * size).all())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_blocking_the_current_stream(several, world, rank, size, device):
+    dist.all_reduce(torch.ones(1, device=device))
+    tensor = torch.ones(1 << 20, device=device)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    work = world.allreduce_coalesced([tensor]) if several else dist.all_reduce(tensor, async_op=True)
+    work.block_current_stream()
+    assert not work.is_completed()
+    assert bool((tensor * 2 == 2 * size).all())
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_inside_a_graphs_capture(is_async, rank, size, device):
     tensor = torch.ones(1024, device=device)

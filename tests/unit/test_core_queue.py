@@ -9,15 +9,17 @@ import weakref
 from collections import deque
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hpcdist.core import queue as queue_module
+from hpcdist.core import work as work_module
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
-from hpcdist.core.work import AllWork, DoneWork
+from hpcdist.core.work import AllWork, DoneWork, Work
 
 
 @pytest.fixture
@@ -135,7 +137,56 @@ def test_futures_and_several_works_as_one(queue):
     assert both.wait()
     assert both.result() == [tensor]
     assert tensor.item() == 3
+    assert both.get_future().wait() == [tensor]
     assert DoneWork([tensor]).get_future().done()
+
+
+def test_several_works_of_which_one_failed(queue):
+    def fail():
+        raise DistBackendError("a rank died")
+
+    first, second = queue.put(lambda: None, []), queue.put(fail, [])
+    both = AllWork([first, second], [])
+    queue.drain()
+    assert isinstance(both.exception(), DistBackendError)  # though nobody has asked whether it has ended
+    assert not both.is_success()
+    with pytest.raises(RuntimeError, match="a rank died"):
+        both.get_future().wait()
+
+
+def test_no_work_at_all_has_ended():
+    nothing = AllWork([], [])
+    assert nothing.get_future().done()
+    assert nothing.wait()
+    assert nothing.is_success()
+
+
+def test_the_limit_of_several_works_is_one_for_all(monkeypatch):
+    class Part(Work):
+        def _block(self, seconds):
+            asked.append(seconds)
+            clock[0] += 3
+            return True
+
+    asked, clock = [], [100.0]
+    monkeypatch.setattr(work_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert AllWork([Part([]) for _ in range(3)], []).wait(timedelta(seconds=5))
+    assert asked[:2] == [5, 2]
+    assert 0 < asked[2] < 0.1
+
+
+def test_several_works_wait_each_time_until_they_have_ended():
+    class Part(Work):
+        def _block(self, seconds):
+            waits.append(seconds)
+            return True
+
+    waits = []
+    both = AllWork([Part([]), Part([])], [])
+    for _ in range(2):  # a device's parts order the stream that is current at each
+        assert both.wait()
+    assert waits == [None] * 4
+    assert not both.is_completed()
 
 
 # -- who carries a call out --------------------------------------------------------------------------------

@@ -394,6 +394,26 @@ def test_the_future_of_a_work_is_there_at_once() -> None:
     assert work.is_completed()  # and does not fulfil it a second time
 
 
+def test_the_future_of_a_work_that_has_failed_has_an_error_of_cpps_own() -> None:
+    backend = connected()
+    tensor = ones(2)
+    work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
+    work.end.is_complete = False
+    backend.interrupt("rank 3 is gone")
+    with pytest.raises(RuntimeError, match="rank 3 is gone") as caught:
+        work.get_future().value()
+    assert caught.type is RuntimeError  # ``set_exception`` would leave the DistBackendError, on which DDP crashes
+
+
+def test_a_stream_that_a_barrier_blocks_does_not_block_the_host() -> None:
+    backend = connected()
+    work = backend.start(Call(ROWS["barrier"]))
+    work.end.is_complete = False
+    fake.take_journal()
+    work.block_current_stream()
+    assert fake.take_journal() == [("current", "waits for", "side")]
+
+
 def test_a_subgroup_of_a_connected_group_is_a_split_and_of_another_connects_itself() -> None:
     limit = timedelta(seconds=1)
     backend = connected(rank=1)

@@ -5,6 +5,7 @@ What the Work of one backend does not share stands with it: ``core.queue`` has t
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hpcdist.core.hooks import Event
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
+SHORTEST_TIMEOUT = timedelta(microseconds=1)
 
 init_torch_work = torch.distributed.Work.__init__
 
@@ -109,6 +111,10 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def _poll(self) -> None:
         """Notice, where nobody else does, that the call has ended."""
+
+    def _devices(self) -> list[int | str | torch.device]:
+        """Return the GPUs whose streams wait for the call where the host does not."""
+        return []
 
     # -- c10d's names --------------------------------------------------------------------------------
 
@@ -201,7 +207,10 @@ class DoneWork(Work):
 
 
 class AllWork(Work):
-    """Several calls that are waited for as one (c10d's coalesced calls)."""
+    """Several calls that are waited for as one (c10d's coalesced calls).
+
+    It has ended when its parts have. A wait ends nothing: those of a device only order the stream that is current then.
+    """
 
     __slots__ = ("_works",)
 
@@ -210,20 +219,49 @@ class AllWork(Work):
         self._works = works
 
     def _block(self, seconds: float | None) -> bool:
-        limit = NO_TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        end = None if seconds is None else time.monotonic() + seconds
         for work in self._works:
-            work.wait(limit)
-        self._finish()
+            # a limit of zero would be none
+            work.wait(NO_TIMEOUT if end is None else max(timedelta(seconds=end - time.monotonic()), SHORTEST_TIMEOUT))
+        if self._is_asked:
+            self._tell()
         return True
 
     def _poll(self) -> None:
         if all(work.is_completed() for work in self._works):
-            self._finish(next((e for work in self._works if (e := work.exception())), None))
+            self._finish(self.exception())
 
     def _pursue(self) -> None:
         def ended(_: torch.futures.Future) -> None:
-            if not self._done:
-                self._poll()
+            self.is_completed()
 
         for work in self._works:
             work.get_future().add_done_callback(ended)
+
+    def _devices(self) -> list[int | str | torch.device]:
+        return list(dict.fromkeys(device for work in self._works for device in work._devices()))
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait for every part; the host goes on."""
+        for work in self._works:
+            work.block_current_stream()
+
+    def exception(self) -> BaseException | None:
+        """Return what the first part that failed raised, or None."""
+        return self._error or next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of the output tensors, fulfilled when those of the parts are."""
+        if self._future is None:
+            # the future of several has no devices: one that has them lets the streams of those who use it wait
+            promise: torch.futures.Future = torch.futures.Future(devices=self._devices())
+            parts = torch.futures.collect_all([work.get_future() for work in self._works])
+
+            def outcome(_: torch.futures.Future) -> list[torch.Tensor]:
+                for part in parts.value():
+                    part.wait()
+                return self._result
+
+            self._future = promise.then(outcome)
+            parts.add_done_callback(lambda _: promise.set_result(None))
+        return self._future

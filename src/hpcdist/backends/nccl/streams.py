@@ -274,15 +274,7 @@ class StreamWork(EventWork):
             DistBackendError: the time is over, or the communicator was aborted.
         """
         if not self._done:
-            if self.end is None:
-                raise DistBackendError(
-                    "wait() inside a group call: the operation begins when the coalescing manager or "
-                    "batch_isend_irecv ends, so wait after it"
-                )
-            current = self._streams.current()
-            self.end.wait(current)
-            if current is self._begun_on:
-                self.held = ()  # another stream's wait does not keep the first one from getting the memory
+            current = self._block_stream()
             if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
                 self._block_within(timeout.total_seconds())
             elif self._is_barrier or self._streams.blocks_in_wait:
@@ -292,6 +284,24 @@ class StreamWork(EventWork):
         if self._error is not None:
             raise self._error
         return True
+
+    def _block_stream(self) -> Any:
+        """Make the current stream wait for the call, and return it."""
+        if self.end is None:
+            raise DistBackendError(
+                "wait() inside a group call: the operation begins when the coalescing manager or "
+                "batch_isend_irecv ends, so wait after it"
+            )
+        current = self._streams.current()
+        self.end.wait(current)
+        if current is self._begun_on:
+            self.held = ()  # another stream's wait does not keep the first one from getting the memory
+        return current
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait for the call; the host goes on, for a barrier too."""
+        if not self._done:
+            self._block_stream()
 
     def synchronize(self) -> None:
         """Make the current stream wait."""
@@ -324,17 +334,18 @@ class StreamWork(EventWork):
         if self._future is None:
             if self.end is None:
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
-            devices: list[int | str | torch.device] = (
-                [self._streams.device] if self._streams.device.type == "cuda" else []
-            )
-            future: torch.futures.Future = torch.futures.Future(devices=devices)
+            future: torch.futures.Future = torch.futures.Future(devices=self._devices())
             with self._streams.on_side():  # the future's own event goes behind the call
                 if self._error is None:
                     future.set_result(self._result)
                 else:
-                    future.set_exception(self._error)
+                    future.set_result(None)
+                    future = future.then(self._outcome)  # see ``Work.get_future``
             self._future = future
         return self._future
+
+    def _devices(self) -> list[int | str | torch.device]:
+        return [self._streams.device] if self._streams.device.type == "cuda" else []
 
 
 def cannot_interrupt(reason: str) -> bool:
