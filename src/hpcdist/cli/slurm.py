@@ -155,10 +155,10 @@ def run(args: list[str]) -> int:
         about = {name: path.read_text().splitlines()[1].lstrip("# ") for name, path in known.items()}
         lines = [wrapped(f"  {name:<10} {text}", " " * 13) for name, text in about.items()]
         usage = "usage: python -m hpcdist slurm TEMPLATE [OPTION...] SCRIPT [ARGUMENT...]\n\ntemplates:\n"
-        options = "\n\noptions: python -m hpcdist slurm TEMPLATE --help"
+        more = "\n\noptions: python -m hpcdist slurm TEMPLATE --help"
         asked = bool(args) and args[0] in {"-h", "--help"}
         wrong = f"\nerror: no template {args[0]!r} (known: {', '.join(known)})" if args and not asked else ""
-        print(usage + "\n".join(lines) + options + wrong, file=sys.stdout if asked else sys.stderr)
+        print(usage + "\n".join(lines) + more + wrong, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     kind = args[0]
     template = known[kind].read_text()
