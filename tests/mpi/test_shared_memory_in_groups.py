@@ -18,6 +18,7 @@ from hpcdist.backends.mpi.node import thresholds
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.process import runtime
+from tests.mpi.test_shared_memory import node_shared
 
 SEED = 21
 
@@ -113,7 +114,7 @@ def test_a_window_is_made_only_on_first_use(comm, monkeypatch):
 
 def test_a_wait_makes_mpi_progress(of_host):
     """Rank 1 waits in shared memory while rank 0 still sends it a message that needs rank 1's MPI to arrive."""
-    shared = NodeShared(of_host)
+    shared = node_shared(of_host)
     if of_host.size > 1:
         message = torch.full((1 << 20,), float(of_host.rank))
         request = None
@@ -141,9 +142,8 @@ def test_poll_leaves_a_wait(of_host):
     def poll():
         raise GivenUp
 
-    shared = NodeShared(of_host)
+    shared = node_shared(of_host, poll)
     if of_host.size > 1 and of_host.rank == 0:
-        shared.poll = poll
         tensor = torch.ones(10)
         began = time.monotonic()
         with pytest.raises(GivenUp):
@@ -154,7 +154,7 @@ def test_poll_leaves_a_wait(of_host):
 
 
 def test_waiting_lets_other_threads_run(of_host):
-    shared = NodeShared(of_host)
+    shared = node_shared(of_host)
     if of_host.size > 1:
         ticks, over = [], threading.Event()
 
@@ -177,7 +177,7 @@ def test_waiting_lets_other_threads_run(of_host):
 
 
 def test_close_is_idempotent(of_host):
-    shared = NodeShared(of_host)
+    shared = node_shared(of_host)
     shared.close()
     shared.close()
 

@@ -14,7 +14,6 @@ from torch.distributed import ReduceOp
 pytest.importorskip("mpi4py")
 import hpcdist as dist
 from hpcdist.backends.mpi.node import messages, two_level
-from hpcdist.backends.mpi.node.arithmetic import FOLDS, KINDS
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.two_level import TwoLevel
 from tests.mpi.test_shared_memory import REDUCIBLE, assert_same, expected, values
@@ -38,10 +37,10 @@ def layouts(ranks: int) -> dict[str, list[str]]:
 @pytest.fixture(params=["pairs", "one alone", "interleaved", "each alone"], scope="module")
 def several(request, every):
     made = []
-    places = locate(every, layouts(every.size)[request.param][every.rank], made)
+    places = locate(every, made, layouts(every.size)[request.param][every.rank])
     if places.nodes == 1:
         pytest.skip("these ranks are on one node")
-    two = TwoLevel(places, made)
+    two = TwoLevel(places, made, lambda: None, lambda: False)
     yield two
     two.close()
 
@@ -50,7 +49,8 @@ def several(request, every):
 def many(every, monkeypatch):
     """More nodes than exchange messages with each other, of two ranks and of one."""
     monkeypatch.setattr(two_level, "MOST_NODES", 1)
-    two = TwoLevel(locate(every, layouts(every.size)["one alone"][every.rank]), [])
+    places = locate(every, [], layouts(every.size)["one alone"][every.rank])
+    two = TwoLevel(places, [], lambda: None, lambda: False)
     yield two
     two.close()
 
@@ -75,7 +75,7 @@ def reduce_all_rows(two: TwoLevel, rank: int, size: int, dtype: torch.dtype, op:
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX", "PRODUCT"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint16, torch.bool])
 def test_reductions(several, every, dtype, op):
-    if op not in FOLDS[KINDS[dtype]]:
+    if (dtype, op) not in REDUCIBLE:
         pytest.skip("no meaning")
     reduce_all_rows(several, every.rank, every.size, dtype, op)
 
@@ -204,10 +204,9 @@ def test_poll_leaves_a_call(several, every, row):
 
     if every.size > 2:
         pytest.skip("two ranks show it, and what is left behind is the two's")
-    two = TwoLevel(locate(every, str(every.rank)), [])
+    two = TwoLevel(locate(every, [], str(every.rank)), [], give_up if every.rank == 0 else lambda: None, lambda: False)
     before = len(messages.ABANDONED)
     if every.rank == 0:
-        two.poll = give_up
         send, recv = torch.ones(600_000), torch.empty(300_000)
         calls = {
             "all_reduce": lambda: two.all_reduce(send, send, ReduceOp.SUM),

@@ -17,7 +17,7 @@ from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.places import locate
-from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds, node_key
+from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
@@ -177,7 +177,7 @@ class MPIBackend(Backend):
     ) -> MPIWindow:
         """Open memory of every rank by MPI's windows."""
         with self.communicator.translating("Window"):
-            places = locate(self.comm, node_key(), self.communicator.derived)
+            places = locate(self.comm, self.communicator.derived)
             made = MPIWindow(self.communicator, places, sizes, tensor, during, self.windows.remove)
         self.windows.append(made)
         return made

@@ -1,7 +1,7 @@
 """Arithmetic of node-shared reductions: what is computed on slices of memory, for every dtype and op.
 
-`FOLDS` is the table: (kind of dtype, op) -> the torch function that combines two slices into a third. A pair that is
-not in it has no meaning (MAX of complex numbers, BAND of floats) and raises TypeError before anything moves.
+Which pairs of dtype and op have a meaning is checked before, by `core.reduction`; here is what combines two slices into
+a third.
 
 - Half types (float16, bfloat16, complex32) accumulate in the wider type and round once at the end. With two
   contributions torch does exactly that inside one `add`, so they need no accumulator; with more, one kernel of torch
@@ -17,84 +17,53 @@ not in it has no meaning (MAX of complex numbers, BAND of floats) and raises Typ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import avg_pool2d
 
+from hpcdist.core.reduction import KIND_OF, WIDE, average, combining
+
 Combine = Callable[..., Any]
 Scratch = tuple[torch.Tensor, torch.Tensor]  # an accumulator, and room for a slice, both of a wider dtype
 
 
-def _numpy_combine(ufunc: Any) -> Combine:
+def by_numpy(ufunc: Any) -> Combine:
+    """Return a function of NumPy as one of torch's."""
+
     def combine(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
         ufunc(a.numpy(), b.numpy(), out=out.numpy())
 
     return combine
 
 
-_RING: dict[str, Combine] = {"SUM": torch.add, "AVG": torch.add, "PREMUL_SUM": torch.add, "PRODUCT": torch.mul}
-_ORDER: dict[str, Combine] = {"MIN": torch.minimum, "MAX": torch.maximum}
-_BITS: dict[str, Combine] = {
+# by the name of torch's op (`core.reduction.combining`)
+COMBINE: dict[str, Combine] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_NUMPY: dict[str, Combine] = {
-    "AVG": _numpy_combine(np.add),
-    "MIN": _numpy_combine(np.minimum),
-    "MAX": _numpy_combine(np.maximum),
+# of `SIGNED_TWINS`
+COMBINE_UNSIGNED: dict[str, Combine] = {
+    "AVG": by_numpy(np.add),
+    "MIN": by_numpy(np.minimum),
+    "MAX": by_numpy(np.maximum),
 }
-
-FOLDS: dict[str, dict[str, Combine]] = {
-    "float": _RING | _ORDER,
-    "complex": _RING,
-    "signed": {op: f for op, f in (_RING | _ORDER | _BITS).items() if op != "PREMUL_SUM"},
-    "unsigned": {op: f for op, f in (_RING | _NUMPY | _BITS).items() if op != "PREMUL_SUM"},
-    "bool": {
-        "SUM": torch.logical_or,
-        "MAX": torch.logical_or,
-        "PRODUCT": torch.logical_and,
-        "MIN": torch.logical_and,
-        **_BITS,
-    },
-}
-
-KINDS: dict[torch.dtype, str] = {
-    torch.float64: "float",
-    torch.float32: "float",
-    torch.float16: "float",
-    torch.bfloat16: "float",
-    torch.complex128: "complex",
-    torch.complex64: "complex",
-    torch.complex32: "complex",
-    torch.int64: "signed",
-    torch.int32: "signed",
-    torch.int16: "signed",
-    torch.int8: "signed",
-    torch.uint8: "signed",  # torch computes in it, and without a sign
-    torch.uint16: "unsigned",
-    torch.uint32: "unsigned",
-    torch.uint64: "unsigned",
-    torch.bool: "bool",
-}
-
-WIDER: dict[torch.dtype, torch.dtype] = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
-
 SIGNED_TWINS: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
 
-
-_SUMS = {"SUM", "AVG", "PREMUL_SUM"}
-_ACCUMULATING = {*_SUMS, "PRODUCT"}
+# all but float8, of which torch adds nothing
+DTYPES = tuple(dtype for dtype in KIND_OF if dtype.itemsize > 1 or not dtype.is_floating_point)
+WIDER = {dtype: wide for dtype, wide in WIDE.items() if dtype in DTYPES}
 
 STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float32 sums stay in a core's first cache
 
@@ -106,29 +75,26 @@ class Fold:
         dtype: the tensors' dtype.
         op: the op's name (`core.reduction.name_of`).
         ranks: how many contributions a result has; the divisor of AVG.
-
-    Raises:
-        TypeError: the pair has no meaning.
     """
 
     def __init__(self, dtype: torch.dtype, op: str, ranks: int) -> None:
-        kind = KINDS.get(dtype)
-        row = FOLDS.get(kind or "", {})
-        if op not in row:
-            known = ", ".join(sorted(row)) or "no reduction at all"
-            raise TypeError(f"{op} of {dtype} has no meaning; {dtype} knows {known}")
-        self.combine = row[op]
+        name = combining(dtype, op)
+        is_unsigned = dtype in SIGNED_TWINS and op in COMBINE_UNSIGNED
+        self.combine = COMBINE_UNSIGNED[op] if is_unsigned else COMBINE[name]
         # Under this dtype a slice is computed; the twin has the same bits.
-        self.dtype = SIGNED_TWINS.get(dtype, dtype) if op not in _NUMPY else dtype
-        self.wide = WIDER.get(dtype) if op in _ACCUMULATING else None
-        self.adds_stacks = self.wide is torch.float32 and op in _SUMS
+        self.dtype = dtype if is_unsigned else SIGNED_TWINS.get(dtype, dtype)
+        self.wide = WIDER.get(dtype) if name in ("SUM", "PRODUCT") else None
+        self.adds_stacks = self.wide is torch.float32 and name == "SUM"
         self.divisor = ranks if op == "AVG" else 0
-        self.kind = kind
         self.op = op
 
     def needs_scratch(self, parts: int) -> bool:
         """Say whether reducing that many slices takes an accumulator of the wider dtype."""
         return self.wide is not None and (parts > 2 or self.divisor > 0)
+
+    def scratch(self, numel: int) -> Scratch:
+        """Return memory to reduce slices of so many elements in, where `needs_scratch`."""
+        return torch.empty(numel, dtype=self.wide, device="cpu"), torch.empty(numel, dtype=self.wide, device="cpu")
 
     def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Scratch | None) -> None:
         """Reduce slices in the order given and write the result, rounded once.
@@ -185,13 +151,14 @@ class Fold:
         """Turn a sum into an average, where the op asks for one."""
         if not self.divisor:
             return
-        if self.kind == "signed":
-            torch.div(total, self.divisor, rounding_mode="trunc", out=total)
-        elif self.kind == "unsigned":
+        if total.dtype in SIGNED_TWINS:
             array = total.numpy()
             np.floor_divide(array, array.dtype.type(self.divisor), out=array)
-        elif self.kind == "complex":
-            # by parts: torch's own division of complex numbers rounds differently with the length of the slice
-            torch.view_as_real(total).div_(self.divisor)
         else:
-            total.div_(self.divisor)
+            average(total, self.divisor)
+
+
+@cache
+def fold_of(dtype: torch.dtype, op: str, ranks: int) -> Fold:
+    """Return the fold of a dtype and op, which is made once."""
+    return Fold(dtype, op, ranks)

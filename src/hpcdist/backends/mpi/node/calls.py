@@ -15,7 +15,6 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
-from hpcdist.backends.mpi.node.thresholds import node_key
 from hpcdist.backends.mpi.node.two_level import TwoLevel
 from hpcdist.core.buffers import overlap
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SINGLE, Row
@@ -58,7 +57,7 @@ class NodeCalls:
 
     def locate(self) -> Places:
         """Find out which ranks share a node; every rank calls."""
-        self._places = locate(self._comm, node_key(), self._derived)
+        self._places = locate(self._comm, self._derived)
         return self._places
 
     def connect(self) -> bool:
@@ -67,13 +66,12 @@ class NodeCalls:
         assert places is not None
         try:
             if places.nodes == 1:
-                self.shared = NodeShared(self._comm, places)
+                self.shared = NodeShared(places, self._poll, self._is_background)
             else:
-                self.shared = TwoLevel(places, self._derived)
+                self.shared = TwoLevel(places, self._derived, self._poll, self._is_background)
         except RuntimeError as error:
             warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
             return False
-        self.shared.poll = self._poll
         return True
 
     def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
@@ -87,7 +85,6 @@ class NodeCalls:
             own = recv.data_ptr() + self._comm.Get_rank() * send.nbytes
             if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
                 send = send.clone()
-        shared.is_background = self._is_background()
         SHARED_CALLS[row](shared, send, recv, op, root)
 
     def close(self, is_revoked: bool) -> None:

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold
+from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, fold_of
 from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, LINE_BYTES, NodeSlices
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
+from hpcdist.core.reduction import name_of
 
 
 class NodeShared(NodeSlices):
@@ -45,11 +46,8 @@ class NodeShared(NodeSlices):
             send: this rank's contribution.
             recv: the result, same dtype and length.
             op: a torch.distributed.ReduceOp.
-
-        Raises:
-            TypeError: the dtype has no such reduction.
         """
-        fold = self._fold(send.dtype, op)
+        fold = fold_of(send.dtype, name_of(op), self.world_size)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
         if send.dim() != 1:
@@ -130,23 +128,6 @@ class NodeShared(NodeSlices):
 
         self._exchange(block, put, get, 1)
 
-    def _put_blocks(self, source: int, block: int) -> Callable[[int, int, int], None]:
-        addresses, rank, size = self.addresses, self.rank, self.size
-
-        def put(turn: int, offset: int, length: int) -> None:
-            base = addresses[turn][rank]
-            if length == block:  # the blocks follow one another here as in the window
-                if rank:
-                    memmove(base, source, rank * block)
-                if rank + 1 < size:
-                    after = (rank + 1) * block
-                    memmove(base + after, source + after, (size - rank - 1) * block)
-                return
-            for r in self._mates:
-                memmove(base + r * length, source + r * block + offset, length)
-
-        return put
-
     def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
         """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block).
 
@@ -154,11 +135,8 @@ class NodeShared(NodeSlices):
             send: world size blocks of equal length.
             recv: one block; it may be this rank's own block of `send`.
             op: a torch.distributed.ReduceOp.
-
-        Raises:
-            TypeError: the dtype has no such reduction.
         """
-        fold = self._fold(send.dtype, op)
+        fold = fold_of(send.dtype, name_of(op), self.world_size)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
         send, recv = send.view(-1), recv.view(-1)
@@ -172,13 +150,19 @@ class NodeShared(NodeSlices):
         itemsize, numel = dtype.itemsize, recv.numel()
         own = send[rank * numel : (rank + 1) * numel]
         scratch = self.accumulator(fold, self.size, min(numel, SLOT_BYTES // itemsize))
+        addresses, source = self.addresses, send.data_ptr()
+
+        def put(turn: int, offset: int, length: int) -> None:
+            base = addresses[turn][rank]
+            for r in self._mates:
+                memmove(base + r * length, source + r * block + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
             parts = self._plan(("scattered", length, dtype), self._plan_scattered)[turn]
             low, high = offset // itemsize, (offset + length) // itemsize
             fold.reduce([own[low:high], *parts], recv[low:high], scratch)
 
-        self._exchange(block, self._put_blocks(send.data_ptr(), block), get, self.size)
+        self._exchange(block, put, get, self.size)
 
     def _plan_scattered(self, length: int, dtype: torch.dtype) -> Any:
         begin = self.rank * length

@@ -20,7 +20,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import DATATYPES
-from hpcdist.backends.mpi.node.arithmetic import WIDER, Fold, Scratch
+from hpcdist.backends.mpi.node.arithmetic import Fold
 from hpcdist.backends.mpi.node.messages import TURN_BYTES, Messages, Spans, Turns
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op
@@ -28,14 +28,6 @@ from hpcdist.core.buffers import as_bytes
 
 EARLY = 4  # pieces whose shares go before the first sums
 LINE_BYTES = 64
-
-
-def outer_scratch_of(fold: Fold, parts: int, numel: int) -> Scratch | None:
-    """Return memory to combine nodes' results in, where the fold needs it."""
-    if not fold.needs_scratch(parts):
-        return None
-    assert fold.wide is not None
-    return torch.empty(numel, dtype=fold.wide, device="cpu"), torch.empty(numel, dtype=fold.wide, device="cpu")
 
 
 class Slices:
@@ -59,7 +51,7 @@ class Slices:
         self._share = -(-length // (self._pieces * nodes * line)) * line  # elements
         self._early = min(EARLY, self._pieces)
         self._inbox = torch.empty(self._early, nodes, self._share, dtype=values.dtype, device="cpu")
-        self._scratch = outer_scratch_of(fold, nodes, self._share)
+        self._scratch = fold.scratch(self._share) if fold.needs_scratch(nodes) else None
         self._reduced = self._folded = 0  # elements that the node has reduced; pieces added up
         self._turns = Turns(messages, 2 * self._pieces * (nodes - 1), self._sends, self._receives, self._add)
         self._turns.advance()
@@ -162,7 +154,7 @@ class Reducer:
         self._comm, self._fold = comm, fold
         self._owned: tuple[MPI.Op, MPI.Datatype] | None = None
         is_ordered = fold.op in ("MIN", "MAX") and fold.dtype.is_floating_point
-        if fold.dtype in DATATYPES and fold.dtype not in WIDER and not is_ordered:
+        if fold.dtype in DATATYPES and not is_ordered:
             self._op = mpi_op(fold.dtype, fold.op)
             self._type = DATATYPES[fold.dtype]
         else:

@@ -55,7 +55,7 @@ class Messages:
         gives_way: nap at once while waiting, because the core is the computation's.
     """
 
-    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None] | None, gives_way: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None], gives_way: bool = False) -> None:
         self._comm = comm
         self._poll = poll
         self._naps_after = 0.0 if gives_way else NAP_AFTER_SECONDS
@@ -125,8 +125,7 @@ class Messages:
                     nap(now - moved)
             if now - polled > POLL_SECONDS:
                 polled = now
-                if self._poll is not None:
-                    self._poll()
+                self._poll()
 
     def finish(self) -> None:
         """Wait for all messages."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from mpi4py import MPI
 
+from hpcdist.launch.environment import NODE_KEY
 from hpcdist.launch.topology import has_rdma
 
 
@@ -37,17 +39,8 @@ class Places(NamedTuple):
         return len(self.ranks) == self.comm.Get_size()
 
 
-def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Comm]) -> MPI.Intracomm:
-    """Make the communicator of the ranks that share memory and, where given, the same node key.
-
-    Args:
-        comm: the communicator to split; every rank of it calls.
-        node_key: ranks with different keys are treated as if on different nodes; None adds nothing.
-        made: takes the new communicators as soon as they are there.
-
-    Returns:
-        A new communicator, ordered as `comm`.
-    """
+def split_node(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None) -> MPI.Intracomm:
+    """Return a new communicator of the ranks that share memory, and that have one node key; arguments of `locate`."""
     shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
     made.append(shared)
     keys = shared.allgather(node_key)
@@ -59,15 +52,16 @@ def split_node(comm: MPI.Intracomm, node_key: str | None, made: list[MPI.Comm]) 
     return node
 
 
-def locate(comm: MPI.Intracomm, node_key: str | None = None, made: list[MPI.Comm] | None = None) -> Places:
+def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = None) -> Places:
     """Find out which ranks share a node; every rank of the communicator calls.
 
     Args:
         comm: the group's communicator.
-        node_key: as for `split_node`.
         made: takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it.
+        node_key: ranks with different keys are treated as if on different nodes; by default the value of
+            ``HPCDIST_NODE_KEY``, if it is set.
     """
-    node = split_node(comm, node_key, [] if made is None else made)
+    node = split_node(comm, made, os.environ.get(NODE_KEY) if node_key is None else node_key)
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
     # two threads that do this for two groups wait for each other
     found: list[tuple[int, bool]] = comm.allgather((min(node.allgather(comm.rank)), has_rdma()))

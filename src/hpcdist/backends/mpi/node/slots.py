@@ -12,9 +12,8 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch
-from hpcdist.backends.mpi.node.places import Places, locate
+from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow
-from hpcdist.core.reduction import name_of
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
 DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
@@ -27,21 +26,22 @@ Step = Callable[[int, int, int], None]
 class NodeSlots:
     """Holds a communicator's window on each node, cut into slots, and what is kept between calls.
 
-    Construction and `close` are collective over `comm`.
+    Construction and `close` are collective over the group's communicator.
 
     Args:
-        comm: the group's communicator; it is not kept for traffic, and not freed.
-        places: where its ranks are, if that is known; the window takes over the communicator of the node.
+        places: where the group's ranks are; the window takes over the communicator of the node.
+        poll: called every few milliseconds of waiting; what it raises leaves the collective.
+        is_background: tells whether the call under way runs beside the rank's own computation.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
 
-    def __init__(self, comm: MPI.Intracomm, places: Places | None = None) -> None:
-        places = locate(comm) if places is None else places
+    def __init__(self, places: Places, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
+        comm = places.comm
         window, failure = None, ""
         try:
-            window = NodeWindow(places.node)
+            window = NodeWindow(places.node, poll, is_background)
         except MPI.Exception as error:
             failure = str(error)
         failures = [f for f in comm.allgather(failure) if f]
@@ -58,36 +58,10 @@ class NodeSlots:
         self._mates = [r for r in range(self.size) if r != self.rank]
         self._free = [0] * SLOTS
         self._turn = 0
-        self._folds: dict[Any, Fold] = {}
         self._plans: dict[Any, Any] = {}
-        self._scratch: dict[torch.dtype, Scratch] = {}
+        self._scratch: dict[torch.dtype | None, Scratch] = {}
         self._direct_bytes = DIRECT_BYTES // self.size
         self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self.size == 2 else DIRECT_HALF_BYTES
-
-    @property
-    def is_background(self) -> bool:
-        """Whether the call under way runs beside the rank's own computation."""
-        return self.window.is_background
-
-    @is_background.setter
-    def is_background(self, is_background: bool) -> None:
-        self.window.is_background = is_background
-
-    @property
-    def poll(self) -> Callable[[], None] | None:
-        """Called every few milliseconds of waiting; what it raises leaves the collective."""
-        return self.window.poll
-
-    @poll.setter
-    def poll(self, check: Callable[[], None] | None) -> None:
-        self.window.poll = check
-
-    def _fold(self, dtype: torch.dtype, op: Any) -> Fold:
-        key = (dtype, name_of(op))
-        fold = self._folds.get(key)
-        if fold is None:
-            fold = self._folds[key] = Fold(dtype, key[1], self.world_size)
-        return fold
 
     def _plan(self, key: Any, make: Callable[..., Any]) -> Any:
         plan = self._plans.get(key)
@@ -132,12 +106,9 @@ class NodeSlots:
         """Return memory to reduce so many slices of so many elements in, where the fold needs it."""
         if not fold.needs_scratch(parts):
             return None
-        assert fold.wide is not None
         scratch = self._scratch.get(fold.wide)
         if scratch is None or scratch[0].numel() < numel:
-            total, spare = (torch.empty(numel, dtype=fold.wide, device="cpu") for _ in range(2))
-            scratch = (total, spare)
-            self._scratch[fold.wide] = scratch
+            scratch = self._scratch[fold.wide] = fold.scratch(numel)
         return scratch
 
     def close(self) -> None:

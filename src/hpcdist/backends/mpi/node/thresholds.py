@@ -29,10 +29,9 @@ from pathlib import Path
 
 import torch
 
-from hpcdist.backends.mpi.node.arithmetic import KINDS, WIDER
+from hpcdist.backends.mpi.node.arithmetic import DTYPES, WIDER
 
 VARIABLE = "HPCDIST_SHM"
-NODE_KEY_VARIABLE = "HPCDIST_NODE_KEY"
 NEVER = sys.maxsize
 KIB, MIB = 1 << 10, 1 << 20
 STAND_IN = "MPICH"
@@ -181,11 +180,6 @@ def write(path: str, library: str, place: int | str, found: dict[str, int]) -> N
     read.cache_clear()
 
 
-def node_key() -> str | None:
-    """Return what stands for this rank's node where one machine imitates several, else None."""
-    return os.environ.get(NODE_KEY_VARIABLE)
-
-
 class Thresholds:
     """What one setting says about every collective.
 
@@ -242,7 +236,7 @@ class Thresholds:
         if has_rdma and is_flat and not is_half and self._everywhere is None:
             told = [self._table.get(library, {})] if self._table is not BYTES else []
         found = [next((each[kind] for each in told if kind in each), {}).get(name, NEVER) for kind in kinds]
-        if world_size == 1 or too_many or (op is not None and dtype not in KINDS) or op == "PREMUL_SUM":
+        if world_size == 1 or too_many or (op is not None and dtype not in DTYPES) or op == "PREMUL_SUM":
             return NEVER
         if min(found) == NEVER or (world_size > MOST_RANKS and name != "all_reduce"):
             return NEVER
@@ -261,7 +255,7 @@ class Thresholds:
             library: name of the MPI library as ``mpi4py.MPI.get_vendor`` gives it.
         """
         table = self.measured(library, world_size)
-        if world_size == 1 or name not in table or (op is not None and dtype not in KINDS) or op == "PREMUL_SUM":
+        if world_size == 1 or name not in table or (op is not None and dtype not in DTYPES) or op == "PREMUL_SUM":
             return NEVER
         if self._everywhere is not None:
             return self._everywhere

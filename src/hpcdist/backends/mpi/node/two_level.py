@@ -23,14 +23,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch
-from hpcdist.backends.mpi.node.internode import (
-    LINE_BYTES,
-    MPISlices,
-    Reducer,
-    Slices,
-    outer_scratch_of,
-)
+from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, fold_of
+from hpcdist.backends.mpi.node.internode import LINE_BYTES, MPISlices, Reducer, Slices
 from hpcdist.backends.mpi.node.messages import TURN_BYTES, Arrivals, Messages, Spans, Turns
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
@@ -51,16 +45,20 @@ class TwoLevel:
     Args:
         places: where the ranks are; its communicator of the node is taken over.
         made: takes each communicator as soon as it is made.
+        poll: called every few milliseconds of waiting; what it raises leaves the collective.
+        is_background: tells whether the call under way runs beside the rank's own computation.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
 
-    def __init__(self, places: Places, made: list[MPI.Comm]) -> None:
+    def __init__(
+        self, places: Places, made: list[MPI.Comm], poll: Callable[[], None], is_background: Callable[[], bool]
+    ) -> None:
         comm = places.comm
         self.rank = comm.Get_rank()
-        self._places = places
-        self._slots = None if places.is_flat else NodeSlots(comm, places)
+        self._places, self._poll, self._is_background = places, poll, is_background
+        self._slots = None if places.is_flat else NodeSlots(places, poll, is_background)
         self._comm = MPI.Intracomm(comm.Dup())
         made.append(self._comm)
         ranks = places.ranks
@@ -73,20 +71,17 @@ class TwoLevel:
             across = comm.Split(color, key=comm.rank)
             self._across = None if across == MPI.COMM_NULL else MPI.Intracomm(across)
             made += [] if self._across is None else [self._across]
-        self._folds: dict[tuple[torch.dtype, str], Fold] = {}
         self._reducers: dict[Fold, Reducer] = {}
-        self.poll: Callable[[], None] | None = None
-        self.is_background = False  # whether the call under way runs beside the rank's own computation
 
     # -- what all calls share ------------------------------------------------------------------------
 
     @contextmanager
     def _messages(self, *memory: Any) -> Iterator[Messages]:
         """Return the messages of one call, which have ended when the block does."""
-        messages = Messages(self._comm, self.poll, self.is_background)
+        messages = Messages(self._comm, self._poll, self._is_background())
         window = None if self._slots is None else self._slots.window
         if window is not None:
-            window.poll, window.is_background, window.progress = self.poll, self.is_background, messages.progress
+            window.progress = messages.progress
         try:
             yield messages
             messages.finish()
@@ -97,20 +92,15 @@ class TwoLevel:
             if window is not None:
                 window.progress = window.node.Iprobe
 
-    def _fold(self, dtype: torch.dtype, op: str) -> Fold:
-        fold = self._folds.get((dtype, op))
-        if fold is None:
-            fold = self._folds[dtype, op] = Fold(dtype, op, self._places.comm.Get_size())
-        return fold
-
     def _levels(self, dtype: torch.dtype, op: str) -> tuple[Fold, Fold]:
         """Return how to reduce in the node, and how to combine the nodes' results.
 
         Half types are rounded in between, so an average is divided before: the sum may be beyond the largest float16.
         """
-        fold = self._fold(dtype, op)
+        ranks = self._places.comm.Get_size()
+        fold = fold_of(dtype, op, ranks)
         is_divided_before = fold.wide is not None and fold.divisor and self._slots is not None
-        return fold, self._fold(dtype, "SUM") if is_divided_before else fold
+        return fold, fold_of(dtype, "SUM", ranks) if is_divided_before else fold
 
     def _reduce_in_node(
         self, fold: Fold, parts: list[torch.Tensor], out: torch.Tensor, scratch: Scratch | None
@@ -162,11 +152,7 @@ class TwoLevel:
     # -- all_reduce ----------------------------------------------------------------------------------
 
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
-        """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce).
-
-        Raises:
-            TypeError: the dtype has no such reduction.
-        """
+        """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce)."""
         inner, outer = self._levels(send.dtype, name_of(op))
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
         share = -(-send.nbytes // (self._owners * LINE_BYTES)) * LINE_BYTES  # of a slice; owner r has slice r
@@ -259,11 +245,7 @@ class TwoLevel:
     # -- reduce_scatter ------------------------------------------------------------------------------
 
     def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
-        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block).
-
-        Raises:
-            TypeError: the dtype has no such reduction.
-        """
+        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block)."""
         inner, outer = self._levels(send.dtype, name_of(op))
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
         block, item, ranks = recv.nbytes, recv.itemsize, self._places.comm.Get_size()
@@ -280,7 +262,7 @@ class TwoLevel:
         is_sent_as_it_is = not self._mates and inner is outer
         stages = torch.empty(rows, 0 if is_sent_as_it_is else len(away), width, dtype=recv.dtype, device="cpu")
         scratch = self._scratch(inner, self._size, width)
-        outer_scratch = outer_scratch_of(outer, len(others) + 1, width)
+        outer_scratch = outer.scratch(width) if outer.needs_scratch(len(others) + 1) else None
         reduced = folded = 0
 
         def sends(turn: int) -> Spans | None:

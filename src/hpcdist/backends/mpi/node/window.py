@@ -107,7 +107,7 @@ def stall(
     spins: int,
     naps_after: float,
     progress: Callable[[], Any],
-    poll: Callable[[], None] | None,
+    poll: Callable[[], None],
 ) -> None:
     """Wait until another process has raised a flag to a step.
 
@@ -130,8 +130,7 @@ def stall(
         moment = now()
         if moment - polled > POLL_SECONDS:
             polled = moment
-            if poll is not None:
-                poll()
+            poll()
         if moment - began >= naps_after:
             nap(moment - began)
 
@@ -141,16 +140,18 @@ class NodeWindow:
 
     Args:
         node: communicator of ranks that can share memory; the window takes it over and frees it.
+        poll: called every few milliseconds of waiting; what it raises ends the wait.
+        is_background: tells whether the call under way runs beside the rank's own computation.
 
     Raises:
         MPI.Exception: the MPI library cannot give shared memory (a full /dev/shm, for one).
     """
 
-    def __init__(self, node: MPI.Intracomm) -> None:
+    def __init__(self, node: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
         self.node = node
         self.rank = node.rank
         self.size = node.size
-        self.poll: Callable[[], None] | None = None
+        self._poll, self._is_background = poll, is_background
         self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
         places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
         cores = len(set().union(*(allowed for allowed, _ in places)))  # a launcher may bind each rank to its own
@@ -158,7 +159,6 @@ class NodeWindow:
             warn_of_threads(self.size, sum(threads for _, threads in places), cores)
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
-        self.is_background = False  # whether the call under way runs beside the rank's own computation
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
         self._window: MPI.Win | None = allocate_shared(self.segment_bytes, node)
         self._window.Lock_all(MPI.MODE_NOCHECK)
@@ -202,10 +202,10 @@ class NodeWindow:
         self._sync()
 
     def _stall(self, flag: memoryview, step: int) -> None:
-        is_meek = self.is_background and self._gives_way  # the core is the computation's
-        stall(
-            flag, step, 0 if is_meek else self._spins, 0.0 if is_meek else NAP_AFTER_SECONDS, self.progress, self.poll
-        )
+        if self._gives_way and self._is_background():  # the core is the computation's
+            stall(flag, step, 0, 0.0, self.progress, self._poll)
+        else:
+            stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._poll)
 
     def close(self) -> None:
         """Free the window and its communicator; collective over the node, once or often."""
