@@ -63,19 +63,19 @@ def test_a_file_stands_in_for_the_table(tmp_path):
     thresholds.write(path, "Some MPI", 8, dict.fromkeys(names, NEVER))
     measured = Thresholds(path)
     for ranks, at in ((2, 1 << 14), (3, 1 << 14), (5, NEVER), (64, NEVER)):
-        assert measured.of("all_reduce", torch.float32, "SUM", ranks, "Some MPI") == at
+        assert measured.of("all_reduce", torch.float32, "SUM", 1, ranks, "Some MPI", False) == at
     thresholds.write(path, "Some MPI", thresholds.NODES[True], {"all_reduce": 1 << 13})
     measured = Thresholds(path)
-    assert measured.of("all_reduce", torch.float32, "SUM", 2, "Some MPI") == 1 << 14
-    assert measured.across("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", False) == 1 << 13
-    assert measured.across("broadcast", torch.float32, None, 4, 4, "Some MPI", False) == NEVER
-    assert measured.across("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", True) == 1 << 13
+    assert measured.of("all_reduce", torch.float32, "SUM", 1, 2, "Some MPI", False) == 1 << 14
+    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", False) == 1 << 13
+    assert measured.of("broadcast", torch.float32, None, 4, 4, "Some MPI", False) == NEVER
+    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", True) == 1 << 13
     several = thresholds.BYTES["MPICH"][thresholds.NODES[False]]  # what the file does not tell
-    assert measured.across("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI", False) == several["all_reduce"]
+    assert measured.of("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI", False) == several["all_reduce"]
     table = thresholds.BYTES["Open MPI"][2]
-    assert measured.of("broadcast", torch.float32, None, 2, "Open MPI") == table["broadcast"]
-    assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 2, "Some MPI") == NEVER
-    assert measured.of("all_reduce", torch.float32, "SUM", 1, "Some MPI") == NEVER
+    assert measured.of("broadcast", torch.float32, None, 1, 2, "Open MPI", False) == table["broadcast"]
+    assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 1, 2, "Some MPI", False) == NEVER
+    assert measured.of("all_reduce", torch.float32, "SUM", 1, 1, "Some MPI", False) == NEVER
     for content in ("not JSON", "[]", '{"Some MPI": {"two": {}}}'):
         wrong = tmp_path / "wrong.json"
         wrong.write_text(content)
@@ -105,7 +105,7 @@ def test_a_window_is_made_only_on_first_use(comm, monkeypatch):
     assert node.shared is None
     dist.all_reduce(torch.ones(4 << 20), group=group)
     library = runtime.load().get_vendor()[0]
-    at = Thresholds().of("all_reduce", torch.float32, "SUM", comm.size, library)
+    at = Thresholds().of("all_reduce", torch.float32, "SUM", 1, comm.size, library, False)
     assert (node.shared is not None) == (at <= 16 << 20)
     if isinstance(node.shared, NodeShared):  # on one host
         assert node.shared.window.segment_bytes <= 8 << 20

@@ -66,14 +66,7 @@ class Plans:
         if lasts and self._has_window:
             name = None if op is None else name_of(op)
             library = MPI.get_vendor()[0]
-            found = []
-            if self.nodes <= 1:
-                found.append(self.thresholds.of(row.name, dtype, name, self.size, library))
-            if self.nodes != 1:
-                found.append(
-                    self.thresholds.across(row.name, dtype, name, self.nodes, self.size, library, self.has_rdma)
-                )
-            shared_from = min(found)
+            shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.size, library, self.has_rdma)
         made = Plan(reduction, shared_from)
         if lasts:
             self._made[row, dtype, id(op)] = made

@@ -130,11 +130,9 @@ def explain(bench: Bench) -> None:
     found = thresholds.Thresholds.from_environment()
     for name in found.measured(vendor, bench.size):
         op = "SUM" if "reduce" in name else None
-        dtypes = (torch.float32, torch.bfloat16)
-        if nodes > 1:
-            starts = [found.across(name, dtype, op, nodes, bench.size, vendor, rdma) for dtype in dtypes]
-        else:
-            starts = [found.of(name, dtype, op, bench.size, vendor) for dtype in dtypes]
+        starts = (
+            found.of(name, dtype, op, nodes, bench.size, vendor, rdma) for dtype in (torch.float32, torch.bfloat16)
+        )
         made.add_row(name, *map(least, starts))
     console.print(made)
     source = "measured for this library"

@@ -210,53 +210,60 @@ class Thresholds:
         """Yield what is known of a library: the setting's file first, a similar library last."""
         yield from (self._table.get(library, {}), BYTES.get(library, {}), BYTES[STAND_IN])
 
-    def measured(self, library: str, world_size: int) -> dict[str, int]:
+    def measured(self, library: str, size: int) -> dict[str, int]:
         """Return what was measured for a library with the number of ranks that comes nearest, by ratio."""
         by_ranks = next(
             found
             for told in self._told(library)
             if (found := {ranks: rows for ranks, rows in told.items() if isinstance(ranks, int)})
         )
-        return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / world_size, world_size / ranks))]
+        return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / size, size / ranks))]
 
-    def across(
-        self, name: str, dtype: torch.dtype, op: str | None, nodes: int, world_size: int, library: str, has_rdma: bool
+    def of(
+        self, name: str, dtype: torch.dtype, op: str | None, nodes: int, ranks: int, library: str, has_rdma: bool
     ) -> int:
-        """Return the same for ranks on several nodes; the least for any number of nodes if that is 0.
-
-        Args:
-            has_rdma: whether a node has a card for RDMA, which the table does not know: then MPI carries out the calls
-                of nodes of one rank, but for half types, unless the setting's file has them.
-        """
-        is_flat = nodes == world_size
-        is_half = op is not None and dtype in WIDER
-        too_many = nodes > MOST_NODES and (is_flat or name != "all_reduce")
-        kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
-        told = list(self._told(library))
-        if has_rdma and is_flat and not is_half and self._everywhere is None:
-            told = [self._table.get(library, {})] if self._table is not BYTES else []
-        found = [next((each[kind] for each in told if kind in each), {}).get(name, NEVER) for kind in kinds]
-        if world_size == 1 or too_many or (op is not None and dtype not in DTYPES) or op == "PREMUL_SUM":
-            return NEVER
-        if min(found) == NEVER or (world_size > MOST_RANKS and name != "all_reduce"):
-            return NEVER
-        if self._everywhere is not None:
-            return self._everywhere
-        return min(found) // (HALF_PART if is_half else 1)
-
-    def of(self, name: str, dtype: torch.dtype, op: str | None, world_size: int, library: str) -> int:
-        """Return from how many bytes on a collective goes through shared memory; ``NEVER`` if it does not.
+        """Return from how many bytes on hpcdist carries a collective out itself; ``NEVER`` if it does not.
 
         Args:
             name: the row's name, such as "all_reduce".
             dtype: the tensors' dtype.
             op: the reduction's name, None if nothing is reduced.
-            world_size: ranks of the group.
+            nodes: that the ranks are on; if it is 0, the least for any number of nodes.
+            ranks: of the group.
             library: name of the MPI library as ``mpi4py.MPI.get_vendor`` gives it.
+            has_rdma: whether a node has a card for RDMA, which the table does not know: then MPI carries out the calls
+                of nodes of one rank, but for half types, unless the setting's file has them.
         """
-        table = self.measured(library, world_size)
-        if world_size == 1 or name not in table or (op is not None and dtype not in DTYPES) or op == "PREMUL_SUM":
+        if ranks == 1 or op == "PREMUL_SUM" or (op is not None and dtype not in DTYPES):
+            return NEVER
+        is_half = op is not None and dtype in WIDER
+        found = []
+        if nodes <= 1:
+            found.append(self._within(name, is_half, ranks, library))
+        if nodes != 1:
+            found.append(self._across(name, is_half, nodes, ranks, library, has_rdma))
+        return min(found)
+
+    def _within(self, name: str, is_half: bool, ranks: int, library: str) -> int:
+        table = self.measured(library, ranks)
+        if name not in table:
             return NEVER
         if self._everywhere is not None:
             return self._everywhere
-        return HALF_BYTES if op is not None and dtype in WIDER else table[name]
+        return HALF_BYTES if is_half else table[name]
+
+    def _across(self, name: str, is_half: bool, nodes: int, ranks: int, library: str, has_rdma: bool) -> int:
+        is_flat = nodes == ranks
+        too_many = nodes > MOST_NODES and (is_flat or name != "all_reduce")
+        if too_many or (ranks > MOST_RANKS and name != "all_reduce"):
+            return NEVER
+        told = list(self._told(library))
+        if has_rdma and is_flat and not is_half and self._everywhere is None:
+            told = [self._table.get(library, {})] if self._table is not BYTES else []
+        kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
+        least = min(next((each[kind] for each in told if kind in each), {}).get(name, NEVER) for kind in kinds)
+        if least == NEVER:
+            return NEVER
+        if self._everywhere is not None:
+            return self._everywhere
+        return least // HALF_PART if is_half else least
