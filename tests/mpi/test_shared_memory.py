@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi.node import slices, slots, window
+from hpcdist.backends.mpi.node import collectives, slices, window
 from hpcdist.backends.mpi.node.arithmetic import DTYPES
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import locate
@@ -28,9 +28,9 @@ EDGES = sorted(
         max(1, edge // ITEM + more)
         for edge in (
             64,
-            slots.DIRECT_HALF_BYTES // 2,
-            slots.DIRECT_HALF_BYTES_OF_TWO // 2,
-            *(slots.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
+            collectives.DIRECT_HALF_BYTES // 2,
+            collectives.DIRECT_HALF_BYTES_OF_TWO // 2,
+            *(collectives.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
             slices.CHUNK_BYTES,
             slices.CHUNK_BYTES_OF_TWO,
             window.SLOT_BYTES,

@@ -8,10 +8,10 @@ other ranks of the node have published theirs, read.
 - Large all_reduce ("sliced", in `slices`): each rank reduces its own slice of every chunk.
 - broadcast, all_gather_single, reduce_scatter_single: put, publish, wait, read; one step a chunk.
 
-When may a slot be overwritten? `_free[slot]` is the step that every mate must have published first. A rank publishes
-step t + 1 only after the reads of step t, so this is t + 1 in the plain rhythm, t + 2 where a rank puts its next chunk
-before it reads. Slots are used in turn, also from one collective to the next, so a rank only ever waits for steps
-smaller than the one it is about to publish: no circle of waiting can arise.
+When may a slot be overwritten? `NodeSlots.free[slot]` is the step that every mate must have published first. A rank
+publishes step t + 1 only after the reads of step t, so this is t + 1 in the plain rhythm, t + 2 where a rank puts its
+next chunk before it reads. Slots are used in turn, also from one collective to the next, so a rank only ever waits for
+steps smaller than the one it is about to publish: no circle of waiting can arise.
 
 Data moves by `memmove` on addresses, which takes 0.3 µs for the call, releases the GIL and knows no dtype; sums are
 torch's.
@@ -26,18 +26,37 @@ from typing import Any
 import torch
 
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, fold_of
-from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, LINE_BYTES, NodeSlices
+from hpcdist.backends.mpi.node.places import Places
+from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, LINE_BYTES, SlicedAllReduce
+from hpcdist.backends.mpi.node.slots import NodeSlots
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
 from hpcdist.core.reduction import name_of
 
+DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
+DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
+DIRECT_HALF_BYTES_OF_TWO = 1 << 17
 
-class NodeShared(NodeSlices):
+
+class NodeShared:
     """Runs collectives of one communicator through memory shared on the node.
 
     The methods are collective: same order, sizes, dtypes and ops on every rank. Tensors are contiguous, of any shape,
     on the CPU and checked by the caller; `send` may be `recv`. A result is visible when the method returns.
-    PREMUL_SUM expects the factor already applied.
+    PREMUL_SUM expects the factor already applied. Construction and `close` are collective too.
+
+    Args:
+        places, poll, is_background: as for `NodeSlots`; all of the group's ranks are on one node.
+
+    Raises:
+        RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
+
+    def __init__(self, places: Places, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
+        self._slots = slots = NodeSlots(places, poll, is_background)
+        self.window, self.rank, self.size = slots.window, slots.rank, slots.size
+        self._sliced = SlicedAllReduce(slots)
+        self._direct_bytes = DIRECT_BYTES // slots.size
+        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if slots.size == 2 else DIRECT_HALF_BYTES
 
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
         """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce).
@@ -47,31 +66,31 @@ class NodeShared(NodeSlices):
             recv: the result, same dtype and length.
             op: a torch.distributed.ReduceOp.
         """
-        fold = fold_of(send.dtype, name_of(op), self.world_size)
+        fold = fold_of(send.dtype, name_of(op), self.size)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
         if send.dim() != 1:
             send, recv = send.view(-1), recv.view(-1)
-        size = send.nbytes
-        if size <= (self._direct_bytes if fold.wide is None else self._direct_half_bytes):
+        if send.nbytes <= (self._direct_bytes if fold.wide is None else self._direct_half_bytes):
             self._all_reduce_direct(send, recv, fold)
         else:
-            self._all_reduce_sliced(send, recv, fold, size)
+            self._sliced.run(send, recv, fold)
 
     def _plan_direct(self, numel: int, dtype: torch.dtype) -> Any:
         size = numel * dtype.itemsize
-        return [[part[:size].view(dtype) for part in slot] for slot in self.slots]
+        return [[part[:size].view(dtype) for part in slot] for slot in self._slots.slots]
 
     def _all_reduce_direct(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        window, numel, turn = self.window, send.numel(), self._turn
-        parts = self._plan(("direct", numel, fold.dtype), self._plan_direct)[turn]
-        window.wait(self._free[turn])
-        memmove(self.addresses[turn][self.rank], send.data_ptr(), send.nbytes)
+        slots, window, numel = self._slots, self.window, send.numel()
+        turn = slots.turn
+        parts = slots.plan(("direct", numel, fold.dtype), self._plan_direct)[turn]
+        window.wait(slots.free[turn])
+        memmove(slots.addresses[turn][self.rank], send.data_ptr(), send.nbytes)
         step = window.publish()
-        self._free[turn] = step + 1
-        self._turn = (turn + 1) % SLOTS
+        slots.free[turn] = step + 1
+        slots.turn = (turn + 1) % SLOTS
         window.wait(step)
-        fold.reduce(parts, recv, self.accumulator(fold, self.size, numel))
+        fold.reduce(parts, recv, slots.accumulator(fold, self.size, numel))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` of one rank to all (MPI_Bcast).
@@ -80,20 +99,20 @@ class NodeShared(NodeSlices):
             tensor: read on `root`, written on the others.
             root: a rank of the communicator.
         """
-        window, address, size = self.window, tensor.data_ptr(), tensor.nbytes
+        slots, window, address, size = self._slots, self.window, tensor.data_ptr(), tensor.nbytes
         chunk = min(SLOT_BYTES, max(CHUNK_BYTES // 4, size // 8))
         for offset in range(0, size, chunk):
-            turn, length = self._turn, min(chunk, size - offset)
+            turn, length = slots.turn, min(chunk, size - offset)
             if self.rank == root:
-                window.wait(self._free[turn])
-                memmove(self.addresses[turn][root], address + offset, length)
+                window.wait(slots.free[turn])
+                memmove(slots.addresses[turn][root], address + offset, length)
                 step = window.publish()
             else:
                 step = window.publish()
                 window.wait_for(root, step)
-                memmove(address + offset, self.addresses[turn][root], length)
-            self._free[turn] = step + 1
-            self._turn = (turn + 1) % SLOTS
+                memmove(address + offset, slots.addresses[turn][root], length)
+            slots.free[turn] = step + 1
+            slots.turn = (turn + 1) % SLOTS
 
     def _exchange(
         self,
@@ -104,7 +123,7 @@ class NodeShared(NodeSlices):
         unit: int = LINE_BYTES,
     ) -> None:
         """Run put and get over all chunks of a block, where a slot holds `per` chunks, of so many units each."""
-        self.exchange(block, min(SLOT_BYTES // per // unit * unit, block), put, get)
+        self._slots.exchange(block, min(SLOT_BYTES // per // unit * unit, block), put, get)
 
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
         """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather).
@@ -113,7 +132,7 @@ class NodeShared(NodeSlices):
             send: this rank's part; it may be its own place in `recv`.
             recv: world size times as long, in rank order.
         """
-        addresses, rank, block = self.addresses, self.rank, send.nbytes
+        addresses, rank, block = self._slots.addresses, self.rank, send.nbytes
         source, target = send.data_ptr(), recv.data_ptr()
         if target + rank * block != source:
             memmove(target + rank * block, source, block)
@@ -123,7 +142,7 @@ class NodeShared(NodeSlices):
 
         def get(turn: int, offset: int, length: int) -> None:
             slot = addresses[turn]
-            for r in self._mates:
+            for r in self._slots.mates:
                 memmove(target + r * block + offset, slot[r], length)
 
         self._exchange(block, put, get, 1)
@@ -136,29 +155,29 @@ class NodeShared(NodeSlices):
             recv: one block; it may be this rank's own block of `send`.
             op: a torch.distributed.ReduceOp.
         """
-        fold = fold_of(send.dtype, name_of(op), self.world_size)
+        fold = fold_of(send.dtype, name_of(op), self.size)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
         send, recv = send.view(-1), recv.view(-1)
-        if self._stacks(fold):
+        if self._slots.stacks(fold):
             self._reduce_scatter_stacked(send, recv, fold)
         else:
             self._reduce_scatter_apart(send, recv, fold)
 
     def _reduce_scatter_apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        dtype, rank, block = fold.dtype, self.rank, recv.nbytes
+        slots, dtype, rank, block = self._slots, fold.dtype, self.rank, recv.nbytes
         itemsize, numel = dtype.itemsize, recv.numel()
         own = send[rank * numel : (rank + 1) * numel]
-        scratch = self.accumulator(fold, self.size, min(numel, SLOT_BYTES // itemsize))
-        addresses, source = self.addresses, send.data_ptr()
+        scratch = slots.accumulator(fold, self.size, min(numel, SLOT_BYTES // itemsize))
+        source = send.data_ptr()
 
         def put(turn: int, offset: int, length: int) -> None:
-            base = addresses[turn][rank]
-            for r in self._mates:
+            base = slots.addresses[turn][rank]
+            for r in slots.mates:
                 memmove(base + r * length, source + r * block + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
-            parts = self._plan(("scattered", length, dtype), self._plan_scattered)[turn]
+            parts = slots.plan(("scattered", length, dtype), self._plan_scattered)[turn]
             low, high = offset // itemsize, (offset + length) // itemsize
             fold.reduce([own[low:high], *parts], recv[low:high], scratch)
 
@@ -166,10 +185,11 @@ class NodeShared(NodeSlices):
 
     def _plan_scattered(self, length: int, dtype: torch.dtype) -> Any:
         begin = self.rank * length
-        return [[slot[r][begin : begin + length].view(dtype) for r in self._mates] for slot in self.slots]
+        slots = self._slots
+        return [[slot[r][begin : begin + length].view(dtype) for r in slots.mates] for slot in slots.slots]
 
     def _reduce_scatter_stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        rank, addresses, block = self.rank, self.addresses, recv.nbytes
+        rank, addresses, block = self.rank, self._slots.addresses, recv.nbytes
         source, target, width = send.data_ptr(), recv.data_ptr(), STACK_WIDTH * fold.dtype.itemsize
 
         def row(length: int) -> int:
@@ -181,7 +201,11 @@ class NodeShared(NodeSlices):
                 memmove(addresses[turn][r] + begin, source + r * block + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
-            total = fold.add_stack(self._plan(("stacked", row(length), fold.dtype), self._plan_stacked)[turn])
+            total = fold.add_stack(self._slots.stack(row(length), fold.dtype)[turn])
             memmove(target + offset, total.data_ptr(), length)
 
         self._exchange(block, put, get, self.size, width)
+
+    def close(self) -> None:
+        """Free the window; collective over the node, once or often."""
+        self._slots.close()

@@ -36,17 +36,23 @@ Step = Callable[[int, int], None]  # takes the chunk's number and its slot
 Slices = tuple[int, Step, Step, Step]  # how many chunks there are, and how one is put, reduced and collected
 
 
-class NodeSlices(NodeSlots):
-    """Runs large all_reduces of one communicator through memory shared on the node."""
+class SlicedAllReduce:
+    """Runs large all_reduces of one communicator through memory shared on the node.
 
-    def _stacks(self, fold: Fold) -> bool:
-        """Tell whether the parts of a fold lie one after another."""
-        rows = SLOT_BYTES // (STACK_WIDTH * fold.dtype.itemsize)
-        return fold.adds_stacks and 2 < self.size <= rows
+    Args:
+        slots: the node's.
+    """
 
-    def _all_reduce_sliced(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> None:
-        window, free, first = self.window, self._free, self._turn
-        count, put, reduce, collect = (self._stacked if self._stacks(fold) else self._apart)(send, recv, fold, size)
+    def __init__(self, slots: NodeSlots) -> None:
+        self._slots = slots
+        self._rank, self._size = slots.rank, slots.size
+
+    def run(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
+        """Reduce the flat `send` of all ranks into `recv` of all ranks."""
+        slots = self._slots
+        window, free, first = slots.window, slots.free, slots.turn
+        lay_out = self._stacked if slots.stacks(fold) else self._apart
+        count, put, reduce, collect = lay_out(send, recv, fold, send.nbytes)
 
         def begin(c: int) -> int:
             slot = (first + c) % SLOTS
@@ -69,41 +75,42 @@ class NodeSlices(NodeSlots):
                 end(c - 1, reduced)
             step, reduced = following, done
         end(count - 1, reduced)
-        self._turn = (first + count) % SLOTS
-        self._free = [window.publish()] * SLOTS
+        slots.turn = (first + count) % SLOTS
+        slots.free = [window.publish()] * SLOTS
 
     # -- parts apart ---------------------------------------------------------------------------------
 
     def _plan_apart(self, numel: int, whole: int, dtype: torch.dtype) -> Any:
         """Say who owns what of a chunk of `numel` elements, where a full chunk has `whole`."""
-        rank, owners = self.rank, self.size
+        rank, owners = self._rank, self._size
         line = max(1, LINE_BYTES // dtype.itemsize)
         share = -(-whole // (owners * line)) * line
         bounds = [min(numel, r * share) for r in range(owners + 1)]
         begin, end = bounds[rank], bounds[rank + 1]
         slots = []
-        for slot in self.slots:
+        for slot in self._slots.slots:
             views = [part[: numel * dtype.itemsize].view(dtype) for part in slot]
-            slots.append([views[r][begin:end] for r in self._mates])
+            slots.append([views[r][begin:end] for r in self._slots.mates])
         sizes = [(r, bounds[r] * dtype.itemsize, (bounds[r + 1] - bounds[r]) * dtype.itemsize) for r in range(owners)]
         others = [piece for piece in sizes if piece[0] != rank and piece[2]]
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
 
     def _chunk_bytes(self, size: int, fold: Fold) -> int:
-        largest = CHUNK_BYTES_OF_TWO if self.world_size == 2 else SLOT_BYTES
-        if fold.wide is not None and self.world_size > 2:
-            largest = min(largest, self.size * WIDENED_BYTES)
+        largest = CHUNK_BYTES_OF_TWO if self._size == 2 else SLOT_BYTES
+        if fold.wide is not None and self._size > 2:
+            largest = min(largest, self._size * WIDENED_BYTES)
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
         return -(-size // (count * LINE_BYTES)) * LINE_BYTES
 
     def _apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Slices:
-        rank, addresses, numel = self.rank, self.addresses, send.numel()
+        slots, rank, numel = self._slots, self._rank, send.numel()
+        addresses = slots.addresses
         chunk = self._chunk_bytes(size, fold)
         count = -(-size // chunk)
         stride = chunk // fold.dtype.itemsize
-        whole = self._plan(("apart", stride, stride, fold.dtype), self._plan_apart)
-        rest = self._plan(("apart", numel - (count - 1) * stride, stride, fold.dtype), self._plan_apart)
-        scratch = self.accumulator(fold, self.size, whole[1] - whole[0])
+        whole = slots.plan(("apart", stride, stride, fold.dtype), self._plan_apart)
+        rest = slots.plan(("apart", numel - (count - 1) * stride, stride, fold.dtype), self._plan_apart)
+        scratch = slots.accumulator(fold, self._size, whole[1] - whole[0])
         source, target = send.data_ptr(), recv.data_ptr()
         begin, end = whole[0], whole[1]
 
@@ -142,18 +149,15 @@ class NodeSlices(NodeSlots):
 
     # -- parts stacked -------------------------------------------------------------------------------
 
-    def _plan_stacked(self, share: int, dtype: torch.dtype) -> Any:
-        """Show this rank's part of each slot as a stack of one row a rank, of `share` bytes each."""
-        return [slot[self.rank][: self.size * share].view(dtype).view(self.size, -1) for slot in self.slots]
-
     def _stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Slices:
-        rank, ranks, mates, addresses = self.rank, self.size, self._mates, self.addresses
+        slots, rank, ranks = self._slots, self._rank, self._size
+        mates, addresses = slots.mates, slots.addresses
         width = STACK_WIDTH * fold.dtype.itemsize
         largest = SLOT_BYTES // (ranks * width) * ranks * width
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
         share = -(-size // (count * ranks * width)) * width  # the rows of a stack are full to the end of the slice
         chunk = ranks * share
-        stacks = self._plan(("stacked", share, fold.dtype), self._plan_stacked)
+        stacks = slots.stack(share, fold.dtype)
         source, target = send.data_ptr(), recv.data_ptr()
 
         def put(c: int, slot: int) -> None:

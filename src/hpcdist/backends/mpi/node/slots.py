@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch
+from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow
 
-DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
-DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
-DIRECT_HALF_BYTES_OF_TWO = 1 << 17
 PLANS = 64
 
 Step = Callable[[int, int, int], None]
@@ -32,6 +29,13 @@ class NodeSlots:
         places: where the group's ranks are; the window takes over the communicator of the node.
         poll: called every few milliseconds of waiting; what it raises leaves the collective.
         is_background: tells whether the call under way runs beside the rank's own computation.
+
+    Attributes:
+        slots: the bytes of each slot, by number and by node rank.
+        addresses: where they begin.
+        free: of each slot, the step that every mate must have published before this rank writes to it.
+        turn: the slot that is next.
+        mates: the other ranks of the node.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
@@ -50,20 +54,19 @@ class NodeSlots:
                 window.close()
             raise RuntimeError(f"no shared-memory window on {len(failures)} of {comm.size} ranks: {failures[0]}")
         self.window = window
-        self.rank, self.size, self.world_size = window.rank, window.size, comm.size
+        self.rank, self.size = window.rank, window.size
         self.slots = [
             [segment[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for segment in window.segments] for i in range(SLOTS)
         ]
         self.addresses = [[part.data_ptr() for part in slot] for slot in self.slots]
-        self._mates = [r for r in range(self.size) if r != self.rank]
-        self._free = [0] * SLOTS
-        self._turn = 0
+        self.mates = [r for r in range(self.size) if r != self.rank]
+        self.free = [0] * SLOTS
+        self.turn = 0
         self._plans: dict[Any, Any] = {}
         self._scratch: dict[torch.dtype | None, Scratch] = {}
-        self._direct_bytes = DIRECT_BYTES // self.size
-        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self.size == 2 else DIRECT_HALF_BYTES
 
-    def _plan(self, key: Any, make: Callable[..., Any]) -> Any:
+    def plan(self, key: Any, make: Callable[..., Any]) -> Any:
+        """Return what ``make`` says of all of a key but its first entry, which tells kinds of plans apart; kept."""
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= PLANS:
@@ -84,13 +87,13 @@ class NodeSlots:
         count = -(-block // chunk)
 
         def publish(c: int) -> tuple[int, int, int, int]:
-            turn, offset = self._turn, c * chunk
+            turn, offset = self.turn, c * chunk
             length = min(chunk, block - offset)
-            window.wait(self._free[turn])
+            window.wait(self.free[turn])
             put(turn, offset, length)
             step = window.publish()
-            self._free[turn] = step + 2
-            self._turn = (turn + 1) % SLOTS
+            self.free[turn] = step + 2
+            self.turn = (turn + 1) % SLOTS
             return step, turn, offset, length
 
         ahead = publish(0)
@@ -100,7 +103,20 @@ class NodeSlots:
                 ahead = publish(c + 1)
             window.wait(step)
             get(turn, offset, length)
-        self._free[turn] = step + 1
+        self.free[turn] = step + 1
+
+    def stacks(self, fold: Fold) -> bool:
+        """Tell whether each rank puts its part of a slice in the segment of the rank that reduces it (`slices`)."""
+        rows = SLOT_BYTES // (STACK_WIDTH * fold.dtype.itemsize)
+        return fold.adds_stacks and 2 < self.size <= rows
+
+    def stack(self, share: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return this rank's part of each slot as a stack of one row a rank, of `share` bytes each."""
+        stacks: list[torch.Tensor] = self.plan(("stacked", share, dtype), self._plan_stacked)
+        return stacks
+
+    def _plan_stacked(self, share: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [slot[self.rank][: self.size * share].view(dtype).view(self.size, -1) for slot in self.slots]
 
     def accumulator(self, fold: Fold, parts: int, numel: int) -> Scratch | None:
         """Return memory to reduce so many slices of so many elements in, where the fold needs it."""
