@@ -94,7 +94,7 @@ def test_nodes_that_do_not_meet():
         {"network": {**alone, "node": "a", "failed": [("b", "name", "b.example", "timed out")]}},
         {"network": {**alone, "node": "b", "failed": [("a", "ib0", "10.1.0.1", "refused")]}},
     ]
-    findings = network.judge(ranks)
+    findings = list(network.judge(ranks))
     assert found(findings, "1 pairs of nodes do not meet").level == PROBLEM
     assert found(findings, "b does not reach a on ib0").level == ADVICE
 
@@ -112,10 +112,10 @@ def test_nodes_that_exchange_no_datagrams_and_names_that_mean_the_loopback():
             }
         }
 
-    well = network.judge([rank("a", "b", "10.0.0.1", 0.2), rank("b", "a", "10.0.0.2", 0.3)])
+    well = list(network.judge([rank("a", "b", "10.0.0.1", 0.2), rank("b", "a", "10.0.0.2", 0.3)]))
     assert levels(well) == {OK, NOTE}
     assert found(well, "2 directed pairs exchange UDP")
-    ill = network.judge([rank("a", "b", "127.0.1.1", "no answer in 2 s"), rank("b", "a", "10.0.0.2", 0.3)])
+    ill = list(network.judge([rank("a", "b", "127.0.1.1", "no answer in 2 s"), rank("b", "a", "10.0.0.2", 0.3)]))
     assert found(ill, "1 of 2 directed pairs of nodes that meet by TCP exchange no UDP").level == PROBLEM
     named = found(ill, "the name a means the loopback (127.0.1.1)")
     assert named.level == ADVICE

@@ -19,6 +19,7 @@ from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.ranks import by_value
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.logs import LOG, of
@@ -137,10 +138,7 @@ def nodes(parent: Group) -> list[list[int]]:
     carrier = parent.any_backend()
     carrier.settle()
     keys = carrier.objects.all_gather(environment.node_key())
-    by_node: dict[str, list[int]] = {}
-    for global_rank, key in zip(parent.ranks, keys, strict=True):
-        by_node.setdefault(key, []).append(global_rank)
-    return list(by_node.values())
+    return [[parent.ranks[rank] for rank in those] for those in by_value(keys).values()]
 
 
 def new_subgroups_by_enumeration(

@@ -18,8 +18,6 @@ from hpcdist.watch import timing
 from hpcdist.watch.timeline import RankRow, Row, Share, Timeline
 from hpcdist.watch.timing import TimedCall
 
-__all__ = ["Profile", "profile"]
-
 PING_TAG = 32_702  # beside monitored_barrier's
 PINGS = 10  # the quickest of so many says how two clocks differ
 

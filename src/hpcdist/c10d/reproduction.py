@@ -10,8 +10,6 @@ from hpcdist.core.agreement import check_same
 from hpcdist.core.reproducible import EXACTLY, IN_ORDER
 from hpcdist.core.world import WORLD
 
-__all__ = ["reproducible"]
-
 VARIABLE = "HPCDIST_REPRODUCIBLE"  # 1: in rank order; exact: whatever the number of ranks
 MODES = {"0": None, "1": IN_ORDER, "exact": EXACTLY}
 

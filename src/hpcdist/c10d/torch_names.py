@@ -6,39 +6,12 @@ beside c10d's functions. They take a group, and a group of ours is one.
 
 from __future__ import annotations
 
-from typing import Any
-
+from hpcdist.c10d.queries import is_outside
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.world import NON_GROUP_MEMBER, resolve
+from hpcdist.core.world import resolve
 from hpcdist.torch_bridge.private_names import named
 
-__all__ = [
-    "_DEFAULT_FIRST_BUCKET_BYTES",
-    "BuiltinCommHookType",
-    "GradBucket",
-    "Logger",
-    "ProcessGroupGloo",
-    "Reducer",
-    "_Backend",
-    "_ControlCollectives",
-    "_StoreCollectives",
-    "_Work",
-    "_broadcast_coalesced",
-    "_compute_bucket_assignment_by_size",
-    "_create_process_group_wrapper",
-    "_get_process_group_name",
-    "_make_nccl_premul_sum",
-    "_rank_not_in_group",
-    "_register_builtin_comm_hook",
-    "_register_comm_hook",
-    "_remote_device",
-    "_test_python_store",
-    "_time_estimator",
-    "_verify_params_across_processes",
-]
-
-
-_DEFAULT_FIRST_BUCKET_BYTES = named("_DEFAULT_FIRST_BUCKET_BYTES")
+_DEFAULT_FIRST_BUCKET_BYTES = named_DEFAULT_FIRST_BUCKET_BYTES = named("_DEFAULT_FIRST_BUCKET_BYTES")
 BuiltinCommHookType = named("BuiltinCommHookType")
 GradBucket = named("GradBucket")
 Logger = named("Logger")
@@ -58,11 +31,7 @@ _remote_device = named("_remote_device")
 _test_python_store = named("_test_python_store")
 _time_estimator = named("_time_estimator")
 _verify_params_across_processes = named("_verify_params_across_processes")
-
-
-def _rank_not_in_group(group: Any) -> bool:
-    """Tell whether a group stands for one that this rank is not in (c10d's private name)."""
-    return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
+_rank_not_in_group = is_outside
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:

@@ -31,7 +31,7 @@ from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import canonical, issue
 from hpcdist.core.point_to_point import dense
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import AVG, SUM
 from hpcdist.core.table import (
     ALL_GATHER,
@@ -210,10 +210,7 @@ def agree(
     if is_fit and len(set(forms)) == 1:
         return list(theirs), any(recorded)
     all_gather_object(heads, form, pg)
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(heads):
-        ranks.setdefault(text, []).append(rank)
-    found = "; ".join(f"{text} of {listed(those)}" for text, those in ranks.items())
+    found = "; ".join(f"{text} of {listed(those)}" for text, those in by_value(heads).items())
     raise MismatchError(
         f"{call}: the ranks' tensors do not fit: {found}; expected a dimension {dim}, and otherwise "
         "one dtype, device type and shape"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.cli import web_page
 from hpcdist.cli.job_arguments import described
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import listed, plural
 from hpcdist.watch import inspection, report
 from hpcdist.watch.side_channel import Place, SideChannel
 from hpcdist.watch.timeline import aligned_text, sized
@@ -157,7 +157,7 @@ def look(job: Job) -> Picture:
             )
         )
     stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
-    title = f"{job.program}, {len(places)} rank{'s' * (len(places) > 1)}, {time.strftime('%H:%M:%S')}"
+    title = f"{job.program}, {plural(len(places), 'rank')}, {time.strftime('%H:%M:%S')}"
     return Picture(title, ranks, rows, tallied(answers), stacks, late)
 
 

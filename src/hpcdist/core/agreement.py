@@ -15,7 +15,7 @@ import torch
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError, MismatchError, explained
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE
 
@@ -46,9 +46,7 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
     everyone = backend.objects.all_gather(settings)
     differences = []
     for name in settings:
-        ranks: dict[str, list[int]] = {}
-        for rank, found in enumerate(everyone):
-            ranks.setdefault(found.get(name, "not known"), []).append(rank)
+        ranks = by_value(found.get(name, "not known") for found in everyone)
         if len(ranks) > 1:
             values = [f"{value[:SHOWN]!r} on {listed(those)}" for value, those in ranks.items()]
             differences.append(f"{name} is {' and '.join(values)}")

@@ -1,10 +1,20 @@
-"""Text of a set of ranks, as errors, reports and the doctor print it."""
+"""Sets of ranks: the ranks that have each of several values, and the text that errors, reports and the doctor print."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 RUNS_SHOWN = 16
+Value = TypeVar("Value", bound=Hashable)
+
+
+def by_value(values: Iterable[Value]) -> dict[Value, list[int]]:
+    """Return the ranks that have each value, given that of every rank in order."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -19,3 +29,8 @@ def listed(ranks: Sequence[int]) -> str:
     if len(runs) > RUNS_SHOWN:
         parts.append(f"… ({len(ranks)} in all)")
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
+def plural(number: int, what: str) -> str:
+    """Return a number of things as text: ``1 rank``, ``3 ranks``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

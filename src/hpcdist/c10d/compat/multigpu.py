@@ -30,6 +30,16 @@ def checked(call: str, tensors: Any, name: str) -> list[torch.Tensor]:
     return given
 
 
+def checked_lists(call: str, lists: Any, name: str, count: int, length: int, writable: bool = False) -> list[list[Any]]:
+    """Return lists of tensors; ValueError if they are not so many, or one has another length."""
+    given = [as_tensors(each, name, writable) for each in lists]
+    if [len(each) for each in given] != [length] * count:
+        raise ValueError(
+            f"{call}: `{name}` has lengths {[len(each) for each in given]}; expected {count} lists of {length} tensors"
+        )
+    return given
+
+
 @deprecated(INSTEAD.format("broadcast"), category=FutureWarning)
 def broadcast_multigpu(
     tensor_list: Any, src: int, group: Any = None, async_op: bool = False, src_tensor: int = 0
@@ -121,13 +131,10 @@ def all_gather_multigpu(
     if pg is None:
         return None
     given = checked("all_gather_multigpu", input_tensor_list, "input_tensor_list")
-    outputs = [as_tensors(each, "output_tensor_lists", writable=True) for each in output_tensor_lists]
-    expected = pg.size() * len(given)
-    if len(outputs) != len(given) or any(len(each) != expected for each in outputs):
-        raise ValueError(
-            f"all_gather_multigpu: `output_tensor_lists` has lengths {[len(each) for each in outputs]}; expected "
-            f"{len(given)} lists of {expected} tensors"
-        )
+    count = len(given)
+    outputs = checked_lists(
+        "all_gather_multigpu", output_tensor_lists, "output_tensor_lists", count, pg.size() * count, writable=True
+    )
     return several.all_gather(pg, outputs, given, async_op)
 
 
@@ -154,11 +161,8 @@ def reduce_scatter_multigpu(
     if pg is None:
         return None
     outputs = checked("reduce_scatter_multigpu", output_tensor_list, "output_tensor_list")
-    inputs = [as_tensors(each, "input_tensor_lists") for each in input_tensor_lists]
-    expected = pg.size() * len(outputs)
-    if len(inputs) != len(outputs) or any(len(each) != expected for each in inputs):
-        raise ValueError(
-            f"reduce_scatter_multigpu: `input_tensor_lists` has lengths {[len(each) for each in inputs]}; expected "
-            f"{len(outputs)} lists of {expected} tensors"
-        )
+    count = len(outputs)
+    inputs = checked_lists(
+        "reduce_scatter_multigpu", input_tensor_lists, "input_tensor_lists", count, pg.size() * count
+    )
     return several.reduce_scatter(pg, outputs, inputs, op, async_op)

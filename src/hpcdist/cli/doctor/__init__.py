@@ -136,7 +136,7 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
 
 def judge(ranks: list[Facts]) -> page.Chapters:
     """Turn the facts of all ranks into findings, a chapter for each topic."""
-    return {TOPICS[name].TITLE: TOPICS[name].judge(ranks) for name in ORDER if name in ranks[0]}
+    return {TOPICS[name].TITLE: list(TOPICS[name].judge(ranks)) for name in ORDER if name in ranks[0]}
 
 
 def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> None:

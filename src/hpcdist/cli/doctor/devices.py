@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 
 import torch
 
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import by_value, listed
 from hpcdist.launch import environment
 
 TITLE = "GPUs"
@@ -51,45 +52,43 @@ def compute(index: int) -> str:
     return "works" if total == 499500 else f"computed {total}, expected 499500"
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Say which GPUs work and whether ranks share one."""
     seen = [facts["devices"] for facts in ranks]
     first = seen[0]
     if isinstance(first["driver"], str):
-        return [
-            Finding(
-                PROBLEM,
-                first["driver"],
-                "nvidia-smi   # on that node; the site's administrator has to look at the driver",
-            )
-        ]
+        mend = "nvidia-smi   # on that node; the site's administrator has to look at the driver"
+        yield Finding(PROBLEM, first["driver"], mend)
+        return
     if not any(facts["count"] for facts in seen):
-        if first["driver"] and first["built_for"] is None:
-            mend = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
-            return [Finding(ADVICE, f"{len(first['driver'])} GPUs here, but this torch is built for CPUs only", mend)]
-        if first["driver"]:
-            mend = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
-            text = f"nvidia-smi sees {len(first['driver'])} GPUs, torch sees none (visible: {first['visible']!r})"
-            return [Finding(PROBLEM, text, mend)]
-        return [Finding(NOTE, "no GPU on these nodes")]
-    findings = [Finding(OK, f"{first['count']} × {line}") for line in sorted(set(first["driver"] or []))]
+        yield judge_no_gpu(first)
+        return
+    for line in sorted(set(first["driver"] or [])):
+        yield Finding(OK, f"{first['count']} × {line}")
     wrong = [rank for rank, facts in enumerate(seen) if facts["computed"] not in ("works", None)]
     if wrong:
         text = f"the GPU does not compute on {listed(wrong)}: {seen[wrong[0]]['computed']}"
-        findings.append(
-            Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site's administrator")
-        )
+        yield Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site's administrator")
     without = [rank for rank, facts in enumerate(seen) if facts["count"] == 0]
     if without:
-        findings.append(Finding(PROBLEM, f"no GPU on {listed(without)}", "sbatch --gpus-per-node=N …"))
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, facts in enumerate(seen):
-        if facts["index"] is not None:
-            users.setdefault((facts["node"], facts["uuid"]), []).append(rank)
-    shared = [those for those in users.values() if len(those) > 1]
-    if shared:
-        text = f"{listed(shared[0])} share one GPU, which NCCL does not allow"
-        findings.append(Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …"))
+        yield Finding(PROBLEM, f"no GPU on {listed(without)}", "sbatch --gpus-per-node=N …")
+    users = by_value(None if facts["index"] is None else (facts["node"], facts["uuid"]) for facts in seen)
+    users.pop(None, None)
+    shared = next((those for those in users.values() if len(those) > 1), None)
+    if shared is not None:
+        text = f"{listed(shared)} share one GPU, which NCCL does not allow"
+        yield Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …")
     elif users:
-        findings.append(Finding(OK, "each rank has its own GPU, which computes"))
-    return findings
+        yield Finding(OK, "each rank has its own GPU, which computes")
+
+
+def judge_no_gpu(facts: Facts) -> Finding:
+    """Say why torch sees no GPU."""
+    if not facts["driver"]:
+        return Finding(NOTE, "no GPU on these nodes")
+    count = len(facts["driver"])
+    if facts["built_for"] is None:
+        mend = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
+        return Finding(ADVICE, f"{count} GPUs here, but this torch is built for CPUs only", mend)
+    mend = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
+    return Finding(PROBLEM, f"nvidia-smi sees {count} GPUs, torch sees none (visible: {facts['visible']!r})", mend)

@@ -16,11 +16,3 @@ class Finding(NamedTuple):
     level: str
     text: str
     mend: str = ""  # the command, or the line of a job script, that fixes it
-
-
-def by_value(ranks: list[Facts], topic: str, key: str) -> dict[Any, list[int]]:
-    """Return value -> the ranks that found this value of a fact."""
-    seen: dict[Any, list[int]] = {}
-    for rank, facts in enumerate(ranks):
-        seen.setdefault(facts[topic].get(key), []).append(rank)
-    return seen

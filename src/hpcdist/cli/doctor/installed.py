@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 
 import torch
 
 import hpcdist
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value
-from hpcdist.core.ranks import listed
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.core.ranks import by_value, listed
 
 PACKAGES = ("torch", "mpi4py", "nccl4py", "numpy")
 TITLE = "What is installed"
@@ -34,30 +35,24 @@ def look() -> Facts:
     }
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Compare the ranks."""
-    findings = []
     for name in ("hpcdist", "python", "torch", "mpi4py"):
-        seen = by_value(ranks, "installed", name)
+        seen = by_value(facts["installed"][name] for facts in ranks)
         if len(seen) > 1:
             text = "; ".join(f"{value or 'none'} on {listed(those)}" for value, those in seen.items())
-            findings.append(
-                Finding(
-                    PROBLEM,
-                    f"{name} differs between ranks: {text}",
-                    f"srun {sys.executable} train.py   # the same interpreter on every rank, by its absolute path",
-                )
+            yield Finding(
+                PROBLEM,
+                f"{name} differs between ranks: {text}",
+                f"srun {sys.executable} train.py   # the same interpreter on every rank, by its absolute path",
             )
         elif (value := next(iter(seen))) is None:
-            findings.append(Finding(PROBLEM, f"{name} is not installed", f"pip install {name}"))
+            yield Finding(PROBLEM, f"{name} is not installed", f"pip install {name}")
         else:
-            findings.append(Finding(OK, f"{name} {value}"))
+            yield Finding(OK, f"{name} {value}")
     first = ranks[0]["installed"]
     gpu = f"for CUDA {first['cuda']}" if first["cuda"] else "for CPUs"
-    findings.append(Finding(NOTE, f"this torch is built {gpu}, {'with' if first['gloo'] else 'without'} gloo"))
+    yield Finding(NOTE, f"this torch is built {gpu}, {'with' if first['gloo'] else 'without'} gloo")
     if first["cuda"] and not first["nccl4py"]:
         extra = f"nccl-cu{first['cuda'].partition('.')[0]}"
-        findings.append(
-            Finding(ADVICE, "nccl4py is not installed: no NCCL for CUDA tensors", f"pip install 'hpcdist[{extra}]'")
-        )
-    return findings
+        yield Finding(ADVICE, "nccl4py is not installed: no NCCL for CUDA tensors", f"pip install 'hpcdist[{extra}]'")

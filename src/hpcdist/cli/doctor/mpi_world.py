@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import listed, plural
 
 TITLE = "MPI: what it can do"
 
@@ -88,44 +89,39 @@ def look_at_gpu_memory() -> bool:
     return "gpu 28" in output_of([sys.executable, "-c", SEND_FROM_GPU])[1]
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Say what works."""
     first = ranks[0]["mpi_world"]
     if first["world"] is None:
-        return [Finding(NOTE, "not tried: this job has no MPI world")]
-    findings = [Finding(OK, f"MPI_COMM_WORLD has {first['world']} rank{'s' if first['world'] > 1 else ''}")]
+        yield Finding(NOTE, "not tried: this job has no MPI world")
+        return
+    yield Finding(OK, f"MPI_COMM_WORLD has {plural(first['world'], 'rank')}")
     low = [rank for rank, facts in enumerate(ranks) if facts["mpi_world"]["thread_level"] != "MULTIPLE"]
     if low:
         level = ranks[low[0]]["mpi_world"]["thread_level"]
-        findings.append(
-            Finding(
-                PROBLEM,
-                f"MPI gave thread level {level} on {listed(low)}; async_op=True needs MULTIPLE",
-                "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it",
-            )
+        yield Finding(
+            PROBLEM,
+            f"MPI gave thread level {level} on {listed(low)}; async_op=True needs MULTIPLE",
+            "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it",
         )
     else:
-        findings.append(Finding(OK, "thread level MPI_THREAD_MULTIPLE: async_op=True makes progress in the background"))
-    findings.append(ULFM.get(first["ulfm"]) or Finding(PROBLEM, f"ULFM: {first['ulfm']}"))
-    large = "MPI takes counts above 2^31 - 1" if first["large_counts"] else "MPI counts in C ints"
-    how = "" if first["large_counts"] else "; hpcdist describes larger tensors by derived datatypes"
-    findings.append(Finding(OK, large + how))
+        yield Finding(OK, "thread level MPI_THREAD_MULTIPLE: async_op=True makes progress in the background")
+    yield ULFM.get(first["ulfm"]) or Finding(PROBLEM, f"ULFM: {first['ulfm']}")
+    if first["large_counts"]:
+        yield Finding(OK, "MPI takes counts above 2^31 - 1")
+    else:
+        yield Finding(OK, "MPI counts in C ints; hpcdist describes larger tensors by derived datatypes")
     if first.get("probes") and len({facts["placement"]["node"] for facts in ranks}) > 1:
-        findings.append(
-            Finding(
-                ADVICE,
-                "MPICH over UCX (5.0.2) never ends a receive from any rank (MPI_ANY_SOURCE) if the message came before "
-                "it from another node; hpcdist's receives probe for it, a program's own calls of mpi4py may hang",
-                "export MPICH_CH4_NETMOD=ofi   # libfabric; or receive from named ranks, or by Mprobe",
-            )
+        yield Finding(
+            ADVICE,
+            "MPICH over UCX (5.0.2) never ends a receive from any rank (MPI_ANY_SOURCE) if the message came before "
+            "it from another node; hpcdist's receives probe for it, a program's own calls of mpi4py may hang",
+            "export MPICH_CH4_NETMOD=ofi   # libfabric; or receive from named ranks, or by Mprobe",
         )
-    if first["gpu_memory"] is not None:
-        can = first["gpu_memory"]
-        text = (
-            "MPI reads GPU memory (CUDA-aware)" if can else "MPI cannot read GPU memory: hpcdist does not hand it any"
-        )
-        findings.append(Finding(OK if can else NOTE, text))
-    return findings
+    if first["gpu_memory"] is True:
+        yield Finding(OK, "MPI reads GPU memory (CUDA-aware)")
+    elif first["gpu_memory"] is False:
+        yield Finding(NOTE, "MPI cannot read GPU memory: hpcdist does not hand it any")
 
 
 ULFM = {

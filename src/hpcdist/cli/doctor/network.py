@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -135,44 +136,43 @@ def look() -> Facts:
     return facts
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Say which pairs do not reach each other."""
     seen = [facts["network"] for facts in ranks]
     first = seen[0]["interfaces"]
     shown = ", ".join(f"{name} {address}" for name, address in first.items()) or "the loopback alone"
-    findings = [Finding(NOTE, f"interfaces of rank 0's node: {shown}")]
+    yield Finding(NOTE, f"interfaces of rank 0's node: {shown}")
     nodes = {facts["node"] for facts in seen}
     if len(nodes) == 1:
-        return [*findings, Finding(NOTE, "one node: no pairs to try")]
+        yield Finding(NOTE, "one node: no pairs to try")
+        return
     failed = [(facts["node"], *each) for facts in seen for each in facts["failed"]]
     by_name = [each for each in failed if each[2] == "name"]
     tried = [each for facts in seen for each in facts["tried"]]
     if by_name:
         here, there, _, host, why = by_name[0]
-        findings.append(
-            Finding(
-                PROBLEM,
-                f"{len(by_name)} pairs of nodes do not meet under the host's name, such as {here} to {there}: {why}",
-                f"getent hosts {host}; nc -vz {host} PORT   # names, routes and firewall between compute nodes",
-            )
+        yield Finding(
+            PROBLEM,
+            f"{len(by_name)} pairs of nodes do not meet under the host's name, such as {here} to {there}: {why}",
+            f"getent hosts {host}; nc -vz {host} PORT   # names, routes and firewall between compute nodes",
         )
     for here, there, how, host, why in [each for each in failed if each[2] != "name"][:4]:
         mend = (
             f"export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   # an interface that all nodes reach, not {how}"
         )
-        findings.append(Finding(ADVICE, f"{here} does not reach {there} on {how} ({host}): {why}", mend))
-    findings += judge_names(seen)
+        yield Finding(ADVICE, f"{here} does not reach {there} on {how} ({host}): {why}", mend)
+    yield from judge_names(seen)
     if not by_name:
-        slowest = max(each[3] for each in tried)
-        pairs = len(nodes) * (len(nodes) - 1)
-        text = (
-            f"all {pairs} directed pairs of {len(nodes)} nodes meet, {len(tried)} connections, slowest {slowest:.1f} ms"
+        pairs, slowest = len(nodes) * (len(nodes) - 1), max(each[3] for each in tried)
+        yield Finding(
+            OK,
+            f"all {pairs} directed pairs of {len(nodes)} nodes meet, {len(tried)} connections, "
+            f"slowest {slowest:.1f} ms",
         )
-        findings.append(Finding(OK, text))
-    return findings + judge_datagrams(seen)
+    yield from judge_datagrams(seen)
 
 
-def judge_names(seen: list[Facts]) -> list[Finding]:
+def judge_names(seen: list[Facts]) -> Iterator[Finding]:
     """Say where a host's own name means its loopback."""
     wrong = {
         facts["node"]: facts["named"][0]
@@ -180,36 +180,33 @@ def judge_names(seen: list[Facts]) -> list[Finding]:
         if facts["named"] and all(map(addresses.is_loopback, facts["named"]))
     }
     if not wrong:
-        return []
+        return
     node, address = next(iter(wrong.items()))
     more = f", and so on {len(wrong)} nodes" if len(wrong) > 1 else ""
     interface = next(iter(seen[0]["interfaces"]), "NAME")
-    return [
-        Finding(
-            ADVICE,
-            f"the name {node} means the loopback ({address}) on that node itself{more}; hpcdist takes the addresses of "
-            "the interfaces instead, but a program that listens at its host's name, torch's gloo too, is not reached",
-            f"export {addresses.CHOICE}={interface}   # or the node's own address in its /etc/hosts for {address}",
-        )
-    ]
+    yield Finding(
+        ADVICE,
+        f"the name {node} means the loopback ({address}) on that node itself{more}; hpcdist takes the addresses of "
+        "the interfaces instead, but a program that listens at its host's name, torch's gloo too, is not reached",
+        f"export {addresses.CHOICE}={interface}   # or the node's own address in its /etc/hosts for {address}",
+    )
 
 
-def judge_datagrams(seen: list[Facts]) -> list[Finding]:
+def judge_datagrams(seen: list[Facts]) -> Iterator[Finding]:
     """Say which pairs of nodes exchange no datagrams, on any of the addresses under which they meet by TCP."""
-    reached: dict[tuple[str, str], list[str | float]] = {}
+    reached: dict[tuple[str, str], list[str | float]] = defaultdict(list)
     for facts in seen:
         for node, _, result in facts["datagrams"]:
-            reached.setdefault((facts["node"], node), []).append(result)
+            reached[facts["node"], node].append(result)
     silent = {pair: said[0] for pair, said in reached.items() if all(isinstance(each, str) for each in said)}
-    if not silent:
-        return [Finding(OK, f"{len(reached)} directed pairs exchange UDP datagrams too")] if reached else []
-    (here, there), why = next(iter(silent.items()))
-    return [
-        Finding(
+    if silent:
+        (here, there), why = next(iter(silent.items()))
+        yield Finding(
             PROBLEM,
             f"{len(silent)} of {len(reached)} directed pairs of nodes that meet by TCP exchange no UDP datagrams, such "
             f"as {here} and {there}: {why}; a rank that hangs there cannot be asked where it is, and a death there is "
             "not noticed",
             "nft list ruleset   # open UDP between compute nodes, all ports: each rank's watchdog has one of its own",
         )
-    ]
+    elif reached:
+        yield Finding(OK, f"{len(reached)} directed pairs exchange UDP datagrams too")

@@ -16,6 +16,7 @@ from rich.text import Text
 import hpcdist
 from hpcdist.cli import web_page
 from hpcdist.cli.doctor.findings import ADVICE, LEVELS, NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.core.ranks import plural
 
 Chapters = dict[str, list[Finding]]
 MARKS = {OK: ("✓", "green"), NOTE: ("·", "dim"), ADVICE: ("!", "yellow"), PROBLEM: ("✗", "bold red")}
@@ -37,7 +38,7 @@ def write(chapters: Chapters, size: int) -> None:
     """Print the page: a chapter for each topic, then the commands that fix what is wrong."""
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
     console = Console(width=width, highlight=False, soft_wrap=False)
-    console.rule(f"hpcdist doctor, {size} rank{'s' if size > 1 else ''}")
+    console.rule(f"hpcdist doctor, {plural(size, 'rank')}")
     for title, findings in chapters.items():
         console.print(f"\n[bold]{title}[/bold]")
         table = Table.grid(padding=(0, 1))
@@ -83,8 +84,7 @@ def write_html(chapters: Chapters, size: int, path: str) -> None:
         ]
         return "\n".join(["<ul>", *lines, "</ul>"])
 
-    ranks = f"{size} rank{'s' if size > 1 else ''}"
-    place = f"{ranks}, {platform.node()}, hpcdist {hpcdist.__version__}, {datetime.now():%Y-%m-%d %H:%M}"
+    place = f"{plural(size, 'rank')}, {platform.node()}, hpcdist {hpcdist.__version__}, {datetime.now():%Y-%m-%d %H:%M}"
     wanted = to_fix(chapters)
     web_page.write(
         path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from hpcdist.cli.doctor import devices
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, Facts, Finding
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import by_value, listed, plural
 from hpcdist.launch import environment, topology
 
 TITLE = "Where the ranks run"
@@ -86,9 +87,7 @@ def cpu_quota() -> float | None:
 def judge(ranks: list[Facts]) -> list[Finding]:
     """Compare the world with the launcher's, and look for shared cores."""
     places = [facts["placement"] for facts in ranks]
-    nodes: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        nodes.setdefault(place["node"], []).append(rank)
+    nodes = by_value(place["node"] for place in places)
     counts = sorted({len(those) for those in nodes.values()})
     each = f"{counts[0]} each" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} each"
     findings = [Finding(OK, f"{plural(len(ranks), 'rank')} on {plural(len(nodes), 'node')}, {each}")]
@@ -112,20 +111,18 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
     return [Finding(OK, "ranks and world size agree with the launcher")] if sizes else []
 
 
-def judge_node(node: str, places: dict[int, Facts]) -> list[Finding]:
+def judge_node(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
     """Check the ranks of one node."""
     some = next(iter(places.values()))
     available = sorted(set().union(*(place["available"] for place in places.values())))
     fix = topology.bind(some["launcher"], len(places), some["room"])
-    return [
-        *judge_cores(node, places, fix),
-        *judge_domains(node, places, available, fix),
-        *judge_gpus(node, places, fix),
-        *judge_cards(node, places),
-    ]
+    yield from judge_cores(node, places, fix)
+    yield from judge_domains(node, places, available, fix)
+    yield from judge_gpus(node, places, fix)
+    yield from judge_cards(node, places)
 
 
-def judge_cores(node: str, places: dict[int, Facts], fix: str) -> list[Finding]:
+def judge_cores(node: str, places: dict[int, Facts], fix: str) -> Iterator[Finding]:
     """Check the cores of the ranks of one node."""
     sets = {rank: frozenset(place["cores"]) for rank, place in places.items()}
     together, different = frozenset().union(*sets.values()), set(sets.values())
@@ -133,46 +130,36 @@ def judge_cores(node: str, places: dict[int, Facts], fix: str) -> list[Finding]:
     room = min(len(together), quota or len(together))
     threads = max(place["threads"] for place in places.values())
     some = next(iter(places.values()))
-    findings = []
     if len(places) > room:
         text, mend = f"{len(places)} ranks share {room:g} cores on {node}", f"mpirun -n {max(1, int(room))} …"
         if len(together) < len(places) <= min(some["room"].cpus, quota or some["room"].cpus):
             text, mend = f"{text}, and the job may use {some['room'].cpus}", fix
         else:
             mend += f"   # or: sbatch --ntasks-per-node={max(1, int(room))}"
-        findings.append(Finding(ADVICE, f"{text}: results are right, but slow", mend))
+        yield Finding(ADVICE, f"{text}: results are right, but slow", mend)
     elif len(different) == 1 and len(places) > 1:
         wide = len(some["numa"])
         text = f"ranks on {node} are not bound: each may use all {room:g} cores"
-        findings.append(
-            Finding(ADVICE, f"{text}, of {wide} NUMA domains", fix) if wide > 1 else Finding(NOTE, text, fix)
-        )
+        yield Finding(ADVICE, f"{text}, of {wide} NUMA domains", fix) if wide > 1 else Finding(NOTE, text, fix)
     elif len(places) > 1:
         physical = [set(place["physical"]) for place in places.values()]
         if sum(map(len, different)) > len(together):
-            findings.append(Finding(ADVICE, f"bindings overlap on {node}", fix))
+            yield Finding(ADVICE, f"bindings overlap on {node}", fix)
         elif len(different) < len(places):
-            findings.append(judge_shared(node, places, sets, fix))
+            yield judge_shared(node, places, sets, fix)
         elif sum(map(len, physical)) > len(set().union(*physical)):
             text = f"ranks on {node} run on hardware threads of the same cores"
-            findings.append(Finding(ADVICE, text, fix.replace("srun", "srun --threads-per-core=1")))
+            yield Finding(ADVICE, text, fix.replace("srun", "srun --threads-per-core=1"))
         else:
-            findings.append(Finding(OK, f"each rank on {node} has its own cores"))
+            yield Finding(OK, f"each rank on {node} has its own cores")
     mains = {tuple(place["main"]) for place in places.values()}
     if len(places) > 1 and len(mains) == 1 and len(min(mains)) == 1 < len(together):
         value, core = some["chosen"].get("OMP_PROC_BIND"), some["main"][0]
         text = f"OMP_PROC_BIND={value} binds the main threads of all ranks on {node} to core {core}"
-        findings.append(Finding(ADVICE, text, f"unset OMP_PROC_BIND   # or bind the ranks first: {fix}"))
+        yield Finding(ADVICE, text, f"unset OMP_PROC_BIND   # or bind the ranks first: {fix}")
     if len(places) * threads > max(room, len(places)):
-        fitting = max(1, int(room // len(places)))
-        findings.append(
-            Finding(
-                ADVICE,
-                f"{len(places)} ranks of {threads} torch threads share {room:g} cores on {node}",
-                f"export OMP_NUM_THREADS={fitting}",
-            )
-        )
-    return findings
+        text = f"{len(places)} ranks of {threads} torch threads share {room:g} cores on {node}"
+        yield Finding(ADVICE, text, f"export OMP_NUM_THREADS={max(1, int(room // len(places)))}")
 
 
 def judge_shared(node: str, places: dict[int, Facts], sets: dict[int, frozenset[int]], fix: str) -> Finding:
@@ -184,31 +171,29 @@ def judge_shared(node: str, places: dict[int, Facts], sets: dict[int, frozenset[
     return Finding(OK, f"ranks on {node} that are bound to the same cores have one for each of their threads")
 
 
-def judge_domains(node: str, places: dict[int, Facts], available: list[int], fix: str) -> list[Finding]:
+def judge_domains(node: str, places: dict[int, Facts], available: list[int], fix: str) -> Iterator[Finding]:
     """Check the NUMA domains in which the ranks of one node run: a rank is best in one, and none should be idle."""
     used = sorted(set().union(*(place["numa"] for place in places.values())))
     idle = sorted(set(available) - set(used))
-    findings = []
     if idle and len(places) > max(1, len(used)):
         text = f"all {len(places)} ranks on {node} run in NUMA {domains(used)}; the job may use {domains(idle)} too"
-        findings.append(Finding(ADVICE, text, fix))
+        yield Finding(ADVICE, text, fix)
+    if len({tuple(place["cores"]) for place in places.values()}) == 1:
+        return  # ranks that are not bound were named
     share = -(-len(available) // len(places))
     wide = [rank for rank, place in places.items() if len(place["numa"]) > share]
     across = [rank for rank in wide if len(places[rank]["sockets"]) > 1 and places[rank]["threads"] > 1]
-    if len({tuple(place["cores"]) for place in places.values()}) == 1:
-        return findings  # ranks that are not bound were named
     if across:
-        findings.append(Finding(ADVICE, f"threads of {listed(across)} on {node} run in several sockets", fix))
+        yield Finding(ADVICE, f"threads of {listed(across)} on {node} run in several sockets", fix)
     elif wide:
-        findings.append(Finding(NOTE, f"{listed(wide)} may move between NUMA domains", fix))
-    return findings
+        yield Finding(NOTE, f"{listed(wide)} may move between NUMA domains", fix)
 
 
-def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> list[Finding]:
+def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Finding]:
     """Check whether each rank's cores are in the NUMA domain of its GPU; if not, find an order in which they are."""
     far = [rank for rank, place in places.items() if place["gpu"] is not None and place["gpu"] not in place["numa"]]
     if not far:
-        return []
+        return
     some = places[far[0]]
     text = (
         f"{listed(far)} on {node}: the GPU is in another NUMA domain than the cores, for rank {far[0]} in "
@@ -225,12 +210,11 @@ def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> list[Finding]:
         mend = f"export {some['visible']}={','.join(map(str, order))}"
     else:
         mend = f"{fix}   # then look again: the order of the GPUs follows from that of the cores"
-    return [Finding(ADVICE, text, mend)]
+    yield Finding(ADVICE, text, mend)
 
 
-def judge_cards(node: str, places: dict[int, Facts]) -> list[Finding]:
+def judge_cards(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
     """Check whether a variable keeps ranks from the network card nearest to their GPU, or else to their cores."""
-    findings = []
     for variable in CARDS:
         far: dict[int, str] = {}  # rank -> its nearest card
         for rank, place in places.items():
@@ -244,13 +228,12 @@ def judge_cards(node: str, places: dict[int, Facts]) -> list[Finding]:
                 f"{variable}={places[rank]['chosen'][variable]} keeps {listed(list(far))} on {node} from nearer cards"
             )
             mend = f"unset {variable}   # the nearest is chosen by itself; for rank {rank} it is {card}"
-            findings.append(Finding(ADVICE, text, mend))
+            yield Finding(ADVICE, text, mend)
     some = next(iter(places.values()))
     is_slingshot = any(name.startswith("cxi") for name in some["cards"])
     if is_slingshot and len(set(some["cards"].values())) > 1 and CRAY_CARDS not in some["chosen"]:
         text = f"Cray MPICH gives the ranks on {node} cards in blocks, not the nearest"
-        findings.append(Finding(NOTE, text, f"export {CRAY_CARDS}={'NUMA' if some['gpu'] is None else 'GPU'}"))
-    return findings
+        yield Finding(NOTE, text, f"export {CRAY_CARDS}={'NUMA' if some['gpu'] is None else 'GPU'}")
 
 
 def chosen(value: str, cards: dict[str, int]) -> list[str]:
@@ -263,11 +246,6 @@ def chosen(value: str, cards: dict[str, int]) -> list[str]:
 def domains(numbers: list[int]) -> str:
     """Return NUMA domains as text: ``domains 0, 1``."""
     return f"domain{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def plural(number: int, what: str) -> str:
-    """Return a number of things as text."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def merged(findings: list[Finding]) -> list[Finding]:

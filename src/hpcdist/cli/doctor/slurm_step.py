@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 
 from hpcdist.cli.doctor.findings import NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import family, output_of
@@ -35,36 +36,33 @@ def look() -> Facts:
     return facts
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Report whether srun can start this MPI."""
     first = ranks[0]["slurm"]
     library = ranks[0]["mpi_library"].get("library")
     if first["srun"] is None and first["job"] is None:
-        return [Finding(NOTE, "no Slurm here")]
-    findings = []
+        yield Finding(NOTE, "no Slurm here")
+        return
     if first["job"] is None:
-        findings.append(Finding(NOTE, "not inside a job", "srun --mpi=pmix -n 4 python -m hpcdist doctor"))
+        yield Finding(NOTE, "not inside a job", "srun --mpi=pmix -n 4 python -m hpcdist doctor")
     else:
         where = f"step {first['job']}.{first['step']}" if first["step"] else f"job {first['job']}"
         how = f", started with --mpi={first['mpi']}" if first["mpi"] else ""
-        findings.append(Finding(OK, f"{where} on {first['nodes']}, {first['tasks'] or 'no'} tasks in the step{how}"))
-    if first["answers"] is False and first["job"] is not None:
-        findings.append(Finding(PROBLEM, "the Slurm controller does not answer", "scontrol ping"))
-    elif first["answers"] is not None:
-        state = "answers" if first["answers"] else "is installed, but no controller answers"
-        findings.append(Finding(OK if first["answers"] else NOTE, f"Slurm {state}"))
+        yield Finding(OK, f"{where} on {first['nodes']}, {first['tasks'] or 'no'} tasks in the step{how}")
+    if first["answers"]:
+        yield Finding(OK, "Slurm answers")
+    elif first["answers"] is False and first["job"] is not None:
+        yield Finding(PROBLEM, "the Slurm controller does not answer", "scontrol ping")
+    elif first["answers"] is False:
+        yield Finding(NOTE, "Slurm is installed, but no controller answers")
     if library is None or not first["pmis"]:
-        return findings
+        return
     name, needed, _ = family(library)
-    has = any(pmi.startswith(needed) for pmi in first["pmis"])
-    if has:
-        findings.append(Finding(OK, f"srun has {needed}, which {name} needs: srun --mpi={needed}"))
+    if any(pmi.startswith(needed) for pmi in first["pmis"]):
+        yield Finding(OK, f"srun has {needed}, which {name} needs: srun --mpi={needed}")
     elif first["answers"] or first["job"] is not None:
-        findings.append(
-            Finding(
-                PROBLEM,
-                f"{name} needs {needed}, but this srun has only {', '.join(first['pmis'])}",
-                'mpirun …   # inside the allocation; or without MPI: init_process_group(init_method="slurm://")',
-            )
+        yield Finding(
+            PROBLEM,
+            f"{name} needs {needed}, but this srun has only {', '.join(first['pmis'])}",
+            'mpirun …   # inside the allocation; or without MPI: init_process_group(init_method="slurm://")',
         )
-    return findings

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.cli.doctor.placement import plural
+from hpcdist.core.ranks import plural
 from hpcdist.launch import environment
 from hpcdist.watch.timeline import sized
 
@@ -87,37 +87,31 @@ def ping_pong(count: int, partner: int) -> float:
     return seconds_of(there_and_back) / 2
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
+def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Report on the results of all ranks, then on rank 0's times."""
     wrong = sorted({dtype for facts in ranks for dtype in facts["speed"]["wrong"]})
     first = ranks[0]["speed"]
-    count = len(ranks)
+    count, backend = len(ranks), first["backend"]
     if wrong:
-        text = f"all_reduce gave wrong sums of {', '.join(wrong)}"
-        return [
-            Finding(PROBLEM, text, "python -m hpcdist doctor --json   # report this bug, with the name of your MPI")
-        ]
-    findings = [
-        Finding(OK, f"all_reduce over {first['backend']} is right for {len(DTYPES)} dtypes on {plural(count, 'rank')}")
-    ]
+        mend = "python -m hpcdist doctor --json   # report this bug, with the name of your MPI"
+        yield Finding(PROBLEM, f"all_reduce gave wrong sums of {', '.join(wrong)}", mend)
+        return
+    yield Finding(OK, f"all_reduce over {backend} is right for {len(DTYPES)} dtypes on {plural(count, 'rank')}")
     if count == 1:
-        return findings
+        return
     small, large = first["all_reduce"][SMALL], first["all_reduce"][LARGE]
-    findings.append(
-        Finding(OK, f"all_reduce takes {time_text(small)} at {SMALL} B, {time_text(large)} at {sized(LARGE)}")
-    )
+    yield Finding(OK, f"all_reduce takes {time_text(small)} at {SMALL} B, {time_text(large)} at {sized(LARGE)}")
     for where, times in first["pairs"].items():
         latency, speed = times[SMALL], LARGE / times[LARGE]
         slowest, least, meaning = LIMITS[where]
         text = f"a message {where} takes {time_text(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {sized(LARGE)}"
-        if first["backend"] != "mpi":
-            findings.append(Finding(NOTE, f"{text}, over {first['backend']}'s sockets"))
+        if backend != "mpi":
+            yield Finding(NOTE, f"{text}, over {backend}'s sockets")
         elif latency > slowest or speed < least:
             limits = f"expected under {time_text(slowest)} and above {least / 1e9:g} GB/s"
-            findings.append(Finding(ADVICE, f"{text}: slow ({limits}): {meaning}", MENDS[where]))
+            yield Finding(ADVICE, f"{text}: slow ({limits}): {meaning}", MENDS[where])
         else:
-            findings.append(Finding(OK, f"{text}: good"))
-    return findings
+            yield Finding(OK, f"{text}: good")
 
 
 def time_text(seconds: float) -> str:
