@@ -102,7 +102,10 @@ class Neighbours:
         for each in asked:
             if each not in self._lines:
                 place = channel.places[each]
-                self._lines[each] = [Line(each, place, target) for target in channel.targets(place)]
+                try:
+                    self._lines[each] = [Line(each, place, target) for target in channel.targets(place)]
+                except OSError:  # no descriptor is left; the next look tries again
+                    continue
             for line in self._lines[each]:
                 line.receive()
                 line.ask()

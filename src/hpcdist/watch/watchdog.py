@@ -15,7 +15,6 @@ ended. One of the ranks that wait (``inquiry``) asks the others where they are (
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError, explained, write_to_stderr
 from hpcdist.core.group import Group
+from hpcdist.core.readiness import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means, State
@@ -98,8 +98,8 @@ class Watchdog:
         next_look = 0.0
         door = Door()
         while True:
-            wait = max(0.0, next_look - time.monotonic())
-            ready, _, _ = select.select([self.channel.socket, self.signals.reader, *door.sockets], [], [], wait)
+            wait = next_look - time.monotonic()
+            ready = readable([self.channel.socket, self.signals.reader, *door.sockets], wait)
             if any(each in ready for each in door.sockets):
                 own = {"rank": self.rank, "size": len(self.channel.places) or 1, "job": self.recorder.name}
                 door.answer({**own, "program": program(), "slurm_job": slurm_job(), "place": self.channel.own})
