@@ -40,7 +40,7 @@ from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
-from hpcdist.watch.signals import Signals, end_by
+from hpcdist.watch.signals import WATCHED, Signals, end_by
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
@@ -85,18 +85,29 @@ class Watchdog:
         self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
+        self._door: Door | None = None
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
-        self.signals.install()
+        self._door = Door()
         self._thread.start()
+
+    def leave_to_parent(self) -> None:
+        """Undo what is this process's, in a forked child, and close what is its parent's: a port that stays open would
+        make its process look alive.
+        """
+        self.signals.remove()
+        self.neighbours.renumber()
+        self.channel.close()
+        if self._door is not None:
+            self._door.close()
 
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_look = 0.0
-        door = Door()
+        next_look, door = 0.0, self._door
+        assert door is not None
         while True:
             wait = next_look - time.monotonic()
             ready = readable([self.channel.socket, self.signals.reader, *door.sockets], wait)
@@ -427,6 +438,33 @@ class Watchdog:
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
+FORKING = threading.local()  # the signals that a thread which forks held back before
+
+
+def hold_still() -> None:
+    """Before a fork: hold signals back while the child has what is this process's, and let nobody look at frames."""
+    calls_under_way.LOOKING.acquire()  # the child has no thread that would release it
+    FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+
+def go_on() -> None:
+    """After a fork: undo ``hold_still``."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+    calls_under_way.LOOKING.release()
+
+
+def leave_to_parent() -> None:
+    """After a fork, in the child: it is no rank, and has no watchdog."""
+    try:
+        hooks.explain = hooks.explain_nothing
+        for watchdog in RUNNING:
+            watchdog.leave_to_parent()
+        RUNNING.clear()
+    finally:
+        go_on()
+
+
+os.register_at_fork(before=hold_still, after_in_parent=go_on, after_in_child=leave_to_parent)
 
 
 def begin(group: Group) -> Watchdog:
@@ -449,6 +487,7 @@ def begin(group: Group) -> Watchdog:
     if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()
+    watchdog.signals.install()  # unless another thread has made the group; the main one may make the next
     hooks.explain = watchdog.explain
     logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=logs.of(group))
     return watchdog
