@@ -80,7 +80,7 @@ def heard_beside_a_loop_while_python_does_not_run():
     return told[0]
 
 def descriptors():
-    ours, (reader, theirs), (_, second) = [], socket.socketpair(), socket.socketpair()
+    (reader, theirs), (_, second) = socket.socketpair(), socket.socketpair()
     for each in reader, theirs, second:
         each.setblocking(False)
     signal.set_wakeup_fd(theirs.fileno())
@@ -113,7 +113,8 @@ def in_children():
     def state():
         mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))]
         ports = len([each for each in os.listdir("/proc/self/fd") if is_socket(int(each))])
-        return [mask, str(signal.getsignal(signal.SIGTERM)), signal.set_wakeup_fd is pythons_own, pythons_own(-1), ports]
+        handler, is_own = str(signal.getsignal(signal.SIGTERM)), signal.set_wakeup_fd is pythons_own
+        return [mask, handler, is_own, pythons_own(-1), ports]
     def is_socket(number):
         try:
             return os.readlink(f"/proc/self/fd/{number}").startswith("socket")
