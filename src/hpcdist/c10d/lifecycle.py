@@ -117,6 +117,8 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
         DistBackendError: they do not; on every rank.
     """
     group.bound_device_id = device
+    for each in watchdog.RUNNING:
+        each.begin_anew()
     WORLD.default = group
     WORLD.add(group)
     set_debug_level_from_env()

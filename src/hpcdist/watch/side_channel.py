@@ -317,9 +317,8 @@ class SideChannel:
             with suppress(OSError):
                 os.kill(place.pid, signal.SIGKILL)
 
-    def note_found(self, rank: int) -> None:
-        """Take note that a rank of another node was seen to have ended."""
-        process = self.places[rank].process
+    def note_found(self, process: Process) -> None:
+        """Take note that a process of another node was seen to have ended."""
         if process not in self.ended:
             self.ended.add(process)
             self.found.add(process)

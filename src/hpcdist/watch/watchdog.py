@@ -139,8 +139,8 @@ class Watchdog:
         if meeting is not None and (reason := meeting.look(now)):
             self.abort(meeting.backend, reason)
         self._end_failed()
-        for rank in self.neighbours.look(self.rank, now):
-            self.channel.note_found(rank)
+        for process in self.neighbours.look(self.rank, now):
+            self.channel.note_found(process)
         if not self.leaving and WORLD.default is not None:
             told, gone = self.channel.to_tell()
             if told:
@@ -227,7 +227,7 @@ class Watchdog:
             made["ranks"] = list(each.group.ranks) if question.get("from") in each.group.ranks else []
             made["state"] = self.states.state(each.record).value
             calls.append(made)
-        calls += [{**made, "ranks": [], "state": "reported"} for made in self._given_up]
+        calls += [{**made, "ranks": [], "state": "reported"} for made in list(self._given_up)]
         told = {}
         if isinstance(first := question.get("inspect"), int):
             places = self.channel.places or {self.rank: self.channel.own}
@@ -256,16 +256,20 @@ class Watchdog:
     def begin_anew(self) -> None:
         """Take note that the world's ranks are about to be numbered anew, by ``begin``."""
         self.channel.begin_anew()
-        self.neighbours.renumber()
-        self.inquiries.forget()
+        self._forget()
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
         self.channel.renumber(remaining)
-        self.neighbours.renumber()
-        self.inquiries.forget()
+        self._forget()
         self.rank = remaining.index(self.rank)
         logs.locate(self.rank, len(remaining))
+
+    def _forget(self) -> None:
+        """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
+        self.neighbours.renumber()
+        self.inquiries.forget()
+        self._given_up.clear()
 
     def dump_if_due(self) -> None:
         """Write the trace that other ranks have asked for, once for all their questions."""
