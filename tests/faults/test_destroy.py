@@ -16,8 +16,26 @@ from datetime import timedelta
 import torch
 import hpcdist as dist
 
+def again():
+    # rank 2 misses a call of the first default group, and rank 0 the same of the second
+    for absent in (2, 0):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # which raises by itself
+        dist.barrier()
+        dist.group.WORLD.timeout = timedelta(seconds=1)
+        if dist.get_rank() == absent:
+            time.sleep(2.5)
+        else:
+            try:
+                dist.all_reduce(torch.ones(4))
+            except RuntimeError:
+                pass
+        dist.destroy_process_group()
+    os._exit(0)
+
+if (what := sys.argv[1]) == "again":
+    again()
 dist.init_process_group(timeout=timedelta(seconds=2))
-rank, what = dist.get_rank(), sys.argv[1]
+rank = dist.get_rank()
 group = dist.new_group(timeout=timedelta(seconds=2)) if what != "world" else None
 dist.barrier()
 if rank == 1:
@@ -56,3 +74,11 @@ def test_a_call_behind_one_that_is_given_up_raises(launcher: str, program: Path)
         raised = job.wait("raised", 2, 2 + 5 + 8)
         assert len(raised) == 2, job.stderr()
         assert all("rank 1 has not entered all_reduce" in each["text"] for each in raised), raised
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_a_report_after_another_init_is_about_its_own_call(launcher: str, program: Path) -> None:
+    with Job(launcher, 3, ["again"], program) as job:
+        job.finish(60)
+        for absent in (2, 0):
+            assert f"rank {absent} has not entered all_reduce #2 of group '0'" in job.stderr(), job.stderr()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.watch.inquiry import Subject, Verdict
 from hpcdist.watch.watchdog import Watchdog
 
 RANK = 3
@@ -38,3 +39,18 @@ def test_a_trace_that_is_due_is_written_before_the_job_is_aborted(watchdog: Watc
     watchdog.reply({"from": 0, "to": RANK, "group": "", "abort": "a call has not ended"})
     assert (tmp_path / f"trace_{RANK}").exists()
     assert watchdog.job_end.is_known
+
+
+def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdog: Watchdog) -> None:
+    """Its groups and calls have the same names and numbers."""
+    subject = Subject("0", 1, "all_reduce")
+    verdict = Verdict(subject, 1, "all_reduce #1", ["rank 2 has not entered"], False)
+    watchdog.channel.learn([0, 1, RANK], [tuple(watchdog.channel.own)] * 3)
+    watchdog.reply({**WHERE_ARE_YOU, "about": subject, "verdict": verdict})
+    assert watchdog.inquiries.verdict(subject) == verdict
+    assert watchdog.inquiries.reporter("0", RANK, {}) == 0
+    watchdog.begin_anew()
+    assert watchdog.inquiries.verdict(subject) is None
+    assert watchdog.inquiries.reporter("0", RANK, {}) is None
+    assert not watchdog.inquiries.was_swept("0")
+    assert not watchdog.channel.places

@@ -371,8 +371,6 @@ class ElasticJob:
         bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
         backends = registry.connect_all(self._carriers, bootstrap, own)
         name, count = WORLD.next_name(), tuple(range(own.size))
-        for watchdog in RUNNING:
-            watchdog.begin_anew()
         begin(ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device)
         if self._is_shown:
             mirror.show(WORLD.groups.values())

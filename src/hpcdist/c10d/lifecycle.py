@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -119,6 +117,8 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
         DistBackendError: they do not; on every rank.
     """
     group.bound_device_id = device
+    for each in watchdog.RUNNING:
+        each.begin_anew()
     WORLD.default = group
     WORLD.add(group)
     set_debug_level_from_env()
@@ -138,11 +138,7 @@ def begin(group: ProcessGroup, device: torch.device | None) -> None:
 def watch(group: ProcessGroup) -> None:
     """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
     watchdog.begin(group)
-    if EXIT.backend is None:
-        # after MPI was initialised, so that exit runs this before MPI is finalised
-        atexit.register(EXIT.leave)
-        EXIT.hook = sys.excepthook
-        sys.excepthook = EXIT.on_exception
+    EXIT.register()
     EXIT.backend, EXIT.limit = group.any_backend(), group.timeout.total_seconds()
 
 

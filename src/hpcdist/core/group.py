@@ -14,7 +14,7 @@ import torch
 
 from hpcdist.core import errors
 from hpcdist.core.call_cache import CallCache
-from hpcdist.core.journal import Journal
+from hpcdist.core.journal import RING, Journal
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -233,6 +233,8 @@ class Group:
     def _forget(self) -> dict[Backend, None]:
         """Have no communicators any more; return those that there were."""
         forgotten = dict.fromkeys(self.backends.values())
+        if forgotten:
+            RING.past += self.sequence
         self.backends, self.cpu, self.carriers = {}, None, {}
         self.known.clear()
         return forgotten

@@ -51,10 +51,16 @@ MESSAGES = frozenset(
 
 
 class Ring:
-    """The last calls of this process on all its groups, in order."""
+    """The last calls of this process on all its groups, in order.
+
+    Attributes:
+        calls: their records.
+        past: how many calls were made on groups that are no more, recorded here or dropped since.
+    """
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)
+        self.past = 0
 
     def resize(self, length: int) -> None:
         """Keep another number of calls; for journals that follow from now on."""

@@ -46,7 +46,6 @@ class Recorder:
 
     def __init__(self, name: str) -> None:
         self.name = name  # of the job, the same on all ranks
-        self.counts: dict[Any, int] = {}  # by journal, those of destroyed groups too
         self.ticks: deque[tuple[int, int]] = deque(maxlen=4096)  # nanoseconds, and calls made until then
         length = next((os.environ[name] for name in LENGTH_VARIABLES if os.environ.get(name)), None)
         if length is not None and length.isdigit() and int(length) > 0:
@@ -54,8 +53,7 @@ class Recorder:
 
     def made(self) -> int:
         """Return how many calls this process has made on its groups."""
-        self.counts.update({group.journal: group.sequence for group in list(WORLD.groups.values())})
-        return sum(self.counts.values())
+        return RING.past + sum(group.sequence for group in list(WORLD.groups.values()) if group.backends)
 
     def tick(self) -> None:
         """Note how many calls were made until now."""

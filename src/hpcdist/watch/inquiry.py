@@ -129,8 +129,8 @@ class Inquiries:
 
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
         """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""
-        subjects = [subject for subject in list(self._askers) if self.has_lower(subject, rank)]
-        found = {self._askers[subject][0] for subject in subjects if subject.group == group}
+        askers = [self.asker(subject) for subject in list(self._askers) if subject.group == group]
+        found = {asker for asker in askers if asker is not None and asker < rank}
         for other, answer in answers.items():
             states = {call["state"] for call in collectives(answer, group)}
             if "reported" in states or ("asking" in states and other < rank):

@@ -48,6 +48,11 @@ class Door:
         except OSError:
             self.sockets = []
 
+    def close(self) -> None:
+        """Close the socket."""
+        for each in self.sockets:
+            each.close()
+
     def answer(self, said: dict[str, Any]) -> None:
         """Tell what is asked for to a process of this user that has connected; turn others away."""
         with suppress(OSError):

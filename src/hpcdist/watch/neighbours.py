@@ -12,7 +12,7 @@ import json
 import socket
 from collections.abc import Iterable, Mapping
 
-from hpcdist.watch.side_channel import Place, SideChannel
+from hpcdist.watch.side_channel import Place, Process, SideChannel
 
 PAUSE_SECONDS = 1.0  # between two questions to a rank
 REFUSALS = 2  # in a row, after which a process counts as ended
@@ -45,6 +45,7 @@ class Line:
     def __init__(self, rank: int, place: Place, target: tuple[str, int]) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.socket.setblocking(False)
+        self.process = place.process
         self.question = json.dumps({"secret": place.secret, "to": rank, "is_there": True}).encode()
         self.has_answered = False
         self.refusals = 0
@@ -85,8 +86,8 @@ class Neighbours:
         self._known: tuple[int, ...] = ()  # what the ring was made from
         self._asked: list[int] = []
 
-    def look(self, rank: int, now: float) -> list[int]:
-        """Ask, once a second, and return the ranks that were seen to have ended."""
+    def look(self, rank: int, now: float) -> list[Process]:
+        """Ask, once a second, and return the processes that were seen to have ended."""
         if now < self._next:
             return []
         self._next = now + PAUSE_SECONDS
@@ -95,28 +96,35 @@ class Neighbours:
         known = (rank, channel.learned, *gone)
         if known != self._known:  # the ring is made anew only if it has changed: it takes 3 ms for 10,000 ranks
             self._known, self._asked = known, assigned(rank, channel.places, gone)
-        asked = self._asked
-        for each in [each for each in self._lines if each not in asked]:
-            self._close(each)
+        all_lines, places = self._lines, channel.places  # another thread may number the ranks anew meanwhile
+        asked = [each for each in self._asked if each in places]
+        for each in [each for each in all_lines if each not in asked]:
+            close(all_lines.pop(each))
         ended = []
         for each in asked:
-            if each not in self._lines:
-                place = channel.places[each]
-                self._lines[each] = [Line(each, place, target) for target in channel.targets(place)]
-            for line in self._lines[each]:
+            if each not in all_lines:
+                place = places[each]
+                try:
+                    all_lines[each] = [Line(each, place, target) for target in channel.targets(place)]
+                except OSError:  # no descriptor is left; the next look tries again
+                    continue
+            lines = all_lines[each]
+            for line in lines:
                 line.receive()
                 line.ask()
-            if any(line.has_answered for line in self._lines[each]):
+            if any(line.has_answered for line in lines):
                 channel.has_heard = True
-            if any(line.has_answered and line.refusals >= REFUSALS for line in self._lines[each]):
-                ended.append(each)
+            ended += [line.process for line in lines if line.has_answered and line.refusals >= REFUSALS]
         return ended
 
     def renumber(self) -> None:
         """Begin anew: the ranks have other numbers."""
-        for each in list(self._lines):
-            self._close(each)
+        before, self._lines = self._lines, {}
+        for lines in list(before.values()):
+            close(lines)
 
-    def _close(self, rank: int) -> None:
-        for line in self._lines.pop(rank):
-            line.socket.close()
+
+def close(lines: Iterable[Line]) -> None:
+    """Close the sockets of a rank's addresses."""
+    for line in lines:
+        line.socket.close()

@@ -98,6 +98,14 @@ class ProcessExit:
     def __init__(self) -> None:
         self.backend: Backend | None = None  # the last default group's
         self.limit = 0.0  # its timeout, in seconds
+        self._is_registered = False  # in a forked child too: there stays what its parent has registered
+
+    def register(self) -> None:
+        """Have Python call ``leave`` and ``on_exception``; after MPI was initialised, so that MPI ends later."""
+        if not self._is_registered:
+            self._is_registered = True
+            atexit.register(self.leave)
+            self.hook, sys.excepthook = sys.excepthook, self.on_exception
 
     def leave(self) -> None:
         """End the queues, and wait until every rank leaves; abort the job if one waits for this one."""
@@ -134,7 +142,6 @@ class ProcessExit:
     def forget(self) -> None:
         """Forget the job, in a forked child: its threads and its MPI are the parent's."""
         self.backend = None
-        RUNNING.clear()
 
     def on_exception(self, *exception: Any) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""

@@ -15,15 +15,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.core.readiness import readable
 from hpcdist.launch import addresses, environment
 
 LARGEST = 60_000  # bytes of a datagram, under UDP's limit
@@ -77,11 +77,13 @@ def machine() -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter of a process's state as ``/proc`` shows it; nothing where it has ended."""
+    """Return the letter of a process's state as ``/proc`` shows it; nothing if it has ended, ``?`` if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError:  # this process may have no descriptor left
+        return "?"
 
 
 def birth(pid: int) -> str:
@@ -92,13 +94,19 @@ def birth(pid: int) -> str:
         return ""
 
 
+def datagram_socket() -> socket.socket:
+    """Return a UDP socket on a free port, which does not block."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.bind(("", 0))
+    made.setblocking(False)
+    return made
+
+
 class SideChannel:
     """This rank's socket, and where the others listen."""
 
     def __init__(self) -> None:
-        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.socket.bind(("", 0))
-        self.socket.setblocking(False)
+        self.socket = datagram_socket()
         self.own = Place(
             addresses.own(),
             self.socket.getsockname()[1],
@@ -120,6 +128,9 @@ class SideChannel:
         self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
         self.found: set[Process] = set()  # processes of other nodes that this rank saw to have ended
         self._births: dict[int, str] = {}  # when the processes of this node were started, by their ids
+        self._reserve: socket.socket | None = (
+            datagram_socket()
+        )  # for the next question: there may be no descriptor left then
 
     def learn(self, ranks: Iterable[int], places: Iterable[tuple[Any, ...]]) -> None:
         """Take note of where the ranks of a group listen."""
@@ -177,9 +188,7 @@ class SideChannel:
         """Ask processes by numbers of the caller's choice, as ``ask`` does ranks; ``waiting`` is emptied of answers."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.bind(("", 0))
-            asking.setblocking(False)
+        with self._asking_socket() as asking:
             again = 0.0
             while waiting and (now := time.monotonic()) < deadline:
                 if now >= again:
@@ -196,12 +205,24 @@ class SideChannel:
                             if reply is not None:
                                 self.answer(reply)
                 sockets = [asking] if reply is None else [asking, self.socket]
-                ready, _, _ = select.select(sockets, [], [], max(0.0, min(again, deadline) - now))
+                ready = readable(sockets, min(again, deadline) - now)
                 if reply is not None and self.socket in ready:
                     self.answer(reply)
                 if asking in ready:
                     self._collect(asking, waiting, answers)
         return answers
+
+    @contextmanager
+    def _asking_socket(self) -> Iterator[socket.socket]:
+        """Open a socket of its own for a question: late answers to earlier ones must not reach it."""
+        reserve, self._reserve = self._reserve, None
+        try:
+            with reserve or datagram_socket() as asking:
+                yield asking
+        finally:
+            if self._reserve is None:
+                with suppress(OSError):  # as above; the next question tries again
+                    self._reserve = datagram_socket()
 
     def _collect(self, asking: socket.socket, waiting: dict[int, Place], answers: dict[int, dict[str, Any]]) -> None:
         while True:
@@ -296,9 +317,8 @@ class SideChannel:
             with suppress(OSError):
                 os.kill(place.pid, signal.SIGKILL)
 
-    def note_found(self, rank: int) -> None:
-        """Take note that a rank of another node was seen to have ended."""
-        process = self.places[rank].process
+    def note_found(self, process: Process) -> None:
+        """Take note that a process of another node was seen to have ended."""
         if process not in self.ended:
             self.ended.add(process)
             self.found.add(process)
@@ -338,5 +358,7 @@ class SideChannel:
         return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {place.pid})" if state else "")
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the sockets."""
         self.socket.close()
+        if self._reserve is not None:
+            self._reserve.close()

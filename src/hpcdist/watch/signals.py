@@ -11,6 +11,10 @@ long as nothing handles it, it would end them.
 SIGINT (Ctrl-C) stays Python's. If the call that it found the main thread in has not ended 1 s later, the watchdog ends
 it, as it ends one that is overdue: the program then gets its KeyboardInterrupt, or the job is aborted.
 
+Python has one such descriptor, and asyncio, for one, sets its own with its first handler and none after its last: the
+watchdog would hear of no signal any more, and SIGTERM would do nothing. So ours stays set, ``signal.set_wakeup_fd``
+only notes which one the program wants, and the watchdog writes there what comes.
+
 A forked child (``multiprocessing``, a DataLoader's worker) has no watchdog: there all is as it was before, so that a
 pool can end its workers by SIGTERM, and theirs is not taken for this process's.
 """
@@ -22,10 +26,40 @@ import os
 import signal
 import socket
 import threading
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 # what is watched, and which ways of dealing with it our handler replaces
 WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,), signal.SIGINT: ()}
+
+set_wakeup_fd = signal.set_wakeup_fd  # Python's own
+
+
+class Wanted(NamedTuple):
+    """The descriptor that the program wants signals to be written to."""
+
+    number: int = -1  # none
+    warns: bool = True  # whether Python is to warn if it takes no more
+    file: tuple[int, int] | None = None  # what was open there
+
+    @classmethod
+    def of(cls, number: int, warns: bool = True) -> Wanted:
+        """Return a descriptor as it is now."""
+        return cls(number, warns, file_of(number))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is none, or was closed: the number may be another file's now."""
+        return self.file is None or file_of(self.number) != self.file
+
+
+def file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return what names the file or socket that is open at a descriptor, or None."""
+    try:
+        found = os.fstat(descriptor)
+    except (OSError, ValueError, OverflowError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Signals:
@@ -37,39 +71,59 @@ class Signals:
             end.setblocking(False)
         self.received: set[int] = set()
         self.is_asked = False  # whether the program asks for them itself, by stop_requested
-        self._theirs = -1  # the descriptor that was set before ours
+        self._theirs = Wanted()
         self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
-        self._forking = threading.local()  # the mask of a thread that forks
-        self._installed = False
+        self._is_installed = False
 
     def install(self) -> None:
         """Begin to watch; only the main thread may (``signal.set_wakeup_fd``), elsewhere this does nothing."""
-        if self._installed or threading.current_thread() is not threading.main_thread():
+        if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
-        self._theirs = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        self._theirs = Wanted.of(self._hold())
+        signal.set_wakeup_fd = self._want
         for number, replaced in WATCHED.items():
             if signal.getsignal(number) in replaced:
                 self._replaced[number] = signal.signal(number, self._note)
-        self._installed = True
-        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._remove)
+        self._is_installed = True
 
-    def _block(self) -> None:
-        """Hold signals back while a child may still have what is this process's."""
-        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    def _hold(self) -> int:
+        """Have signals written to our descriptor, and return the one until now."""
+        return set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
 
-    def _unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+    def _want(self, fd: int, /, *, warn_on_full_buffer: bool = True) -> int:
+        """Note which descriptor the program wants, and return the one until now: ``signal.set_wakeup_fd`` to it.
 
-    def _remove(self) -> None:
-        """Undo ``install``."""
-        signal.set_wakeup_fd(self._theirs)
-        for number, before in self._replaced.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, before)
-        self._unblock()
+        Raises:
+            ValueError, OSError: as Python's own.
+        """
+        before = self._theirs
+        set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # which checks it
+        self._hold()
+        self._theirs = Wanted.of(fd, warn_on_full_buffer)
+        return before.number
+
+    def remove(self) -> None:
+        """Undo ``install``, in a forked child, and close what is its parent's."""
+        if self._is_installed:
+            if signal.set_wakeup_fd == self._want:
+                signal.set_wakeup_fd = set_wakeup_fd
+            theirs = Wanted() if self._theirs.is_stale else self._theirs
+            set_wakeup_fd(theirs.number, warn_on_full_buffer=theirs.warns)
+            for number, before in self._replaced.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, before)
+            self._is_installed = False
+        self.reader.close()
+        self.writer.close()
 
     def _note(self, number: int, frame: object) -> None:
+        """Handle a signal, once the main thread runs Python."""
         self.received.add(number)
+        before = self._hold()
+        if before != self.writer.fileno():  # set past ``_want``, by who had imported Python's own function before
+            self._theirs = Wanted.of(before)
+            with suppress(OSError):
+                self.writer.send(bytes([number]))
 
     def arrived(self) -> list[int]:
         """Return the watched signals that came since the last look; for the watchdog thread."""
@@ -77,11 +131,10 @@ class Signals:
             data = self.reader.recv(4096)
         except OSError:
             return []
-        if self._theirs >= 0:
-            try:
-                os.write(self._theirs, data)
-            except OSError:
-                self._theirs = -1
+        theirs = self._theirs
+        if not theirs.is_stale:
+            with suppress(OSError):  # it takes no more
+                os.write(theirs.number, data)
         numbers = [number for number in dict.fromkeys(data) if number in WATCHED]
         self.received.update(number for number in numbers if number != signal.SIGINT)
         return numbers

@@ -15,7 +15,6 @@ ended. One of the ranks that wait (``inquiry``) asks the others where they are (
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
@@ -28,6 +27,7 @@ from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError, explained, write_to_stderr
 from hpcdist.core.group import Group
+from hpcdist.core.readiness import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means, State
@@ -40,7 +40,7 @@ from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
-from hpcdist.watch.signals import Signals, end_by
+from hpcdist.watch.signals import WATCHED, Signals, end_by
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
@@ -85,21 +85,32 @@ class Watchdog:
         self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
+        self._door: Door | None = None
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
-        self.signals.install()
+        self._door = Door()
         self._thread.start()
+
+    def leave_to_parent(self) -> None:
+        """Undo what is this process's, in a forked child, and close what is its parent's: a port that stays open would
+        make its process look alive.
+        """
+        self.signals.remove()
+        self.neighbours.renumber()
+        self.channel.close()
+        if self._door is not None:
+            self._door.close()
 
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_look = 0.0
-        door = Door()
+        next_look, door = 0.0, self._door
+        assert door is not None
         while True:
-            wait = max(0.0, next_look - time.monotonic())
-            ready, _, _ = select.select([self.channel.socket, self.signals.reader, *door.sockets], [], [], wait)
+            wait = next_look - time.monotonic()
+            ready = readable([self.channel.socket, self.signals.reader, *door.sockets], wait)
             if any(each in ready for each in door.sockets):
                 own = {"rank": self.rank, "size": len(self.channel.places) or 1, "job": self.recorder.name}
                 door.answer({**own, "program": program(), "slurm_job": slurm_job(), "place": self.channel.own})
@@ -128,8 +139,8 @@ class Watchdog:
         if meeting is not None and (reason := meeting.look(now)):
             self.abort(meeting.backend, reason)
         self._end_failed()
-        for rank in self.neighbours.look(self.rank, now):
-            self.channel.note_found(rank)
+        for process in self.neighbours.look(self.rank, now):
+            self.channel.note_found(process)
         if not self.leaving and WORLD.default is not None:
             told, gone = self.channel.to_tell()
             if told:
@@ -216,7 +227,7 @@ class Watchdog:
             made["ranks"] = list(each.group.ranks) if question.get("from") in each.group.ranks else []
             made["state"] = self.states.state(each.record).value
             calls.append(made)
-        calls += [{**made, "ranks": [], "state": "reported"} for made in self._given_up]
+        calls += [{**made, "ranks": [], "state": "reported"} for made in list(self._given_up)]
         told = {}
         if isinstance(first := question.get("inspect"), int):
             places = self.channel.places or {self.rank: self.channel.own}
@@ -245,16 +256,20 @@ class Watchdog:
     def begin_anew(self) -> None:
         """Take note that the world's ranks are about to be numbered anew, by ``begin``."""
         self.channel.begin_anew()
-        self.neighbours.renumber()
-        self.inquiries.forget()
+        self._forget()
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
         self.channel.renumber(remaining)
-        self.neighbours.renumber()
-        self.inquiries.forget()
+        self._forget()
         self.rank = remaining.index(self.rank)
         logs.locate(self.rank, len(remaining))
+
+    def _forget(self) -> None:
+        """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
+        self.neighbours.renumber()
+        self.inquiries.forget()
+        self._given_up.clear()
 
     def dump_if_due(self) -> None:
         """Write the trace that other ranks have asked for, once for all their questions."""
@@ -427,6 +442,33 @@ class Watchdog:
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
+FORKING = threading.local()  # the signals that a thread which forks held back before
+
+
+def hold_still() -> None:
+    """Before a fork: hold signals back while the child has what is this process's, and let nobody look at frames."""
+    calls_under_way.LOOKING.acquire()  # the child has no thread that would release it
+    FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+
+def go_on() -> None:
+    """After a fork: undo ``hold_still``."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+    calls_under_way.LOOKING.release()
+
+
+def leave_to_parent() -> None:
+    """After a fork, in the child: it is no rank, and has no watchdog."""
+    try:
+        hooks.explain = hooks.explain_nothing
+        for watchdog in RUNNING:
+            watchdog.leave_to_parent()
+        RUNNING.clear()
+    finally:
+        go_on()
+
+
+os.register_at_fork(before=hold_still, after_in_parent=go_on, after_in_child=leave_to_parent)
 
 
 def begin(group: Group) -> Watchdog:
@@ -449,6 +491,7 @@ def begin(group: Group) -> Watchdog:
     if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()
+    watchdog.signals.install()  # unless another thread has made the group; the main one may make the next
     hooks.explain = watchdog.explain
     logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=logs.of(group))
     return watchdog

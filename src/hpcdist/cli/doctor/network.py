@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import select
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.core.readiness import readable
 from hpcdist.launch import addresses, environment
 
 TITLE = "Network between nodes"
@@ -38,7 +38,7 @@ def listening(word: bytes) -> Iterator[tuple[int, int]]:
 
     def serve() -> None:
         while not ended.is_set():
-            ready, _, _ = select.select([server, echo], [], [], 0.2)
+            ready = readable([server, echo], 0.2)
             with contextlib.suppress(OSError):
                 if server in ready:
                     with server.accept()[0] as client:

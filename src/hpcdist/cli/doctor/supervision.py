@@ -9,13 +9,14 @@ ranks). There the checks run in this process, and a thread looks at the clock.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+
+from hpcdist.core.readiness import readable
 
 Step = Callable[[str], None]
 
@@ -78,8 +79,7 @@ def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
     deadline = time.monotonic() + seconds
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while True:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not readable([pipe], deadline - time.monotonic()):
                 is_late = True
                 os.kill(child, signal.SIGKILL)
                 break

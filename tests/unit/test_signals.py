@@ -1,0 +1,194 @@
+"""Signals beside a program that handles some itself, by asyncio or a descriptor, and in its children."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from tests.programs import run
+
+# each case in a process of its own, forked before the group is made, which takes less time than to import torch
+CASES = """
+import asyncio, hashlib, json, multiprocessing, os, signal, socket, subprocess, sys, tempfile, threading, time
+from signal import set_wakeup_fd as pythons_own
+import hpcdist as dist
+
+WORKS = b"secret", b"salt", 1_000_000  # for a second without the GIL, in which no handler runs
+STATE = '''import json, signal
+print(json.dumps([*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])), str(signal.getsignal(signal.SIGTERM))]))'''
+
+def send(number, seconds=0.1):
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+
+def traced():
+    return bool(os.listdir(folder))
+
+async def handled(number, before=lambda: None, seconds=5):
+    came = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(number, came.set)
+    before()
+    send(number)
+    await asyncio.wait_for(came.wait(), seconds)
+
+async def other_handler(seconds):
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
+    if seconds:
+        send(signal.SIGTERM)
+    await asyncio.sleep(seconds)
+
+def sigterm_in_a_loop_that_handles_another():
+    dist.init_process_group("loopback")
+    asyncio.run(other_handler(5))
+
+def sigterm_after_such_a_loop():
+    dist.init_process_group("loopback")
+    asyncio.run(other_handler(0))
+    send(signal.SIGTERM)
+    time.sleep(5)
+
+def sigterm_past_our_function():
+    dist.init_process_group("loopback")
+    pythons_own(-1)
+    send(signal.SIGTERM)
+    time.sleep(5)
+
+def handler_made_after_init():
+    dist.init_process_group("loopback")
+    asyncio.run(handled(signal.SIGTERM))
+    return dist.stop_requested()
+
+def handler_made_before_init():
+    asyncio.run(handled(signal.SIGTERM, lambda: dist.init_process_group("loopback")))
+    send(signal.SIGUSR1)
+    time.sleep(0.3)
+    return dist.stop_requested()
+
+def heard_beside_a_loop_while_python_does_not_run():
+    dist.init_process_group("loopback")
+    async def work():
+        await other_handler(0)
+        send(signal.SIGUSR1)
+        threading.Timer(0.5, lambda: told.append(traced())).start()
+        while not told:
+            hashlib.pbkdf2_hmac("sha256", *WORKS)
+    told = []
+    asyncio.run(work())
+    return told[0]
+
+def descriptors():
+    (reader, theirs), (_, second) = socket.socketpair(), socket.socketpair()
+    for each in reader, theirs, second:
+        each.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno())
+    dist.init_process_group("loopback")
+    send(signal.SIGUSR1, 0)
+    time.sleep(0.3)
+    found = [reader.recv(9) == bytes([signal.SIGUSR1])]
+    found.append(signal.set_wakeup_fd(second.fileno()) == theirs.fileno())
+    try:
+        signal.set_wakeup_fd(10**6)
+    except (ValueError, OSError):
+        found.append(signal.set_wakeup_fd(theirs.fileno()) == second.fileno())
+    number = theirs.fileno()
+    theirs.close()  # a file of the program's comes in its place
+    with tempfile.TemporaryFile() as file:
+        if file.fileno() != number:
+            os.dup2(file.fileno(), number)
+        send(signal.SIGUSR1, 0)
+        time.sleep(0.3)
+        found.append(os.fstat(number).st_size == 0)
+    return all(found)
+
+def in_children():
+    # what a child has is what this process had, whatever the thread that forks; the descriptor is closed by then
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno())
+    dist.init_process_group("loopback")
+    theirs.close()
+    def state():
+        mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))]
+        ports = len([each for each in os.listdir("/proc/self/fd") if is_socket(int(each))])
+        handler, is_own = str(signal.getsignal(signal.SIGTERM)), signal.set_wakeup_fd is pythons_own
+        return [mask, handler, is_own, pythons_own(-1), ports]
+    def is_socket(number):
+        try:
+            return os.readlink(f"/proc/self/fd/{number}").startswith("socket")
+        except OSError:
+            return False
+    states = []
+    def fork():
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.write(writer, json.dumps(state()).encode())
+            os._exit(0)
+        states.append(json.loads(os.read(reader, 1000)))
+    fork()
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    fresh = [[], "0", True, -1, 1]  # ``ours`` is the program's
+    started = [
+        json.loads(subprocess.run([sys.executable, "-c", STATE], preexec_fn=hook, stdout=subprocess.PIPE).stdout)
+        for hook in (None, lambda: None)
+    ]
+    assert states == [fresh, fresh], states
+    assert started == [["0"], ["0"]], started
+    return signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+def hook_of_a_child_with_a_group_of_its_own():
+    runs = []
+    sys.excepthook = lambda *exception: runs.append(exception[0])
+    dist.init_process_group("loopback")
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        dist.destroy_process_group()
+        dist.init_process_group("loopback")
+        sys.excepthook(ZeroDivisionError, ZeroDivisionError(), None)
+        os.write(writer, bytes([len(runs)]))
+        os._exit(0)
+    return os.read(reader, 1)[0] == 1 and not runs
+
+for name in sys.argv[1:]:
+    folder = tempfile.mkdtemp()
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = folder + "/trace_"
+    if (pid := os.fork()) == 0:
+        os._exit(0 if globals()[name]() else 1)
+    print(json.dumps([name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), traced()]), flush=True)
+"""
+
+ENDED = (
+    "sigterm_in_a_loop_that_handles_another",
+    "sigterm_after_such_a_loop",
+    "sigterm_past_our_function",
+)
+TRUE = (
+    "handler_made_after_init",
+    "handler_made_before_init",
+    "heard_beside_a_loop_while_python_does_not_run",
+    "descriptors",
+    "in_children",
+    "hook_of_a_child_with_a_group_of_its_own",
+)
+
+
+@pytest.fixture(scope="module")
+def ended() -> tuple[dict[str, Any], str]:
+    """The status of each case and whether it left a trace, and what was written to stderr."""
+    ran = run([sys.executable, "-c", CASES, *ENDED, *TRUE], timeout=120)
+    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+    return {name: rest for name, *rest in told}, ran.stderr
+
+
+@pytest.mark.parametrize("case", ENDED)
+def test_sigterm_ends_the_program_after_a_trace(case: str, ended: tuple[dict[str, Any], str]) -> None:
+    assert ended[0][case] == [-signal.SIGTERM, True], ended[1]
+
+
+@pytest.mark.parametrize("case", TRUE)
+def test_what_the_program_finds(case: str, ended: tuple[dict[str, Any], str]) -> None:
+    assert ended[0][case][0] == 0, ended[1]
