@@ -34,6 +34,16 @@ dist.all_reduce(on_cpu)
 assert on_cpu.tolist() == [size] * 2
 dist.barrier()
 dist.destroy_process_group()
+# torch's door, bound to the GPU
+torch.distributed.init_process_group("hpcdist", device_id=torch.device("cuda", rank))
+tensor = torch.ones(3, device="cuda")
+first = torch.distributed.new_group([0])
+torch.distributed.all_reduce(tensor)
+if rank == 0:
+    torch.distributed.all_reduce(tensor, group=first)
+assert tensor.tolist() == [size] * 3
+torch.cuda.synchronize()
+torch.distributed.destroy_process_group()
 emulated = sys.modules.get("tests.emulated_gpu.load")
 broken = emulated.EMULATION.take_violations() if emulated else ""
 assert not broken, broken

@@ -75,6 +75,7 @@ def init_process_group(
         TypeError: a timeout that is no timedelta, or a comm that is no communicator.
         DistBackendError: no MPI library, or one that does not belong to the launcher.
     """
+    forget_aborted()
     if WORLD.default is not None:
         raise ValueError("trying to initialize the default process group twice!")
     check_timeout(timeout)
@@ -108,6 +109,13 @@ def init_process_group(
         topology.warn_if_spread()
     if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
         mirror.show(WORLD.groups.values())
+
+
+def forget_aborted() -> None:
+    """Forget a default group that was aborted, so that an init may follow without a destroy, as c10d's may."""
+    default = WORLD.default
+    if isinstance(default, ProcessGroup) and not default.backends and default.membership is None:
+        WORLD.clear()
 
 
 def begin(group: ProcessGroup, device: torch.device | None) -> None:
@@ -218,7 +226,7 @@ def check_device(device_id: torch.device | int | None) -> torch.device | None:
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Free a group's communicators; every rank of it calls this.
+    """Free a group's communicators; every rank of it calls this. One that was aborted is forgotten.
 
     Args:
         group: the group; None or the default group destroys all, and ``init_process_group`` may follow.
@@ -231,7 +239,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     pg = WORLD.default if group is None else group
     if pg is None:
         raise errors.not_initialized()
-    if not isinstance(pg, ProcessGroup) or not pg.backends:
+    if not isinstance(pg, ProcessGroup) or not (pg.backends or WORLD.groups.get(pg.group_name) is pg):
         raise errors.destroyed(pg)
     doomed = [pg] if pg is not WORLD.default else list(reversed(WORLD.groups.values()))  # the default group last
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcdist.c10d import reconfigure
-from hpcdist.c10d.lifecycle import begin, carried, choose
+from hpcdist.c10d.lifecycle import begin, carried, choose, forget_aborted
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
@@ -38,6 +38,7 @@ def create(options: Any, pg_options: Any) -> Group:
     if ranks and WORLD.default is not None:
         registry.check_options(pg_options, [each.name for each in WORLD.default.backends.values()])
         return create_subgroup(WORLD.default, ranks, options)
+    forget_aborted()
     group = WORLD.default
     if group is None:
         group = create_world(options, pg_options)
@@ -65,11 +66,12 @@ def create_world(options: Any, pg_options: Any) -> Group:
         comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()
     store = None if is_mpi else options.store
+    device = getattr(options.process_group, "bound_device_id", None)  # on the group that torch makes and drops for ours
     registry.check_options(pg_options, carried(config).values())
-    bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, options=pg_options)
+    bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
-    begin(group, None)
+    begin(group, device)
     WORLD.store = store
     if getattr(options, "enable_reconfigure", False):  # since torch 2.14
         reconfigure.enable(group)

@@ -194,9 +194,17 @@ class Backend(Supervised):
         """Run the library's own barrier that says who is missing; False where it has none."""
         return False
 
-    def grouped(self) -> AbstractContextManager[None]:
-        """Launch the calls begun inside together, where the library can."""
-        return nullcontext()
+    def grouped(self) -> AbstractContextManager[Sequence[Work]]:
+        """Launch the calls begun inside together, where the library can; gives the Works of what it holds back."""
+        return nullcontext(())
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a call made now is held back until ``grouped`` ends."""
+        return False
+
+    def connect_device(self, device: torch.device) -> None:
+        """Connect on a GPU at once, where the library would do so at the first call; every rank calls it."""
 
     def on(self, device_type: str) -> Backend:
         """Return what carries a device type's tensors on this communicator."""

@@ -8,6 +8,8 @@ checked against ``PyProcessGroup.hpp`` of torch 2.13.0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -119,7 +121,10 @@ def as_torch(method: Any, name: str | None = None) -> Any:
 class C10dMethods(Group):
     """The calls of torch's libraries on a group."""
 
-    _begun: list[Work] | None = None  # the calls between _start_coalescing and _end_coalescing
+    # between _start_coalescing and _end_coalescing: the calls made, those of them held back, and what launches these
+    _begun: list[Work] | None = None
+    _held: Sequence[Work] = ()
+    _together: AbstractContextManager[Sequence[Work]] | None = None
 
     def _issue(
         self,
@@ -362,11 +367,24 @@ class C10dMethods(Group):
     # -- several at once -----------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
+        """Launch the calls on a device that are made until ``_end_coalescing`` together, where its library can."""
+        self._leave_coalescing(Exception())  # of a manager that was left by an exception
+        self._together = self.backend(device).grouped()
+        self._held = self._together.__enter__()
         self._begun = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        begun, self._begun = self._begun or [], None
+        """Launch them, and return the Work of all."""
+        begun = list(dict.fromkeys([*(self._begun or ()), *self._held]))
+        self._leave_coalescing(None)
         return AllWork(begun, [])
+
+    def _leave_coalescing(self, error: Exception | None) -> None:
+        """Launch the calls held back, or forget them if one of them raised: torch's manager does not end then."""
+        together, self._together = self._together, None
+        self._begun, self._held = None, ()
+        if together is not None:
+            together.__exit__(type(error) if error is not None else None, error, None)
 
     # -- what the group is ---------------------------------------------------------------------
 

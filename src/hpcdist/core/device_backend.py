@@ -26,7 +26,6 @@ class DeviceBackend:
     """What torch's libraries ask about the backend of a device type (c10d's ``Backend``)."""
 
     supports_splitting = True
-    supports_coalescing = False
     supports_time_estimate = False
 
     def __init__(self, group: Group, backend: Backend) -> None:
@@ -51,6 +50,20 @@ class DeviceBackend:
             group_name=group.group_name,
             global_ranks_in_group=list(group.ranks),
         )
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether many calls made together are one call of the library."""
+        return self._backend.has_groups
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connect on a GPU at once, and bind the group to it; every rank of the group calls."""
+        self._backend.connect_device(device)
+        self._group.bound_device_id = device
+
+    def abort(self) -> None:
+        """End what is under way on this device type, if the library can, without the other ranks."""
+        self._backend.interrupt(f"group {self._group.group_name!r} was aborted")
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._group.timeout = timeout

@@ -53,8 +53,8 @@ def not_initialized() -> ValueError:
 def destroyed(group: object) -> ValueError:
     """Return the error of a call on something that is not, or is no longer, a live group."""
     return ValueError(
-        f"Invalid process group specified: {group!r} is not a live group of this process; "
-        "it was destroyed, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
+        f"Invalid process group specified: {group!r} is not a live group of this process; it was destroyed "
+        "or aborted, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
     )
 
 

@@ -239,7 +239,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
     record = journal.collective(call.row, call.tensor, call.root)
-    event, is_async = None, async_op and backend.has_threads
+    event, is_async = None, (async_op and backend.has_threads) or backend.is_grouped
     if hooks.is_profiled():
         inputs = [] if call.tensor is None else [call.tensor]
         event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)
@@ -247,7 +247,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
         work = begun(partial(carries.start, call), record)
         if event is not None:
             work._ends(event)
-        return work
+        return work if async_op else None
     backend.settle()
     journal.current = record
     try:

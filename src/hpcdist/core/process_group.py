@@ -148,13 +148,12 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             WORLD.discard(self)
 
     def abort(self) -> None:
-        """End the group as ``shutdown`` does; MPI has no way to end a call under way (MPI 4.1).
+        """End the group and what is under way on it without the other ranks; ``destroy_process_group`` forgets it.
 
-        One that may be reconfigured is revoked if this MPI can do so (ULFM), and waits for ``reconfigure``.
+        Calls under way raise: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM). The communicators
+        are not freed, which all ranks would have to take part in. A group that may be reconfigured waits for
+        ``reconfigure``.
         """
-        if self.membership is None:
-            self.shutdown()
-        else:
-            reason = f"group {self._name!r} was aborted"
-            self.revoke(reason)
-            self.drop(reason)
+        reason = f"group {self._name!r} was aborted"
+        self.revoke(reason)
+        self.drop(reason)

@@ -56,6 +56,7 @@ from hpcdist.core.table import (
     Row,
 )
 from hpcdist.core.work import DoneWork, Work
+from hpcdist.torch_bridge.mirror import forget_coalescing
 
 # the methods that c10d makes operators
 METHODS = (
@@ -159,7 +160,11 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
         if not _len_torch_dispatch_stack() and not has_wrapper(args):
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                leave_coalescing(self, error)
+                raise
 
         def carry_out(*tensors: Any) -> Work:
             if name == "barrier":  # its operator has a tensor, to find the device by
@@ -170,6 +175,13 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
             return call_base(self, *args, **kwargs)
 
     return call
+
+
+def leave_coalescing(pg: ProcessGroup, error: Exception) -> None:
+    """End torch's coalescing manager on a group, if there is one: an error leaves it open."""
+    if pg._begun is not None:
+        pg._leave_coalescing(error)
+        forget_coalescing(pg)
 
 
 for _name in (*METHODS, *EARLIER):

@@ -5,7 +5,8 @@ what                                                  why                       
 ====================================================  ==================================================  ==============
 ``distributed_c10d._world`` (pg_map, pg_names,        DDP, FSDP2, DTensor, DCP find ranks, names, the     2.13.0, 2.15.0
 pg_group_ranks, pg_backend_config, tags_to_pg,        backend's name and the store of a group there
-pg_to_tag, group_count, default_pg)
+pg_to_tag, group_count, default_pg,
+pg_coalesce_state)
 ``distributed_c10d._update_default_pg``               sets the default group and the rank that C++ logs   2.13.0, 2.15.0
 ``_C._distributed_c10d._register_process_group``,     functional collectives resolve a group by its name  2.13.0, 2.15.0
 ``._unregister_process_group``
@@ -98,6 +99,11 @@ def join(default: Any) -> None:
     """Follow torch's world, which itself enters ``default`` in its tables."""
     WORLD.made = max(WORLD.made, c10d._world.group_count)
     WORLD.mirror = TorchWorld()
+
+
+def forget_coalescing(group: Any) -> None:
+    """Forget what torch holds back of a group's calls."""
+    c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def is_taken() -> bool:

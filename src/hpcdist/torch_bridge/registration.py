@@ -10,6 +10,7 @@ what                                                  why                       
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
 ``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
 ``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
+``distributed_c10d._get_split_source``                hands C++ a backend made in Python                  2.13.0, 2.14.1
 ``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
 ====================================================  ==================================================  ==============
 """
@@ -53,6 +54,7 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
     open_monitored_barrier()
     keep_recorder_away()
     name_local_groups()
+    split_from_none()
 
 
 def name_local_groups() -> None:
@@ -70,6 +72,22 @@ def name_local_groups() -> None:
         return WORLD.local_name(ranks) if is_ours else stock(ranks, use_hashed_name)
 
     setattr(c10d, "_process_group_name", name)  # noqa: B010  # for mypy
+
+
+def split_from_none() -> None:
+    """Keep torch from handing C++ the backend of a default group of ours, bound to a GPU, to split new groups from.
+
+    C++ takes only its own, and groups of ours are made by their members.
+    """
+    stock = getattr(c10d, "_get_split_source", None)
+    if stock is None or "split" in STOCK:
+        return
+    STOCK["split"] = stock
+
+    def split_source(pg: Any) -> Any:
+        return None if isinstance(pg, ProcessGroup) else stock(pg)
+
+    setattr(c10d, "_get_split_source", split_source)  # noqa: B010  # for mypy
 
 
 def keep_recorder_away() -> None:

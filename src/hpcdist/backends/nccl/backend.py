@@ -76,8 +76,7 @@ class NCCLBackend(Backend):
             # a group of NCCL alone under MPI: a communicator of MPI to find each other over
             backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         if bootstrap.device_id is not None and bootstrap.device_id.type == "cuda":
-            backend._connect(bootstrap.device_id)
-            backend.communicators.is_eager = True
+            backend.connect_device(bootstrap.device_id)
         else:
             finding.choose_device(bootstrap.comm)
         return backend
@@ -88,6 +87,12 @@ class NCCLBackend(Backend):
         for link in self.communicators.links():
             return link.streams.device
         return torch.device("cuda", self._cuda.current_device())
+
+    def connect_device(self, device: torch.device) -> None:
+        """Make the group's communicator on a GPU, if there is none yet, and let messages go over it too."""
+        if self.communicators.group is None:
+            self._connect(device)
+        self.communicators.is_eager = True
 
     def _connect(self, device: torch.device) -> Link:
         """Make the group's communicator on a device; every rank of the group is here."""
@@ -243,15 +248,20 @@ class NCCLBackend(Backend):
         op = self._reductions.scaling(link.comm, factor, send.dtype)
         made(self._library, link.where, send, recv, datatype, op, *rest)
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether calls are held back."""
+        return self._batch is not None
+
     @contextmanager
-    def grouped(self) -> Iterator[None]:
+    def grouped(self) -> Iterator[Sequence[Work]]:
         """Hold back the calls made inside and launch them at the end as one group; nothing of an inner one."""
         if self._batch is not None:
-            yield
+            yield self._batch.works
             return
         batch = self._batch = Batch()
         try:
-            yield
+            yield batch.works
         finally:
             self._batch = None
         if batch.calls:
@@ -382,11 +392,22 @@ class NCCLBackend(Backend):
         try:
             self.communicators.close()
         finally:
-            self._token = None
-            self._reductions.clear()
-            if self._owned_peer is not None:
-                self._owned_peer.close()
-                self._owned_peer = None
+            self._forget(lambda peer: peer.close())
+
+    def drop(self, reason: str) -> None:
+        """End the communicators as ``interrupt`` does, and forget them."""
+        super().drop(reason)
+        if self.interrupt(reason):
+            self.communicators.close()
+        self._forget(lambda peer: peer.drop(reason))
+
+    def _forget(self, end: Callable[[Backend], None]) -> None:
+        """Let go of what the calls needed; ``end`` is done with the communicator of MPI that is this group's own."""
+        self._token = None
+        self._reductions.clear()
+        if self._owned_peer is not None:
+            end(self._owned_peer)
+            self._owned_peer = None
 
 
 def nothing(stream: int) -> None:

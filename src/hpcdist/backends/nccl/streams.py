@@ -354,14 +354,20 @@ def cannot_interrupt(reason: str) -> bool:
 
 
 class Batch:
-    """The calls held back inside a group call, to be launched as one."""
+    """The calls held back inside a group call, to be launched as one.
+
+    Attributes:
+        works: the Work of each.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[[int], None], Callable[[], None] | None, StreamWork]] = []
+        self.works: list[Work] = []
 
     def add(self, call: Callable[[int], None], finish: Callable[[], None] | None, work: StreamWork) -> StreamWork:
         """Hold a call back; ``call`` takes the handle of the stream to run on, ``finish`` follows it there."""
         self.calls.append((call, finish, work))
+        self.works.append(work)
         return work
 
     def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
