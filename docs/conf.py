@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
@@ -45,5 +47,18 @@ html_css_files = ["page.css"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 copybutton_exclude = ".linenos, .gp, .go"
+
+CONTENTS = re.compile(r"<!-- contents:(.*?)-->", re.DOTALL)  # a comment, because GitHub shows directives as code
+
+
+def write_contents(app: Any, page: str, source: list[str]) -> None:
+    """Make a hidden table of contents of the comment that names a page's subpages."""
+    source[0] = CONTENTS.sub(r"```{toctree}\n:hidden:\n\1\n```", source[0])
+
+
+def setup(app: Any) -> None:
+    """Have Sphinx call what this file adds to it."""
+    app.connect("source-read", write_contents)
+
 
 api_pages.write()

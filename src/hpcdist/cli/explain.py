@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shutil
 import sys
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -45,7 +46,8 @@ class Entry(NamedTuple):
         """Return the entry as it is printed."""
         text = LINK.sub(lambda link: f"{link[1]} ({posixpath.normpath(f'docs/reference/{link[2]}')})", self.text)
         paragraphs = map(wrapped, TITLE.sub(r"\1:", text).split("\n\n"))
-        return "\n".join([self.name, *(f"    {each}" for each in self.messages), "", "\n\n".join(paragraphs)])
+        messages = (wrapped(f"    {each}", " " * 8) for each in self.messages)
+        return "\n".join([self.name, *messages, "", "\n\n".join(paragraphs)])
 
 
 def matches(pattern: str, message: str) -> bool:
@@ -88,7 +90,8 @@ def run(args: list[str]) -> int:
     if not is_speaker():
         return int(bool(asked) and entry is None)
     if not asked:
-        print("\n".join(f"{each.name:<20} {each.messages[0]}" for each in known.values()))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(f"{each.name:<20} {each.messages[0]}"[:width] for each in known.values()))
         return 0
     if entry is None:
         near = ", ".join(get_close_matches(asked, known))

@@ -27,14 +27,13 @@ COMMANDS = {
     "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
     "submit": Command("hpcdist.cli.submit", "submit a script to the batch system here: Slurm, PBS, Flux or LSF"),
 }
+MORE = "options of a command: python -m hpcdist COMMAND --help; also: --version"
 
 
 def usage() -> str:
     """Return the list of commands."""
     lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        ["usage: python -m hpcdist COMMAND [ARGUMENT...]", "", "commands:", *lines, "", "  --version, --help"]
-    )
+    return "\n".join(["usage: python -m hpcdist COMMAND [ARGUMENT...]", "", "commands:", *lines, "", MORE])
 
 
 def tell(text: str, file: TextIO | None = None) -> None:

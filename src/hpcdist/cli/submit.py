@@ -57,7 +57,10 @@ def parser() -> argparse.ArgumentParser:
     site = made.add_argument_group("settings of the site")
     site.add_argument("--python", default=sys.executable, help=f"the Python that has hpcdist ({sys.executable})")
     site.add_argument("--modules", help="modules to load, separated by spaces")
-    site.add_argument("--mpi", help="which MPI starts the ranks, as the template's HPCDIST_MPI")
+    site.add_argument(
+        "--mpi",
+        help="srun's --mpi= (pmix, pmi2), for Flux its -o pmi=, for PBS and LSF whose mpiexec: openmpi, hydra, pals",
+    )
     made.add_argument("script", help="the Python script that every rank runs")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return made

@@ -63,7 +63,7 @@ def parser() -> JobParser:
         default="collectives",
         choices=SUBJECTS,
         metavar="SUBJECT",
-        help=f"what is timed: {', '.join(SUBJECTS)} (collectives)",
+        help=f"what is timed: {', '.join(SUBJECTS)} (collectives); ddp has other options (bench ddp --help)",
     )
     made.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda: compare with torch's NCCL (see --device cuda --help)"
