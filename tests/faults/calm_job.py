@@ -85,7 +85,22 @@ def mismatches_raise_on_all_ranks_at_the_level_detail() -> None:
         dist.broadcast(values, 1 if rank == 1 else 0)
     with pytest.raises(RuntimeError, match="Op type"):
         dist.all_gather_object([None] * 3, 1) if rank == 1 else dist.all_reduce(values, async_op=True)
+    sent, received = [rank + peer for peer in range(3)], [rank + peer for peer in range(3)]
+    wrong = [received[0] + (rank == 1), *received[1:]]
+    with pytest.raises(RuntimeError, match=r"Counts: ranks 0, 1: rank 0 sends 1 elements to rank 1, which expects 2"):
+        dist.all_to_all_single(torch.empty(sum(wrong)), torch.ones(sum(sent)), wrong, sent)
+    one = dist._make_nccl_premul_sum(1.0)
+    with pytest.raises(RuntimeError, match=r"Reduce op: ranks 0, 2: SUM; rank 1: PREMUL_SUM"):
+        dist.all_reduce(values, one if rank == 1 else dist.ReduceOp.SUM)
     dist.all_gather_into_tensor(torch.empty(12), values)
+    output = torch.empty(sum(received))
+    dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent)
+    assert output.tolist() == [float(peer) for peer in range(3) for _ in range(received[peer])]
+    splits = [1] * 3 if rank == 1 else None
+    dist.all_to_all_single(torch.empty(3), torch.ones(3), splits, splits)
+    dist.all_reduce(values, one)
+    dist.all_reduce(values, dist._make_nccl_premul_sum(torch.tensor(float(rank))))
+    assert values.tolist() == [3.0 * 3 * (0 + 1 + 2)] * 4
     dist.set_debug_level(dist.DebugLevel.OFF)
     dist.all_reduce(values)
 

@@ -249,6 +249,93 @@ def test_premultiplied_sums_in_a_manager_are_told_apart_on_all_ranks_alike(rank,
         assert [each[0].item() for each in tensors] == [2.0 * size] * 2
 
 
+FACTORS = {
+    "number": lambda: 2.0,
+    "tensor": lambda: torch.tensor([2.0]),
+    "wide": lambda: torch.tensor(2.0, dtype=torch.float64),
+    "whole": lambda: torch.tensor([[2]]),
+    "learnt": lambda: torch.tensor(2.0, requires_grad=True),
+    "strided": lambda: torch.tensor([1.0, 2.0])[1::2],
+    "complex": lambda: torch.tensor(2j),
+    "conjugate": lambda: torch.tensor([-2j]).conj(),
+}
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 100_001])  # more than a message that MPI cuts by its elements
+def test_factors_that_are_numbers_tensors_and_complex_on_some_ranks(length, rank, size):
+    names = list(FACTORS)
+    for turn in range(len(names)):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            kinds = names if dtype.is_complex else names[:6]
+            chosen = [kinds[(turn + 3 * each) % len(kinds)] for each in range(size)]
+            op = torch_dist._make_nccl_premul_sum(FACTORS[chosen[rank]]())
+            expected = sum(2j if each in ("complex", "conjugate") else 2 for each in chosen)
+            values = torch.ones(length, dtype=dtype)
+            given = strided(values) if turn % size == rank else values
+            ended(dist.all_reduce(given, op, async_op=turn % 2 == rank % 2))
+            assert not given.requires_grad
+            assert bool((given == expected).all()), (chosen, dtype)
+            output = torch.zeros((), dtype=dtype)
+            dist.reduce_scatter_tensor(output, torch.ones(size, dtype=dtype), op)
+            assert not output.requires_grad
+            assert output.item() == expected
+
+
+def in_form(values, is_complex):
+    """Complex values as they are, conjugated twice, or as their parts."""
+    if not is_complex:
+        return torch.view_as_real(values).clone()
+    return values.conj().resolve_conj().conj() if values.numel() % 2 else values.clone()
+
+
+@pytest.mark.parametrize("length", [1, 4, 3001])
+def test_lists_of_complex_tensors_and_of_their_parts(length, rank, size, chooser):
+    def value(each):
+        each = each.detach().resolve_conj()
+        return each if each.is_complex() else torch.view_as_complex(each)
+
+    def are_right(tensors, factors):
+        return all(torch.equal(value(each), unit * factor) for each, factor in zip(tensors, factors, strict=True))
+
+    unit = torch.full((length,), 1 + 2j)
+    zeros = torch.zeros(length, dtype=torch.complex64)
+    total = sum(range(size))
+    for seed in range(ROUNDS):
+        own = chooser(seed)
+
+        def form(values, own=own):
+            return in_form(values, own.pick.random() < 0.5)
+
+        outputs = [form(zeros) for _ in range(size)]
+        ended(dist.all_gather(outputs, form(unit * rank), async_op=own.is_async()))
+        assert are_right(outputs, range(size))
+        outputs = [form(zeros) for _ in range(size)] if rank == 0 else None
+        ended(dist.gather(form(unit * rank), outputs, async_op=own.is_async()))
+        assert outputs is None or are_right(outputs, range(size))
+        output = form(zeros)
+        inputs = [form(unit * peer) for peer in range(size)] if rank == 0 else None
+        ended(dist.scatter(output, inputs, async_op=own.is_async()))
+        assert are_right([output], [rank])
+        outputs, inputs = [form(zeros) for _ in range(size)], [form(unit * (rank + peer)) for peer in range(size)]
+        ended(dist.all_to_all(outputs, inputs, async_op=own.is_async()))
+        assert are_right(outputs, [rank + peer for peer in range(size)])
+        output = form(zeros)
+        ended(dist.reduce_scatter(output, inputs, async_op=own.is_async()))
+        assert are_right([output], [size * rank + total])
+        ended(dist.all_reduce_coalesced(inputs, async_op=own.is_async()))
+        assert are_right(inputs, [size * peer + total for peer in range(size)])
+        lists = [[form(zeros), torch.zeros(2)] for _ in range(size)]
+        ended(dist.all_gather_coalesced(lists, [form(unit * rank), torch.ones(2)], async_op=own.is_async()))
+        assert are_right([each[0] for each in lists], range(size))
+        output = form(zeros.repeat(size))
+        ended(dist.all_gather_into_tensor(output, form(unit * rank), async_op=own.is_async()))
+        assert are_right(list(output.chunk(size)), range(size))
+        given = form(torch.cat([unit * (rank + peer) for peer in range(size)]))
+        splits = [length] * size if own.is_async() else None
+        ended(dist.all_to_all_single(output, given, splits, splits, async_op=own.is_async()))
+        assert are_right(list(output.chunk(size)), [rank + peer for peer in range(size)])
+
+
 def test_loops_that_are_learnt_and_then_change_on_one_rank(rank, size, monkeypatch):
     monkeypatch.setattr(issue, "LOOKS", 3)
     group = dist.new_group()

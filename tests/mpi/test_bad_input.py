@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as torch_dist
 
 import hpcdist as dist
 
@@ -19,6 +20,10 @@ def _still_usable(size):
 
 def one(dtype=torch.float32):
     return torch.ones(2, dtype=dtype)
+
+
+def sparse():
+    return torch.eye(2).to_sparse()
 
 
 CASES = {
@@ -57,6 +62,21 @@ CASES = {
     "init twice": (ValueError, lambda n: dist.init_process_group(), "twice"),
     "unknown group": (ValueError, lambda n: dist.all_reduce(one(), group="dp"), "Invalid process group"),
     "no communicator": (ValueError, lambda n: dist.get_mpi_comm("x"), "Invalid process group"),
+    "sparse outputs": (TypeError, lambda n: dist.all_gather([sparse() for _ in range(n)], sparse()), "dense"),
+    "sparse inputs": (TypeError, lambda n: dist.reduce_scatter(one(), [sparse() for _ in range(n)]), "dense"),
+    "sparse exchange": (TypeError, lambda n: dist.all_to_all([sparse()] * n, [sparse()] * n), "dense"),
+    "sparse, coalesced": (TypeError, lambda n: dist.all_gather_coalesced([[sparse()]] * n, [sparse()]), "dense"),
+    "parts of a product": (
+        ValueError,
+        lambda n: dist.reduce_scatter_single(torch.ones(2), torch.ones(n) * 1j, dist.ReduceOp.PRODUCT),
+        "as a whole",
+    ),
+    "factor, none": (ValueError, lambda n: dist.all_reduce(one(), dist.ReduceOp.PREMUL_SUM), "factor"),
+    "factor, complex": (
+        ValueError,
+        lambda n: dist.all_reduce(one(), dist._make_nccl_premul_sum(torch.tensor(1j))),
+        "factor",
+    ),
     "numpy dtype": (TypeError, lambda n: dist.all_reduce(np.ones(2, dtype="U3")), "numpy"),
     "sparse broadcast": (TypeError, lambda n: dist.broadcast(torch.eye(2).to_sparse(), 0), "sparse"),
     "meta device": (RuntimeError, lambda n: dist.all_reduce(torch.ones(2, device="meta")), "device type meta"),
@@ -87,6 +107,27 @@ def test_a_method_of_a_group_with_lists_that_do_not_fit(call, world, rank, size)
         return  # the root alone has the list
     with pytest.raises(RuntimeError, match="expected"):
         METHODS[call](world, size)
+
+
+TAGGED = {
+    "send": lambda dist, peer, tag: dist.send(one(), peer, tag=tag),
+    "recv": lambda dist, peer, tag: dist.recv(one(), peer, tag=tag),
+    "recv from anyone": lambda dist, peer, tag: dist.recv(one(), tag=tag),
+    "isend": lambda dist, peer, tag: dist.isend(one(), peer, tag=tag),
+    "irecv": lambda dist, peer, tag: dist.irecv(one(), peer, tag=tag),
+    "batch": lambda dist, peer, tag: dist.batch_isend_irecv([dist.P2POp(dist.irecv, one(), peer, tag=tag)]),
+}
+
+
+@pytest.mark.parametrize("call", TAGGED)
+def test_negative_tags(call, rank, size):
+    doors = [dist, torch_dist] if torch_dist.is_initialized() else [dist]
+    for door in doors:
+        for tag in (-1, -2, -(2**31)):  # to MPI some of them mean any tag
+            with pytest.raises(ValueError, match=f"Tag must be nonnegative: got {tag}"):
+                TAGGED[call](door, (rank + 1) % size, tag)
+            with pytest.raises(RuntimeError, match="Tag must be nonnegative"):  # as gloo's
+                TAGGED[call](door, (rank + 1) % size, tag)
 
 
 @pytest.mark.parametrize("case", CASES)

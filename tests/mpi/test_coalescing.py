@@ -23,6 +23,31 @@ def test_all_reduce_coalesced(rank, size):
         dist.all_reduce_coalesced([torch.ones(1), torch.ones(1, dtype=torch.int32)])
 
 
+def sparse(rank, size):
+    indices, values = torch.tensor([[rank, rank + 1]]), torch.tensor([1.0, 2.0])
+    return torch.sparse_coo_tensor(indices, values, (size + 1,), check_invariants=False)
+
+
+def test_sparse_tensors_among_dense_ones(world, rank, size):
+    expected = sum(sparse(r, size).to_dense() for r in range(size))
+    for call in (
+        lambda tensors: dist.all_reduce_coalesced(tensors),
+        lambda tensors: dist.all_reduce_coalesced(tensors, async_op=True).wait(),
+        lambda tensors: world.allreduce_coalesced(tensors).wait(),
+        coalesced,
+    ):
+        tensors = [sparse(rank, size), torch.ones(3), sparse(rank, size).requires_grad_(rank == 0)]
+        call(tensors)
+        assert all(torch.equal(each.detach().to_dense(), expected) for each in tensors[::2])
+        assert tensors[1].tolist() == [size] * 3
+
+
+def coalesced(tensors):
+    with dist._coalescing_manager():
+        for each in tensors:
+            dist.all_reduce(each)
+
+
 def test_future_of_coalesced_work(rank, size):
     tensors = [torch.ones(3), torch.ones(300_000)]
     result = dist.all_reduce_coalesced(tensors, async_op=True).get_future().wait()

@@ -222,15 +222,18 @@ def test_a_factor_is_made_once_with_its_bits_in_the_tensors_own_dtype() -> None:
     assert factors == [("create_pre_mul_sum", 0.375, name) for name in ("BFLOAT16", "FLOAT8E5M2", "FLOAT64")]
 
 
-def test_a_complex_factor_scales_complex_tensors_alone() -> None:
+def test_factors_that_are_tensors_make_the_op_that_numbers_make() -> None:
     backend = connected()
-    turn = torch.distributed._make_nccl_premul_sum(torch.tensor(1j))
-    numbers = torch.full((2,), 3 + 0j, dtype=torch.complex64)
-    values, op, factor = backend._reductions.prepare(numbers, turn)
-    assert torch.equal(torch.view_as_complex(values), numbers * 1j)
-    assert (op, factor) == (fake.CORE.NcclRedOp.SUM, None)
-    with pytest.raises(TypeError, match="expected a real one"):
-        backend._reductions.prepare(ones(2), turn)
+    for factor in (torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)):
+        triple = torch.distributed._make_nccl_premul_sum(factor)
+        values, number, scale = backend._reductions.prepare(ones(2), triple)
+        assert values.tolist() == [3.0, 3.0]
+        assert not values.requires_grad
+        assert (number, scale) == (None, 1.0)
+    with pytest.raises(RuntimeError, match="factor of PREMUL_SUM"):
+        backend.check_reduction(
+            ROWS["all_reduce"], torch.float32, torch.distributed._make_nccl_premul_sum(torch.tensor(1j))
+        )
 
 
 def test_an_exchange_in_place_goes_from_a_copy() -> None:

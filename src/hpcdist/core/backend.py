@@ -117,7 +117,7 @@ class Backend(Supervised):
 
         ``sizes`` are the bytes of each.
         """
-        flat = joined(tensors)
+        flat = joined(tensors, tensors[0].dtype)
 
         def copy() -> None:
             place = flat.data_ptr()

@@ -8,7 +8,7 @@ it, and what the call wrote is copied back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ def as_tensor(value: Any, name: str, writable: bool = False) -> torch.Tensor:
         ValueError: an array to write to is read-only.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        # what is written to a detached sparse tensor does not reach the original: its number of nonzeros may change
+        return value.detach() if value.layout is torch.strided else value
     if isinstance(value, np.ndarray):
         if writable and not value.flags.writeable:
             raise ValueError(f"parameter `{name}` is a read-only numpy.ndarray, and this call writes to it")
@@ -85,14 +86,41 @@ def for_writing(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def same_dtype(*tensors: torch.Tensor) -> None:
-    """Raise c10d's error where dtypes differ; a complex type goes with its element type."""
-    kinds = {tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype for tensor in tensors}
+def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype that tensors travel in together: their own, or the real one where some are complex.
+
+    Raises:
+        ValueError, RuntimeError: dtypes that differ in more than that (c10d's error).
+    """
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    kinds = {real(dtype) for dtype in dtypes}
     if len(kinds) > 1:
         raise MismatchError(
-            "Invalid usage of tensors with different dtypes "
-            f"Found {' and '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
+            f"Invalid usage of tensors with different dtypes Found {' and '.join(sorted(map(str, dtypes)))}"
         )
+    return kinds.pop()
+
+
+def real(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a complex one's two parts; a real one as it is."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as real ones, two for each complex one, to be read."""
+    return torch.view_as_real(tensor.resolve_neg().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def check_dense(call: str, *tensors: torch.Tensor) -> None:
+    """Raise where a tensor is sparse, which only all_reduce takes."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{call} takes dense tensors, not {tensor.layout}; of the collectives only all_reduce (and "
+                "all_reduce_coalesced) takes sparse COO ones"
+            )
 
 
 def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
@@ -104,10 +132,11 @@ def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: in
 def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
     """Raise where tensors that belong together differ in size."""
     for index, tensor in enumerate(tensors):
-        if tensor.numel() != like.numel():
+        if tensor.nbytes != like.nbytes:  # a complex tensor goes with a real one of twice as many elements
             raise MismatchError(
                 f"{call}: a tensor of `{name}` (index {index}) has {tensor.numel()} elements {tuple(tensor.shape)}; "
-                f"expected {like.numel()}, as the tensor of shape {tuple(like.shape)} that goes with it"
+                f"expected {like.nbytes // tensor.itemsize}, as the tensor of shape {tuple(like.shape)} that goes with "
+                "it"
             )
 
 
@@ -146,23 +175,30 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tensors' elements one after another."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def counts_in(dtype: torch.dtype, tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return how many elements of the dtype that they travel in each tensor holds (``same_dtype``)."""
+    return [tensor.nbytes // dtype.itemsize for tensor in tensors]
 
 
-def joint(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return memory for the elements of all tensors."""
-    return torch.empty(sum(tensor.numel() for tensor in tensors), dtype=like.dtype, device=like.device)
+def joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensors' elements one after another, in the dtype that they travel in (``same_dtype``)."""
+    return torch.cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
 
 
-def scattering(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Callable[[], None]:
-    """Return what copies the elements of ``flat`` to the tensors."""
+def joint(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for the elements of all tensors, in the dtype that they travel in (``same_dtype``)."""
+    return torch.empty(sum(counts_in(dtype, tensors)), dtype=dtype, device=tensors[0].device)
+
+
+def scattering(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Return what copies the elements of ``flat``, which are of the dtype that they travel in, to the tensors."""
 
     def copy() -> None:
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        parts = flat.split(counts_in(flat.dtype, tensors))
         for tensor, part in zip(tensors, parts, strict=True):
-            put(part.view(tensor.shape), tensor)
+            # a copy, because pairs of numbers in the middle of a buffer may lie where no complex number can
+            values = part if tensor.dtype is flat.dtype else torch.view_as_complex(part.clone().view(-1, 2))
+            put(values.view(tensor.shape), tensor)
 
     return copy
 

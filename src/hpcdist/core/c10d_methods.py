@@ -161,7 +161,6 @@ class C10dMethods(Group):
         how, is_async = asked("allreduce", given[0] if len(given) else None, opts, op)
         if len(given) == 1:
             return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
-        several.check_alike("allreduce", given)
         return self._begin(several.all_reduce(self, list(given), how, is_async), list(given))
 
     @as_torch
@@ -193,7 +192,6 @@ class C10dMethods(Group):
             issued = lists.reduce_scatter(self, output_tensors[0], input_tensors[0], how, is_async)
             return self._begin(issued, list(output_tensors))
         check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
-        several.check_alike("reduce_scatter", [*output_tensors, *(each for given in input_tensors for each in given)])
         return self._begin(
             several.reduce_scatter(self, output_tensors, input_tensors, how, is_async), list(output_tensors)
         )
@@ -224,7 +222,6 @@ class C10dMethods(Group):
         chosen = check_root_tensor("broadcast", opts, len(given))
         if len(given) == 1:
             return self._issue(table.BROADCAST, given[0], given[0], given, None, source, is_async)
-        several.check_alike("broadcast", given)
         return self._begin(several.broadcast(self, given, source, chosen, is_async), given)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -238,7 +235,6 @@ class C10dMethods(Group):
             outputs = list(output_tensors[0])
             return self._begin(lists.all_gather(self, outputs, input_tensors[0], is_async), outputs)
         everything = [each for outputs in output_tensors for each in outputs]
-        several.check_alike("allgather", [*input_tensors, *everything])
         return self._begin(several.all_gather(self, output_tensors, input_tensors, is_async), everything)
 
     @as_torch

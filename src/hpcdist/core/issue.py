@@ -18,18 +18,31 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     COMPLEX_TYPES,
     PLAIN_TYPES,
+    as_real,
     as_tensor,
+    check_dense,
     for_reading,
     for_writing,
     is_plain,
+    joint,
     put,
     same_dtype,
+    scattering,
 )
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.reduction import AVG, PREMUL_SUM, SUM, premultiplier
+from hpcdist.core.reduction import (
+    AVG,
+    PREMUL_SUM,
+    SUM,
+    factor_of,
+    is_complex,
+    multiplied_by,
+    name_of,
+    terms,
+)
 from hpcdist.core.reproducible import Reproducible, carrier
 from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE, Counts, Row
@@ -182,51 +195,48 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     output = None if recv is None and row.rooted else as_tensor(recv, "tensor", writable=True)
     given = output if in_place else None if send is None and row.rooted else as_tensor(send, "tensor")
     either = given if given is not None else as_tensor(output, "tensor")
+    dtype = either.dtype
     if given is not None and output is not None and not in_place:
-        same_dtype(given, output)
-        if given.dtype.is_complex != output.dtype.is_complex:
-            given = torch.view_as_real(given) if given.dtype.is_complex else given
-            output = torch.view_as_real(output) if output.dtype.is_complex else output
+        dtype = same_dtype(given, output)
         if given.device.type != output.device.type:
             raise MismatchError(
                 f"{row.name}: tensors must be on one device type, found {given.device} and {output.device}"
             )
-        if not is_shaped(row, pg, given, output, counts):
-            raise size_error(row, pg, given, output, counts)
     backend = pg.backend(either.device)
     if row.reduces:
         op = canonical(op)
         backend.check_reduction(row, either.dtype, op)
-    if either.is_sparse and row is ALL_REDUCE:
-        return all_reduce_sparse(issue, pg, recv, op, async_op)
-    if either.is_sparse:
-        raise TypeError(
-            f"{row.name} takes dense tensors; of the collectives only all_reduce (and all_reduce_coalesced) "
-            "takes sparse COO ones"
-        )
-
+    if either.layout is torch.sparse_coo and row is ALL_REDUCE:
+        return all_reduce_sparse(issue, pg, either, op, async_op)
+    check_dense(row.name, *(each for each in (given, output) if each is not None))
     if not async_op:
         backend.settle()  # a call that is queued may still write what is copied here
+    if result is None:
+        result = [output] if output is not None else []
+    if given is not None and output is not None and not in_place:
+        if given.dtype is not output.dtype:  # one is complex, the other holds real and imaginary parts
+            check_parts(row, op, given, output)
+            flat = joint([output], dtype)
+            given, output, then = as_real(given), flat, in_turn(scattering(flat, [output]), then)
+        if not is_shaped(row, pg, given, output, counts):
+            raise size_error(row, pg, given, output, counts)
+
     finish = then
     sendbuf = for_reading(given) if given is not None else None
     recvbuf = output
     if output is not None:
         recvbuf = sendbuf if in_place else for_writing(output)
         if recvbuf is not output:
-            target, staged = output, recvbuf
-            assert staged is not None
-
-            def finish() -> None:
-                put(staged, target)
-                if then is not None:
-                    then()
-
-    if row.reduces and either.dtype.is_complex and is_done_by_parts(op):
-        sendbuf = None if sendbuf is None else torch.view_as_real(sendbuf)
-        recvbuf = sendbuf if in_place else None if recvbuf is None else torch.view_as_real(recvbuf)
+            assert recvbuf is not None
+            finish = in_turn(partial(put, recvbuf, output), then)
+    if row.reduces and dtype.is_complex and is_done_by_parts(op):
+        assert sendbuf is not None
+        recvbuf = None if recvbuf is None else torch.view_as_real(recvbuf)
+        if op == PREMUL_SUM and is_complex(factor_of(op)):
+            sendbuf, op = torch.view_as_real(terms(sendbuf, op).to(dtype)), multiplied_by(1.0)
+        else:
+            sendbuf = recvbuf if in_place and recvbuf is not None else torch.view_as_real(sendbuf)
         counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
-    if result is None:
-        result = [output] if output is not None else []
     return dispatch(pg, backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result), async_op)
 
 
@@ -282,12 +292,31 @@ def is_done_by_parts(op: Any) -> bool:
     """Tell whether an op combines the real and the imaginary parts of complex numbers by themselves.
 
     It is then done on real numbers, as ``torch.distributed`` has it done: to a library that cuts a buffer by its number
-    of elements, so many complex numbers and twice as many real ones are two different calls.
+    of elements, so many complex numbers and twice as many real ones are two different calls. A PREMUL_SUM is a sum of
+    what each rank has multiplied by a factor of its own, real or complex.
     """
-    if op == PREMUL_SUM:
-        factor = premultiplier(op)
-        return not (factor.is_complex() if isinstance(factor, torch.Tensor) else isinstance(factor, complex))
-    return bool(op in (SUM, AVG))
+    return bool(op in (SUM, AVG, PREMUL_SUM))
+
+
+def check_parts(row: Row, op: Any, given: torch.Tensor, output: torch.Tensor) -> None:
+    """Raise if a call on a complex tensor and a real one of its parts combines complex numbers as a whole."""
+    if row.reduces and not is_done_by_parts(canonical(op)):
+        raise MismatchError(
+            f"{row.name} by {name_of(op)} combines complex numbers as a whole; expected tensors of one dtype, "
+            f"found {given.dtype} and {output.dtype}"
+        )
+
+
+def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:
+    """Return what runs one step and then another, if there is one."""
+    if then is None:
+        return first
+
+    def run() -> None:
+        first()
+        then()
+
+    return run
 
 
 def canonical(op: Any) -> Any:

@@ -21,11 +21,14 @@ from hpcdist.core.buffers import (
     as_splits,
     as_tensor,
     as_tensors,
+    check_dense,
     check_length,
     check_sizes,
+    counts_in,
     is_plain,
     joined,
     joint,
+    real,
     rows_of,
     same_dtype,
     scattering,
@@ -33,7 +36,7 @@ from hpcdist.core.buffers import (
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import Likeness
 from hpcdist.core.group import Group
-from hpcdist.core.issue import issue, issue_any
+from hpcdist.core.issue import canonical, check_parts, is_done_by_parts, issue, issue_any
 from hpcdist.core.table import (
     ALL_GATHER,
     ALL_GATHER_SINGLE,
@@ -52,14 +55,20 @@ ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it
 DTYPE, NBYTES, IS_CPU = map(attrgetter, ("dtype", "nbytes", "is_cpu"))
 
 
-def in_one(pg: Group, inputs: list[torch.Tensor], async_op: bool) -> torch.Tensor:
-    """Return the elements of a call's inputs one after another.
+def in_one(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op: bool) -> torch.Tensor:
+    """Return the elements of a call's inputs one after another, in the dtype that all its tensors travel in.
 
     A synchronous call first waits for what is queued, which may still write to its inputs.
     """
     if not async_op:
         pg.backend(inputs[0].device).settle()
-    return joined(inputs)
+    return joined(inputs, dtype)
+
+
+def check_alike(call: str, *tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a call's tensors travel in; raise c10d's error unless they have one and are dense."""
+    check_dense(call, *tensors)
+    return same_dtype(*tensors)
 
 
 def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work | None:
@@ -67,16 +76,15 @@ def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work
     outputs = as_tensors(tensor_list, "tensor_list", writable=True)
     given = as_tensor(tensor, "tensor")
     check_length("all_gather", "tensor_list", outputs, len(pg.ranks))
-    same_dtype(given, *outputs)
+    dtype = check_alike("all_gather", given, *outputs)
     check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], given)
-    received = [output.numel() for output in outputs]  # the same list on every rank
-    flat = joint(outputs, outputs[0])
+    received = counts_in(dtype, outputs)  # the same list on every rank
+    flat = joint(outputs, dtype)
     then = scattering(flat, outputs)
     if len(set(received)) == 1:
         return issue_any(Call(ALL_GATHER_SINGLE, given, flat, finish=then, result=outputs), pg, async_op)
-    return issue_any(
-        Call(ALL_GATHER, given, flat, counts=([given.numel()], received), finish=then, result=outputs), pg, async_op
-    )
+    counts = counts_in(dtype, [given]), received
+    return issue_any(Call(ALL_GATHER, given, flat, counts=counts, finish=then, result=outputs), pg, async_op)
 
 
 def gather(pg: Group, tensor: Any, gather_list: Any, root: int, async_op: bool) -> Work | None:
@@ -86,9 +94,9 @@ def gather(pg: Group, tensor: Any, gather_list: Any, root: int, async_op: bool) 
         return issue_any(Call(GATHER, given, root=root), pg, async_op)
     outputs = as_tensors(gather_list, "gather_list", writable=True)
     check_length("gather", "gather_list", outputs, len(pg.ranks))
-    same_dtype(given, *outputs)
+    dtype = check_alike("gather", given, *outputs)
     check_sizes("gather", "gather_list", outputs, given)
-    flat = joint(outputs, given)
+    flat = joint(outputs, dtype)
     return issue_any(
         Call(GATHER, given, flat, root=root, finish=scattering(flat, outputs), result=outputs), pg, async_op
     )
@@ -101,9 +109,9 @@ def scatter(pg: Group, tensor: Any, scatter_list: Any, root: int, async_op: bool
         return issue_any(Call(SCATTER, None, output, root=root), pg, async_op)
     inputs = as_tensors(scatter_list, "scatter_list")
     check_length("scatter", "scatter_list", inputs, len(pg.ranks))
-    same_dtype(output, *inputs)
+    dtype = check_alike("scatter", output, *inputs)
     check_sizes("scatter", "scatter_list", inputs, output)
-    return issue_any(Call(SCATTER, in_one(pg, inputs, async_op), output, root=root), pg, async_op)
+    return issue_any(Call(SCATTER, in_one(pg, inputs, dtype, async_op), output, root=root), pg, async_op)
 
 
 def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: bool) -> Work | None:
@@ -111,13 +119,17 @@ def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: b
     target = as_tensor(output, "output", writable=True)
     inputs = as_tensors(input_list, "input_list")
     check_length("reduce_scatter", "input_list", inputs, len(pg.ranks))
-    same_dtype(target, *inputs)
+    dtype = check_alike("reduce_scatter", target, *inputs)
+    for each in inputs:
+        if each.dtype is not target.dtype:
+            check_parts(REDUCE_SCATTER, op, each, target)
     check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
-    sent = [tensor.numel() for tensor in inputs]  # the same list on every rank
-    given = in_one(pg, inputs, async_op)
+    sent = counts_in(dtype, inputs)  # the same list on every rank
+    given = in_one(pg, inputs, dtype, async_op)
     if len(set(sent)) == 1:
         return issue_any(Call(REDUCE_SCATTER_SINGLE, given, target, op), pg, async_op)
-    return issue_any(Call(REDUCE_SCATTER, given, target, op, counts=(sent, [target.numel()])), pg, async_op)
+    counts = sent, counts_in(dtype, [target])
+    return issue_any(Call(REDUCE_SCATTER, given, target, op, counts=counts), pg, async_op)
 
 
 def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> Work | None:
@@ -126,13 +138,11 @@ def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> 
     inputs = as_tensors(input_list, "input_tensor_list")
     check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
     check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
-    same_dtype(*outputs, *inputs)
-    counts = ([each.numel() for each in inputs], [each.numel() for each in outputs])
-    flat = joint(outputs, outputs[0])
+    dtype = check_alike("all_to_all", *outputs, *inputs)
+    counts = counts_in(dtype, inputs), counts_in(dtype, outputs)
+    given, flat = in_one(pg, inputs, dtype, async_op), joint(outputs, dtype)
     then = scattering(flat, outputs)
-    return issue_any(
-        Call(ALL_TO_ALL, in_one(pg, inputs, async_op), flat, counts=counts, finish=then, result=outputs), pg, async_op
-    )
+    return issue_any(Call(ALL_TO_ALL, given, flat, counts=counts, finish=then, result=outputs), pg, async_op)
 
 
 def all_to_all_single(
@@ -155,8 +165,10 @@ def all_to_all_single(
         return None
     size = len(pg.ranks)
     output_splits, input_splits = as_splits(output_splits), as_splits(input_splits)
-    sent = rows_of(as_tensor(input, "input"), input_splits, size, "input")
-    received = rows_of(as_tensor(output, "output"), output_splits, size, "output")
+    given, target = as_tensor(input, "input"), as_tensor(output, "output")
+    width = check_alike("all_to_all_single", given, target).itemsize  # counts are of the dtype that both travel in
+    sent = [each * given.itemsize // width for each in rows_of(given, input_splits, size, "input")]
+    received = [each * target.itemsize // width for each in rows_of(target, output_splits, size, "output")]
     counts = (sent, received) if output_splits or input_splits else None
     return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op, counts)
 
@@ -171,19 +183,21 @@ class Bundle(NamedTuple):
     sizes: list[int]
 
 
-def buckets(pg: Group, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[int]]:
     """Return which tensors are reduced by one call, as indices into the list.
 
     Only dtypes, device types and numbers of elements are looked at, which are the same on all ranks. Dense tensors of
-    one kind that fit into one bucket go together; of more, the small ones fill buckets in their order.
+    one kind that fit into one bucket go together; of more, the small ones fill buckets in their order. Complex tensors
+    are of the kind of their parts if an op combines these, because another rank may give the parts.
     """
+    by_parts = is_done_by_parts(canonical(op))
     kinds: dict[tuple[torch.dtype, str], list[int]] = {}
     made: list[list[int]] = []
     for index, tensor in enumerate(tensors):
         if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
             made.append([index])
         else:
-            kinds.setdefault((tensor.dtype, tensor.device.type), []).append(index)
+            kinds.setdefault((real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type), []).append(index)
     for alike in kinds.values():
         sizes = [tensors[index].nbytes for index in alike]
         if sum(sizes) <= BUCKET_BYTES:
@@ -251,13 +265,13 @@ def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: b
 
 def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Iterator[Work | None]:
     """Run or begin the all_reduce of each bucket."""
-    for bucket in buckets(pg, tensors):
+    for bucket in buckets(pg, tensors, op):
         together = [tensors[index] for index in bucket]
         is_begun = async_op or pg.backend(together[0].device).has_groups  # such a library launches all of them at once
         if len(together) == 1:
             yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun)
             continue
-        flat = in_one(pg, together, is_begun)
+        flat = in_one(pg, together, same_dtype(*together), is_begun)
         then = scattering(flat, together)
         yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun)
 

@@ -22,7 +22,8 @@ class KeptTag(int):
     """A tag that is refused to users, whose number is not this object."""
 
 
-EXCHANGE_TAG = KeptTag(32767)  # of messages between neighbours; the largest that every MPI has (MPI 9.1.2)
+KEPT = 32767  # the largest tag that every MPI has (MPI 9.1.2)
+EXCHANGE_TAG = KeptTag(KEPT)  # of messages between neighbours
 
 
 def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
@@ -89,8 +90,8 @@ def irecv(
 
 def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group_peer: Any) -> Work | None:
     """Begin an ``isend`` or ``irecv``; of a tensor that looks like an earlier one's, without the checks of that one."""
-    if tag == EXCHANGE_TAG and tag is not EXCHANGE_TAG:
-        raise kept_tag()
+    if not 0 <= tag != KEPT and tag is not EXCHANGE_TAG:
+        raise refused(tag)
     is_send = what == "isend"
     finish = None
     rank: Any  # in the group; None for anyone
@@ -134,8 +135,13 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     return work
 
 
-def kept_tag() -> MismatchError:
-    """Return the error of a user's message with the tag of messages between neighbours."""
+def refused(tag: int) -> MismatchError:
+    """Return the error of a user's message with the tag of messages between neighbours, or a negative one.
+
+    To MPI a negative tag means something of its own: -1 is MPI_ANY_TAG in Open MPI and MPICH.
+    """
+    if tag < 0:
+        return MismatchError(f"Tag must be nonnegative: got {tag}; expected 0 or more")
     return MismatchError(f"tag {EXCHANGE_TAG} is kept for `exchange` and `HaloExchange`; expected any other")
 
 

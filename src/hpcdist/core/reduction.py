@@ -80,7 +80,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
 
     Raises:
         ValueError, RuntimeError: an ordering or bitwise op on complex numbers.
-        RuntimeError: a dtype that nothing reduces, or another op that its kind lacks.
+        RuntimeError: a dtype that nothing reduces, another op that its kind lacks, or an unfit factor of a PREMUL_SUM.
     """
     kind = KIND_OF.get(dtype)
     if kind is None:
@@ -89,6 +89,8 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
             f"{', '.join(str(known).removeprefix('torch.') for known in KIND_OF)})"
         )
     if any(op == known for known in KINDS[kind]):
+        if op == PREMUL_SUM:
+            check_factor(row, dtype, op)
         return
     choices = ", ".join(name_of(known) for known in KINDS[kind])
     if kind == "complex":
@@ -96,9 +98,48 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
     raise RuntimeError(f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}")
 
 
+def multiplied_by(factor: float) -> Any:
+    """Return a PREMUL_SUM with a factor."""
+    made: Any = ReduceOp.__new__(ReduceOp)
+    made.__setstate__((PREMUL_SUM, factor))
+    return made
+
+
+def factor_of(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM: a number, or a tensor of no dimension outside autograd, on any device."""
+    factor = op.__getstate__()[1]
+    return factor.detach().reshape(()) if isinstance(factor, torch.Tensor) else factor
+
+
+def is_complex(factor: Any) -> bool:
+    """Tell whether the factor of a PREMUL_SUM is a complex number."""
+    return isinstance(factor, torch.Tensor) and factor.is_complex()
+
+
 def premultiplier(op: Any) -> Any:
-    """Return the factor of a PREMUL_SUM: a number, or a tensor of one element."""
-    return op.__getstate__()[1]
+    """Return the factor of a PREMUL_SUM as a number."""
+    factor = factor_of(op)
+    return factor.item() if isinstance(factor, torch.Tensor) else factor
+
+
+def check_factor(row: Row, dtype: torch.dtype, op: Any) -> None:
+    """Raise if a PREMUL_SUM has no factor that a dtype can be multiplied by.
+
+    Raises:
+        ValueError, RuntimeError: no factor, or a complex one for real values.
+    """
+    state = op.__getstate__()
+    factor = state[1] if isinstance(state, tuple) else None
+    if factor is None:
+        found = "none: it is a plain ReduceOp.PREMUL_SUM"
+    elif is_complex(factor) and not dtype.is_complex:
+        found = f"a tensor of {factor.dtype} for values of {dtype}"
+    else:
+        return
+    raise MismatchError(
+        f"{row.name}: the factor of PREMUL_SUM is {found}; expected a number or a tensor of one element, real unless "
+        "the values are complex (torch.distributed._make_nccl_premul_sum makes such an op)"
+    )
 
 
 def terms(values: torch.Tensor, op: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpcdist.core import reduction
-from hpcdist.core.buffers import joined, put, same_dtype, scattering
+from hpcdist.core.buffers import check_dense, joined, put, scattering
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
@@ -30,12 +30,12 @@ def check_alike(call: str, tensors: Tensors) -> None:
     """Raise c10d's error unless tensors have one dtype, size and layout."""
     if not tensors:
         raise MismatchError(f"{call}: requires non-empty tensor list")
+    check_dense(call, *tensors)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype or tensor.layout != first.layout:
+        if tensor.dtype != first.dtype:
             raise MismatchError(
-                f"{call}: invalid tensor type at index {index} (expected {first.dtype} {first.layout}, got "
-                f"{tensor.dtype} {tensor.layout})"
+                f"{call}: invalid tensor type at index {index} (expected {first.dtype}, got {tensor.dtype})"
             )
         if tensor.shape != first.shape:
             raise MismatchError(
@@ -46,7 +46,7 @@ def check_alike(call: str, tensors: Tensors) -> None:
 
 def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
     """Return this rank's tensors combined, in memory of their own."""
-    same_dtype(*tensors)
+    check_alike(row.name, tensors)
     reduction.check(row, tensors[0].dtype, op)
     if not async_op:
         pg.backend(tensors[0].device).settle()  # what is queued may still write to them
@@ -91,7 +91,8 @@ def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, as
 
 def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Write one tensor of one rank to all tensors of all ranks."""
-    flat = in_one(pg, [tensors[root_tensor]], async_op).clone()
+    check_alike("broadcast", tensors)
+    flat = in_one(pg, [tensors[root_tensor]], tensors[0].dtype, async_op).clone()
 
     def copy() -> None:
         for tensor in tensors:
@@ -102,8 +103,10 @@ def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op
 
 def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:
     """Gather all tensors of all ranks into each list of outputs, rank by rank."""
+    result = [tensor for each in outputs for tensor in each]
+    check_alike("all_gather", [*inputs, *result])
     device = inputs[0].device
-    flat = in_one(pg, [tensor.to(device) for tensor in inputs], async_op)
+    flat = in_one(pg, [tensor.to(device) for tensor in inputs], inputs[0].dtype, async_op)
     everything = torch.empty(len(pg.ranks) * flat.numel(), dtype=flat.dtype, device=device)
     copies = [scattering(everything, list(each)) for each in outputs]
 
@@ -111,14 +114,14 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
         for each in copies:
             each()
 
-    result = [tensor for each in outputs for tensor in each]
     return issue_any(Call(ALL_GATHER_SINGLE, flat, everything, finish=copy, result=result), pg, async_op)
 
 
 def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:
     """Combine the lists of all tensors of all ranks and leave each output its entry."""
+    check_alike("reduce_scatter", [*outputs, *(tensor for each in inputs for tensor in each)])
     how, device = canonical(op), outputs[0].device
-    joint = [joined([tensor.to(device) for tensor in each]) for each in inputs]
+    joint = [joined([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
     total = combined(pg, REDUCE_SCATTER_SINGLE, joint, how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
     then = scattering(mine, list(outputs))

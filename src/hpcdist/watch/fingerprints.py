@@ -13,7 +13,8 @@ from hpcdist.core.call import Call
 from hpcdist.core.errors import explained
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import listed
-from hpcdist.core.table import ROWS, Shape
+from hpcdist.core.reduction import name_of
+from hpcdist.core.table import EXCHANGES, Counts
 from hpcdist.watch.report import label
 
 
@@ -63,9 +64,10 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
     row, tensor = call.row, call.tensor
     if tensor is None:
         return Fingerprint(row.name, number, None, None, None, None, None, call.root, None)
+    counts = shares(pg, call) if row in EXCHANGES else call.counts
     # only the root of a scatter sends: the other ranks receive one share of it
     elements: int | None = tensor.numel() * (1 if call.send is not None else pg.size())
-    if row.shape is Shape.COUNTED:
+    if counts is not None:
         elements = None
     return Fingerprint(
         row.name,
@@ -74,10 +76,16 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         elements,
         str(tensor.dtype),
         tensor.device.type,
-        None if not row.reduces else getattr(call.op, "name", str(call.op)),
+        name_of(call.op) if row.reduces else None,
         call.root,
-        None if call.counts is None else (tuple(call.counts[0]), tuple(call.counts[1])),
+        None if counts is None else (tuple(counts[0]), tuple(counts[1])),
     )
+
+
+def shares(pg: Group, call: Call) -> Counts:
+    """Return the elements to and from each rank of an exchange; those of a call that gives none are equal."""
+    size = pg.size()
+    return call.counts or ([call.send.numel() // size] * size, [call.recv.numel() // size] * size)
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:
@@ -118,10 +126,10 @@ def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
 
 def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
     """Return which ranks disagree about the share of each rank in a call with counts."""
-    if prints[0].counts is None or ROWS.get(prints[0].call) is None:
+    if prints[0].counts is None:
         return {}
     values: dict[str, list[int]] = {}
-    if prints[0].call == "all_to_all":
+    if prints[0].call in {row.name for row in EXCHANGES}:
         for sender, each in enumerate(prints):
             assert each.counts is not None
             for receiver, other in enumerate(prints):

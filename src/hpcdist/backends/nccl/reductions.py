@@ -40,7 +40,7 @@ class Reductions:
         return self._library.version >= FLOAT8_SINCE and self._cuda.get_device_capability(device) >= (9, 0)
 
     def prepare(self, values: torch.Tensor, op: Any) -> tuple[torch.Tensor, int | None, float | None]:
-        """Return the values to reduce, and NCCL's op, or the factor of a PREMUL_SUM that is a number."""
+        """Return the values to reduce, and NCCL's op, or the factor of a PREMUL_SUM: 1 if the values are multiplied."""
         dtype = values.dtype
         if op != reduction.PREMUL_SUM:
             number = self._numbers.get((dtype, op))
@@ -48,12 +48,11 @@ class Reductions:
                 number = int(self._library.core.NcclRedOp[datatypes.ops_of(dtype)[op]])
                 self._numbers[dtype, op] = number
             return datatypes.as_reduced(values), number, None
-        factor = reduction.premultiplier(op)
+        factor = reduction.factor_of(op)
         if not isinstance(factor, torch.Tensor):
             return datatypes.as_reduced(values), None, float(factor)
-        if factor.is_complex() and not values.is_complex():
-            raise TypeError(f"PREMUL_SUM of {dtype} by a factor of {factor.dtype}; expected a real one")
-        return datatypes.as_reduced(values * factor.to(dtype)), int(self._library.core.NcclRedOp.SUM), None
+        # not NCCL's sum: other ranks may have a number, and their algorithm is that of a sum with factors
+        return datatypes.as_reduced(values * factor.to(dtype)), None, 1.0
 
     def scaling(self, comm: Any, factor: float, dtype: torch.dtype) -> int:
         """Return NCCL's op for a factor, made on a communicator that the caller may use."""
