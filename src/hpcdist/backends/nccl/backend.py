@@ -383,6 +383,7 @@ class NCCLBackend(Backend):
             self.communicators.close()
         finally:
             self._token = None
+            self._finder = finding.Finder(self.rank)  # without the store, whose server may end with it
             self._reductions.clear()
             if self._owned_peer is not None:
                 self._owned_peer.close()
