@@ -14,6 +14,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "LostServerError",
     "NoAnswerError",
     "QueueEmptyError",
     "connect_timeout",
@@ -31,6 +32,10 @@ class NoAnswerError(DistNetworkError):
 
     def __init__(self, what: str, where: str, seconds: float) -> None:
         super().__init__(f"no answer from {where} to {what} within {seconds:.3f} s: is the server stopped?")
+
+
+class LostServerError(DistNetworkError):
+    """Reports a connection that ended, or could not be opened again: the server has ended, or refused the request."""
 
 
 def explained(text: str, name: str) -> str:
@@ -70,13 +75,13 @@ def queue_empty(key: bytes, where: str) -> QueueEmptyError:
     return QueueEmptyError(f"queue is empty: {name_keys([key])} at {where}")
 
 
-def lost_server(what: str, where: str, waited: float, cause: object) -> DistNetworkError:
+def lost_server(what: str, where: str, waited: float, cause: object) -> LostServerError:
     """Make the error for a connection that ended or could not be opened again."""
     text = (
         f"lost the connection to {where} in {what}, after {waited:.3f} s: {cause}. The server has ended, "
         "or it refused the request (a length above its limits, or text where it expected a number)."
     )
-    return DistNetworkError(explained(text, "store-lost"))
+    return LostServerError(explained(text, "store-lost"))
 
 
 def connect_timeout(where: str, seconds: float, tries: int, cause: object) -> DistNetworkError:

@@ -238,7 +238,7 @@ def test_a_dead_server_is_noticed_by_every_waiting_client(processes):
         killed = time.time()
         results = waiting.get(10)
     for name, message, when in results:
-        assert name == "DistNetworkError"
+        assert name == "LostServerError"
         assert "never" in message
         assert f"127.0.0.1:{port}" in message
         assert when - killed < 10, "the end of the connection tells them, not their timeout of 60 s"

@@ -30,6 +30,7 @@ from hpcdist.core.supervised import Unfinished
 from hpcdist.core.table import ALL_GATHER_SINGLE, ROWS, Row, Shape
 from hpcdist.core.work import DoneWork, Work
 from hpcdist.torch_bridge import private_names
+from stores.keep_alive import release
 
 NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
@@ -212,13 +213,15 @@ class C10dBackend(Backend):
         return type(self)(bootstrap)
 
     def close(self) -> None:
-        """End the queue and let the inner backend go."""
+        """End the queue and let go of the inner backend and of the store, whose server may end with it."""
         super().close()
-        inner, self.inner = self.inner, None
+        inner, self.inner, self._store = self.inner, None, None
         if inner is not None and hasattr(inner, "shutdown"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 inner.shutdown()
+        del inner
+        release(at_once=True)  # the part of the store that the inner backend had
 
 
 def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> type[C10dBackend]:

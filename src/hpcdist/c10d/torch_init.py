@@ -16,6 +16,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
+from hpcdist.launch import rendezvous
 from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs
 
@@ -65,9 +66,9 @@ def create_world(options: Any, pg_options: Any) -> Group:
 
         comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()
-    store = None if is_mpi else options.store
     device = getattr(options.process_group, "bound_device_id", None)  # on the group that torch makes and drops for ours
     registry.check_options(pg_options, carried(config).values())
+    store = None if is_mpi else rendezvous.meet(options.store, rank, size, options.timeout)
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)

@@ -21,11 +21,14 @@ from torch.distributed.distributed_c10d import Store
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
 from hpcdist.launch import addresses, environment, slurm_step
+from stores.errors import LostServerError
 
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
 PORTS = range(20000, 60000)  # where slurm:// looks for a free one
+INVITATION, COMPLETE = "world/next", "complete"  # the keys of ``meet``
+LOST_PAUSE = 0.02  # seconds until the next look for a server, after one has ended
 CANDIDATES = 8  # ports that a slurm:// job may use, so that jobs on one node do not collide
 
 
@@ -80,12 +83,55 @@ def find(
     world_size: int,
     timeout: timedelta,
 ) -> Found:
-    """Return the store, rank and size for ``init_process_group`` without an MPI backend."""
+    """Return the store, rank and size for ``init_process_group`` without an MPI backend; every rank calls.
+
+    The store is of this world alone (see ``meet``).
+    """
     if store is not None:
-        return store, rank, world_size
+        return meet(store, rank, world_size, timeout), rank, world_size
     if init_method is None:
         init_method = "mpi://" if launch is not None and launch.starts_mpi else "env://"
-    return next(iter(rendezvous(init_method, rank, world_size, timeout=timeout)))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = max(timedelta(seconds=deadline - time.monotonic()), timedelta(seconds=1))
+        try:
+            found, own, size = next(iter(rendezvous(init_method, rank, world_size, timeout=min(left, timeout))))
+            return meet(found, own, size, min(left, timeout)), own, size
+        except LostServerError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(LOST_PAUSE)
+
+
+def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a part of a store that no world had before, once all ranks of the new one have come; each of them calls.
+
+    A store may outlive the world that it was opened for: torchrun's agent has one for all worlds of its workers, and
+    rank 0's server lives until rank 0 has destroyed its world, while another rank may begin the next already. The keys
+    of the earlier world would be taken for this one's. So rank 0 invites to a part with a new name, and takes the
+    invitation back before anyone goes on; whoever waits for one at a server that ends looks for the next server.
+
+    Raises:
+        DistStoreError: a rank did not come in time.
+        LostServerError: the server has ended.
+    """
+    if size == 1:
+        return store
+    if rank > 0:
+        store.wait([INVITATION], timeout)
+        world = part(store, store.get(INVITATION).decode())
+        world.set(f"rank {rank}", "")
+        world.wait([COMPLETE], timeout)
+        return world
+    name = f"world/{secrets.token_hex(8)}"
+    world = part(store, name)
+    store.set(INVITATION, name)
+    try:
+        world.wait([f"rank {other}" for other in range(1, size)], timeout)
+    finally:
+        store.delete_key(INVITATION)
+    world.set(COMPLETE, "")
+    return world
 
 
 def _create_store_from_options(backend_options: Any, rank: int) -> Store:
@@ -156,7 +202,8 @@ def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     rank, world_size = required("tcp", *query(parsed, rank, world_size))
     if not parsed.hostname or not parsed.port:
         raise missing("tcp", f"host and port expected, as in tcp://node1:29500; got {url!r}")
-    yield stores.TCPStore(parsed.hostname, parsed.port, world_size, rank == 0, timeout), rank, world_size
+    made = stores.TCPStore(parsed.hostname, parsed.port, world_size, rank == 0, timeout, multi_tenant=True)
+    yield made, rank, world_size
 
 
 def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:

@@ -404,6 +404,7 @@ class NCCLBackend(Backend):
     def _forget(self, end: Callable[[Backend], None]) -> None:
         """Let go of what the calls needed; ``end`` is done with the communicator of MPI that is this group's own."""
         self._token = None
+        self._finder = finding.Finder(self.rank)  # without the store, whose server may end with it
         self._reductions.clear()
         if self._owned_peer is not None:
             end(self._owned_peer)

@@ -1,0 +1,81 @@
+"""Worlds that begin and end again and again, found through a store: in each cycle all must meet anew."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from tests.programs import BIN, output, run, start
+
+CYCLES = """
+import os, sys, threading
+from datetime import timedelta
+import torch, torch.distributed
+import hpcdist as dist
+
+def cycle(front, keeps, **given):
+    kept, counts = [], []
+    for _ in range(8):
+        front.init_process_group(**given)
+        tensor = torch.full((3,), rank + 1.0)
+        works = [front.all_reduce(tensor, async_op=True)]
+        works[0].wait()
+        group = front.new_group(list(range(size)))
+        front.all_reduce(tensor, group=group)
+        assert tensor[0] == size * size * (size + 1) / 2, tensor
+        if keeps:
+            kept[-1:] = [torch.distributed.distributed_c10d._get_default_store()]
+            kept[:0] = [group, *works]
+        del group, works
+        front.destroy_process_group()
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert len(set(counts[1:])) == 1, counts
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if sys.argv[1] == "agent":
+    cycle(dist, True)
+    cycle(torch.distributed, True, backend="hpcdist")
+else:
+    path, *ports = sys.argv[1:]
+    by_hand = {"backend": "gloo", "rank": rank, "world_size": size, "timeout": timedelta(seconds=30)}
+    os.environ["MASTER_PORT"] = ports[0]
+    for keeps in (False, True):
+        cycle(dist, keeps, backend="gloo", timeout=timedelta(seconds=30))
+        cycle(dist, keeps, init_method=f"tcp://127.0.0.1:{ports[1]}", **by_hand)
+    cycle(dist, False, init_method=f"file://{path}", **by_hand)
+    for library, port in ((dist, ports[2]), (torch.distributed, ports[3])):  # one store for all worlds
+        store = library.TCPStore("127.0.0.1", int(port), size, rank == 0, timedelta(seconds=30))
+        cycle(dist, True, store=store, **by_hand)
+print("done", rank)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "cycles.py"
+    path.write_text(CYCLES)
+    return path
+
+
+def test_the_next_world_meets_where_the_last_one_did(program, tmp_path):
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    command = [sys.executable, program, tmp_path / "rendezvous", *ports]
+    ranks = [start([*command], MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
+    try:
+        outputs = [output(each, timeout=90) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert all("done" in out for out, _ in outputs), outputs
+    assert not (tmp_path / "rendezvous").exists()
+
+
+def test_the_next_world_of_torchruns_workers(program):
+    result = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", program, "agent"], timeout=90)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done") == 2
