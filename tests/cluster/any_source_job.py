@@ -1,4 +1,4 @@
-"""Rank 0 receives from any rank what has arrived before it asks, in order; then objects."""
+"""Rank 0 receives from any rank what has arrived before it asks, in order; then objects; then what comes later."""
 
 import time
 
@@ -38,6 +38,26 @@ else:
     given: list = [None]
     senders = {dist.recv_object_list(given) for _ in range(1, size)}
     assert senders == set(range(1, size))
+# from here on receives are made before their messages come
+large = torch.full((1 << 21,), float(rank))
+if rank:
+    dist.barrier()
+    for number in range(2):
+        dist.send(torch.tensor([rank, number]), 0, tag=rank)
+    if rank == size - 1:
+        dist.send(large, 0)  # blocks until rank 0, which is in the barrier, receives it
+    dist.barrier()
+else:
+    unnamed = dist.irecv(large)
+    pairs = [torch.zeros(2, dtype=torch.long) for _ in range(2 * size)]
+    works = [dist.irecv(pairs[2 * each + k], (None, each)[k], tag=each) for each in range(1, size) for k in range(2)]
+    dist.barrier()
+    dist.barrier()
+    for work in works[::-1]:
+        work.wait()
+    assert [pair.tolist() for pair in pairs[2:]] == [[each, k] for each in range(1, size) for k in range(2)], pairs
+    unnamed.wait()
+    assert large.min() == size - 1
     print("all received")
 dist.barrier()
 dist.destroy_process_group()

@@ -111,6 +111,39 @@ def test_receive_tells_its_sender(rank, size):
     assert work.is_success()
 
 
+def test_receives_from_anyone_keep_their_place_among_those_that_name_a_sender(every, rank):
+    for number in range(20):
+        if rank == 0:
+            first, second, other = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+            works = [dist.irecv(first, tag=3), dist.irecv(second, 1, tag=3), dist.irecv(other, 1, tag=4)]
+            for work in works[:: (-1, 1)[number % 2]]:
+                work.wait()
+            assert (first.item(), second.item(), other.item()) == (1, 2, 3)
+            an_object = [None]
+            work = dist.irecv(first)
+            dist.recv_object_list(an_object, 1)
+            work.wait()
+            assert (first.item(), an_object) == (number, [{number}])
+        elif rank == 1:
+            time.sleep(number % 4 * 1e-3)
+            for value, tag in ((1, 3), (2, 3), (3, 4), (number, 0)):
+                dist.send(torch.tensor([float(value)]), 0, tag=tag)
+            dist.send_object_list([{number}], 0)
+    dist.barrier()
+
+
+def test_a_receive_from_anyone_is_served_while_its_rank_is_in_another_call(every, rank):
+    large = torch.full((1 << 21,), float(rank))  # its sender blocks until it is received
+    work = dist.irecv(large, tag=2) if rank == 0 else None
+    dist.barrier()
+    if rank == 1:
+        dist.send(large, 0, tag=2)
+    dist.barrier()
+    if work is not None:
+        assert work.wait()
+        assert large.min() == 1
+
+
 def test_dropped_sends_keep_their_buffers(rank, size):
     for i in range(30):
         dist.isend(torch.full((50_000,), float(rank + i)), (rank + 1) % size, tag=i)

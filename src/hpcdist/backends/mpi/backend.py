@@ -225,6 +225,11 @@ class MPIBackend(Backend):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return type(self)(comm, self.collectives.plans.thresholds)
 
+    def drop(self, reason: str) -> None:
+        """End the queue and what looks for messages; the communicator stays."""
+        super().drop(reason)
+        self.communicator.close_receives()
+
     def close(self) -> None:
         """Free the communicator (MPI 7.4.3)."""
         super().close()
@@ -232,6 +237,7 @@ class MPIBackend(Backend):
             for window in self.windows[::-1]:
                 window.close()
             self.collectives.close()
+            self.communicator.close_receives()
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 self.communicator.close_private()
             if self._bundler is not None:

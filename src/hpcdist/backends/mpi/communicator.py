@@ -10,17 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from mpi4py import MPI
 
+from hpcdist.backends.mpi import probed
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.ranks import listed
-
-if TYPE_CHECKING:
-    from hpcdist.backends.mpi.probed import ProbedReceive
 
 NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
@@ -72,6 +70,7 @@ class Communicator:
         derived: communicators made from it that the group's calls may block on; they are revoked with it.
         private: the duplicate for messages that collectives are made of, which no message of the user's can meet; None
             until ``open_private``.
+        probed: its receives, from when one has named no sender where those are probed for.
         interruption: why a blocked call was made to raise.
         receiving: the receive that blocks now.
         left_by: what ended a call through shared memory in its middle: the class of an exception.
@@ -85,7 +84,8 @@ class Communicator:
         self.derived: list[MPI.Comm] = []
         self.private: MPI.Intracomm | None = None
         self.interruption: str | None = None
-        self.receiving: MPI.Request | ProbedReceive | None = None
+        self.probed: probed.ProbedReceives | None = None
+        self.receiving: MPI.Request | probed.ProbedReceive | None = None
         self.is_checked = ulfm.is_tolerant()
         self.left_by: str | None = None
         self._has_revoked = False
@@ -174,6 +174,22 @@ class Communicator:
         dead.Free()
         if count or self.comm.Is_revoked():
             raise self._lost(call)
+
+    # -- receives ------------------------------------------------------------------------------------
+
+    def begin_receive(self, buffer: list[Any], src: int | None, tag: int, is_waited_for: bool) -> Any:
+        """Begin to receive by MPI_Irecv, or by matched probe if this MPI may hang in a receive from any rank."""
+        if src is None and self.probed is None and probed.is_needed():
+            self.probed = probed.ProbedReceives(self.comm)
+        source = MPI.ANY_SOURCE if src is None else src
+        if self.probed is not None:
+            return self.probed.begin(buffer, source, tag, is_waited_for)
+        return self.comm.Irecv(buffer, source, tag)
+
+    def close_receives(self) -> None:
+        """Look no longer for messages that receives wait for."""
+        if self.probed is not None:
+            self.probed.close()
 
     # -- calls that block ------------------------------------------------------------------------------
 

@@ -129,5 +129,6 @@ class MPIObjects(Objects):
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
         with self._communicator.translating("recv_object"), self._receiving:
-            received, sender = parts.receive(self._comm, MPI.ANY_SOURCE if src is None else src, TAG)
+            comm = self._communicator.probed or self._comm
+            received, sender = parts.receive(comm, MPI.ANY_SOURCE if src is None else src, TAG)
         return unpacked(*received, weights_only=weights_only), sender

@@ -12,6 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, run
+from hpcdist.backends.mpi.probed import ProbedReceives
 
 Parts = Sequence[Any]  # buffers, each of any number of bytes
 HEAD = struct.Struct("16q")  # how many parts a broadcast has, and the lengths of so many as fit in here
@@ -57,13 +58,13 @@ def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[An
     return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
 
 
-def receive(comm: MPI.Intracomm, src: int, tag: int) -> tuple[Parts, int]:
+def receive(comm: MPI.Intracomm | ProbedReceives, src: int, tag: int) -> tuple[Parts, int]:
     """Receive parts; return them and their sender. One thread at a time may receive on a communicator."""
     status = MPI.Status()
-    comm.Probe(src, tag, status)
+    message = comm.Mprobe(src, tag, status)
     src, tag = status.Get_source(), status.Get_tag()
     table = bytearray(status.Get_count(BYTE))
-    comm.Recv((table, BYTE), src, tag)
+    message.Recv((table, BYTE))
     parts = list(map(MPI.buffer.allocate, struct.unpack(f"{len(table) // 8}q", table)))
     for part in parts:
         comm.Recv(of(part), src, tag)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi import probed
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import message
 from hpcdist.backends.mpi.requests import Requests
@@ -26,7 +25,6 @@ class PointToPoint:
         self._communicator = communicator
         self._begun = Requests(communicator, unfinished).begun
         self._comm = communicator.comm
-        self._probed: probed.ProbedReceives | None = None
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send by MPI_Send (MPI 3.2.1)."""
@@ -47,10 +45,10 @@ class PointToPoint:
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
         try:
-            if src is not None and self._probed is None:
+            if src is not None and self._communicator.probed is None:
                 request = self._comm.Irecv(message(tensor), src, tag)
             else:
-                request = self._begin_receive(message(tensor), src, tag)
+                request = self._communicator.begin_receive(message(tensor), src, tag, False)
         except MPI.Exception as error:
             raise self._communicator.failure("irecv", error) from error
         return self._begun(request, tensor, [tensor], finish)
@@ -69,7 +67,7 @@ class PointToPoint:
         communicator = self._communicator
         status = MPI.Status()
         try:
-            communicator.receiving = request = self._begin_receive(buffer, src, tag)
+            communicator.receiving = request = communicator.begin_receive(buffer, src, tag, True)
             request.Wait(status)
         except MPI.Exception as error:
             raise communicator.failure("recv", error) from error
@@ -81,14 +79,6 @@ class PointToPoint:
         if communicator.interruption is not None:
             communicator.check_cancelled(status)
         return status.Get_source()
-
-    def _begin_receive(self, buffer: list[Any], src: int | None, tag: int) -> Any:
-        """Begin to receive by MPI_Irecv, or by matched probe if this MPI may hang in a receive from any rank."""
-        if src is None and self._probed is None and probed.is_needed():
-            self._probed = probed.ProbedReceives(self._comm)
-        if self._probed is not None:
-            return self._probed.begin(buffer, src, tag)
-        return self._comm.Irecv(buffer, MPI.ANY_SOURCE if src is None else src, tag)
 
 
 class MessageSet:

@@ -3,6 +3,9 @@
 MPICH 5.0.2 over UCX never ends a receive with MPI_ANY_SOURCE if the message came from another node before the receive
 was made (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); MPI_Test itself hangs then. MPI_Improbe finds that message, and
 the receive of a matched message ends. Over libfabric (``MPICH_CH4_NETMOD=ofi``) nothing hangs.
+
+MPI knows nothing of such a receive until then, so that a thread looks for its message while nobody waits for it: the
+sender of a large one blocks until it is received, and this rank may be in a call that needs the sender.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,6 +23,8 @@ from mpi4py import MPI
 from hpcdist.core.naps import nap
 
 SPINS = 1000  # probes before the first nap
+LOOK_SECONDS = 1e-3  # between two looks of the thread for messages
+IDLE_LOOKS = 16  # while no receive waits, before the thread sleeps until one does: to wake it takes 20 µs
 
 
 def netmod(version: str, chosen: str | None) -> str:
@@ -38,39 +44,61 @@ def is_needed() -> bool:
     return netmod(MPI.Get_library_version(), os.environ.get("MPICH_CH4_NETMOD")) == "ucx"
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds, which probes for messages when it is asked."""
+    spins, began = 0, time.monotonic()
+    while not condition():
+        spins += 1
+        if spins > SPINS:
+            nap(time.monotonic() - began)
+
+
 class ProbedReceive:
     """A receive that begins once its message is there; in place of an MPI_Request.
 
     Args:
         queue: the receives of its communicator.
-        buffer: what mpi4py receives to.
+        buffer: what mpi4py receives to; None to match the message, and no more.
         source, tag: of the message; MPI_ANY_SOURCE and MPI_ANY_TAG too.
+        status: where a probe describes the message.
+
+    Attributes:
+        message: the matched one.
+        request: what receives it.
+        error: why there is none.
     """
 
-    def __init__(self, queue: ProbedReceives, buffer: list[Any], source: int, tag: int) -> None:
+    def __init__(
+        self, queue: ProbedReceives, buffer: list[Any] | None, source: int, tag: int, status: MPI.Status
+    ) -> None:
         self._queue = queue
-        self.buffer, self.source, self.tag = buffer, source, tag
+        self.buffer, self.source, self.tag, self.status = buffer, source, tag, status
+        self.message: MPI.Message | None = None
         self.request: MPI.Request | None = None
         self.error: MPI.Exception | None = None
         self._is_cancelled = False
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Tell whether a message from a rank with a tag, MPI_ANY_TAG for some tag, may be for this receive."""
+        return self.source in (source, MPI.ANY_SOURCE) and (self.tag == tag or MPI.ANY_TAG in (self.tag, tag))
+
+    def is_matched(self) -> bool:
+        """Tell whether the message has been matched; look for it otherwise."""
+        self._queue.match()
+        if self.error is not None:
+            raise self.error
+        return self.message is not None
 
     def Test(self, status: MPI.Status) -> bool:
         """Tell whether the message has been received; look for it otherwise."""
         if self._is_cancelled:
             status.Set_cancelled(True)
             return True
-        self._queue.match()
-        if self.error is not None:
-            raise self.error
-        return self.request is not None and bool(self.request.Test(status))
+        return self.is_matched() and bool(self.request.Test(status))  # type: ignore[union-attr]  # it has a buffer
 
     def Wait(self, status: MPI.Status) -> bool:
         """Wait until the message has been received, or the receive was cancelled."""
-        spins, began = 0, time.monotonic()
-        while not self.Test(status):
-            spins += 1
-            if spins > SPINS:
-                nap(time.monotonic() - began)
+        wait_until(lambda: self.Test(status))
         return True
 
     def Cancel(self) -> None:
@@ -81,37 +109,54 @@ class ProbedReceive:
 class ProbedReceives:
     """The receives of one communicator that wait for their messages, in the order in which they were made.
 
-    While one from any rank waits, later ones with named ranks wait behind it: whoever was made first takes the first
-    message that fits both (MPI 3.5).
+    Whoever was made first takes the first message that fits both (MPI 3.5). So while one waits, later ones for what it
+    may take wait behind it, though they name the sender.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._waiting: list[ProbedReceive] = []
         self._lock = threading.Lock()
+        self._is_closed = False
+        self._alarm = threading.Event()  # set to wake the thread
+        self._thread: threading.Thread | None = None
+        self._key = MPI.KEYVAL_INVALID  # of what ends the thread before MPI
 
-    def begin(self, buffer: list[Any], source: int | None, tag: int) -> Any:
-        """Begin to receive; return the request."""
-        if source is not None and not self._waiting:
-            return self._comm.Irecv(buffer, source, tag)
-        made = ProbedReceive(self, buffer, MPI.ANY_SOURCE if source is None else source, tag)
+    def begin(self, buffer: list[Any], source: int, tag: int, is_waited_for: bool = False) -> Any:
+        """Begin to receive; return the request.
+
+        Args:
+            buffer: what mpi4py receives to.
+            source, tag: of the message; MPI_ANY_SOURCE and MPI_ANY_TAG too.
+            is_waited_for: the caller waits for the request at once, and so looks for its message.
+        """
         with self._lock:
-            self._waiting.append(made)
-        self.match()
+            if source != MPI.ANY_SOURCE and not any(each.takes(source, tag) for each in self._waiting):
+                return self._comm.Irecv(buffer, source, tag)
+        made = self._add(buffer, source, tag, MPI.Status())
+        if made.request is None and not is_waited_for:
+            self._pursue()
         return made
 
+    def Mprobe(self, source: int, tag: int, status: MPI.Status) -> MPI.Message:
+        """Wait for a message that no earlier receive takes, and match it (MPI 3.8.2)."""
+        made = self._add(None, source, tag, status)
+        try:
+            wait_until(made.is_matched)
+        finally:
+            self.drop(made)
+        assert made.message is not None
+        return made.message
+
+    def Recv(self, buffer: list[Any], source: int, tag: int) -> None:
+        """Receive."""
+        self.begin(buffer, source, tag, is_waited_for=True).Wait(MPI.Status())
+
     def match(self) -> None:
-        """Give the messages that have come to the receives that they fit."""
+        """Give the messages that have come to the receives that they are for."""
         with self._lock:
-            for each in list(self._waiting):
-                try:
-                    message = self._comm.Improbe(each.source, each.tag)
-                    if message is None:
-                        continue
-                    each.request = message.Irecv(each.buffer)
-                except MPI.Exception as error:
-                    each.error = error
-                self._waiting.remove(each)
+            while not self._is_closed and self._match_one():
+                pass
 
     def drop(self, receive: ProbedReceive) -> bool:
         """Forget a receive; tell whether its message had not come."""
@@ -120,3 +165,66 @@ class ProbedReceives:
                 self._waiting.remove(receive)
                 return True
         return False
+
+    def close(self) -> None:
+        """Look for no more messages, before the communicator is freed."""
+        self._stop()
+        if self._thread is not None:
+            MPI.COMM_SELF.Delete_attr(self._key)
+            MPI.Comm.Free_keyval(self._key)
+            self._thread = None
+
+    def _add(self, buffer: list[Any] | None, source: int, tag: int, status: MPI.Status) -> ProbedReceive:
+        made = ProbedReceive(self, buffer, source, tag, status)
+        with self._lock:
+            self._waiting.append(made)
+        self.match()
+        return made
+
+    def _match_one(self) -> bool:
+        """Match a message; False if there is none.
+
+        What a receive finds may have come after those before it were asked, and be for one of them, or follow a message
+        that is. So it stays where it is then, and all are asked again.
+        """
+        for index, each in enumerate(self._waiting):
+            status = each.status
+            try:
+                if not self._comm.Iprobe(each.source, each.tag, status):
+                    continue
+                source, tag = status.Get_source(), status.Get_tag()
+                if any(earlier.takes(source, tag) for earlier in self._waiting[:index]):
+                    return True
+                each.message = self._comm.Improbe(source, tag, status)
+                if each.message is not None and each.buffer is not None:
+                    each.request = each.message.Irecv(each.buffer)
+            except MPI.Exception as error:
+                each.error = error
+            self._waiting.remove(each)
+            return True
+        return False
+
+    def _pursue(self) -> None:
+        """Have the thread look for messages until no receive waits."""
+        if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._thread = threading.Thread(target=self._serve, name="hpcdist-receives", daemon=True)
+            self._key = MPI.Comm.Create_keyval(delete_fn=self._stop)
+            MPI.COMM_SELF.Set_attr(self._key, None)  # MPI_Finalize begins with deleting it (MPI 11.2.4)
+            self._thread.start()
+        self._alarm.set()
+
+    def _stop(self, *_: object) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._alarm.set()
+
+    def _serve(self) -> None:
+        idle = 0  # looks since a receive has waited
+        while not self._is_closed:
+            time.sleep(LOOK_SECONDS)
+            self._alarm.clear()
+            self.match()
+            idle = 0 if self._waiting else idle + 1
+            if idle >= IDLE_LOOKS:
+                self._alarm.wait()
+                idle = 0
