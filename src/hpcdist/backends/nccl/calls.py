@@ -1,7 +1,7 @@
 """NCCL's calls for each row of the table: one call, or several in a group where NCCL has no call of that shape.
 
 The functions are those of ``nccl.bindings.nccl``, which are NCCL's own: they take addresses, element counts, and
-datatypes and ops as numbers. Several of them make shares of different sizes, and gather, scatter and all_to_all in
+datatypes and ops as numbers. Several of them make shares of different sizes, all_to_all, and gather and scatter in
 releases that lack these.
 """
 
