@@ -177,31 +177,35 @@ def test_nan_is_not_lost(node, comm, op, numel):
     assert not recv[comm.size :].isnan().any()
 
 
-def test_random_interleavings(node, comm):
+def random_calls(shared, comm, count, lengths):
+    """Make calls in an order that chance gives, and check each; every rank calls."""
     chance, size, rank = random.Random(SEED), comm.size, comm.rank
-    for _ in range(300):
-        numel = chance.choice([1, 5, 1000, 30_000, 70_000, 300_000])
-        what, root = chance.randrange(4), chance.randrange(size)
+    for _ in range(count):
+        numel, what, root = chance.choice(lengths), chance.randrange(4), chance.randrange(size)
         dtype = chance.choice([torch.float32, torch.bfloat16])  # their parts lie in the window in different ways
         if chance.random() < 0.1 and rank == chance.randrange(5):
             time.sleep(0.002)
         mine = slice(rank * numel, (rank + 1) * numel)
         if what == 0:
             tensor = values(rank, numel, dtype)
-            node.all_reduce(tensor, tensor, ReduceOp.SUM)
+            shared.all_reduce(tensor, tensor, ReduceOp.SUM)
             assert_same(tensor, expected("SUM", size, numel, dtype))
         elif what == 1:
             tensor = values(rank, numel, dtype)
-            node.broadcast(tensor, root)
+            shared.broadcast(tensor, root)
             assert_same(tensor, values(root, numel, dtype))
         elif what == 2:
             tensor = torch.empty(numel * size, dtype=dtype)
-            node.all_gather_single(values(rank, numel, dtype), tensor)
+            shared.all_gather_single(values(rank, numel, dtype), tensor)
             assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, dtype))
         else:
             tensor = torch.empty(numel, dtype=dtype)
-            node.reduce_scatter_single(values(rank, numel * size, dtype), tensor, ReduceOp.SUM)
+            shared.reduce_scatter_single(values(rank, numel * size, dtype), tensor, ReduceOp.SUM)
             assert_same(tensor, expected("SUM", size, numel * size, dtype)[mine])
+
+
+def test_random_interleavings(node, comm):
+    random_calls(node, comm, 300, [1, 5, 1000, 30_000, 70_000, 300_000])
 
 
 def late(wait):

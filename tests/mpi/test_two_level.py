@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import time
 import weakref
 
@@ -16,7 +15,7 @@ import hpcdist as dist
 from hpcdist.backends.mpi.node import messages, two_level
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.two_level import TwoLevel
-from tests.mpi.test_shared_memory import REDUCIBLE, assert_same, expected, values
+from tests.mpi.test_shared_memory import REDUCIBLE, assert_same, expected, random_calls, values
 
 SEED = 22
 HALF_TYPES = [torch.float16, torch.bfloat16]
@@ -170,26 +169,7 @@ def test_all_ranks_hold_the_same_bits(several, every):
 
 
 def test_random_interleavings(several, every):
-    chance, size, rank = random.Random(SEED), every.size, every.rank
-    for _ in range(100):
-        numel, what, root = chance.choice([1, 5, 1000, 30_000, 200_000]), chance.randrange(4), chance.randrange(size)
-        dtype = chance.choice([torch.float32, torch.bfloat16])
-        if what == 0:
-            tensor = values(rank, numel, dtype)
-            several.all_reduce(tensor, tensor, ReduceOp.SUM)
-            assert_same(tensor, expected("SUM", size, numel, dtype))
-        elif what == 1:
-            tensor = values(rank, numel, dtype)
-            several.broadcast(tensor, root)
-            assert_same(tensor, values(root, numel, dtype))
-        elif what == 2:
-            tensor = torch.empty(numel * size, dtype=dtype)
-            several.all_gather_single(values(rank, numel, dtype), tensor)
-            assert_same(tensor[root * numel : (root + 1) * numel], values(root, numel, dtype))
-        else:
-            tensor = torch.empty(numel, dtype=dtype)
-            several.reduce_scatter_single(values(rank, numel * size, dtype), tensor, ReduceOp.SUM)
-            assert_same(tensor, expected("SUM", size, numel * size, dtype)[rank * numel : (rank + 1) * numel])
+    random_calls(several, every, 100, [1, 5, 1000, 30_000, 200_000])
 
 
 @pytest.mark.parametrize("row", ["all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single"])

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hpcdist.c10d.device_mesh import DeviceMesh
+from hpcdist.c10d.gradients import WithGradient
 from hpcdist.core import world
 from hpcdist.core.backend import Message
 from hpcdist.core.buffers import as_tensor, for_writing, is_plain
@@ -198,7 +198,7 @@ class HaloExchange:
         self._check(given, 1)
         if isinstance(tensor, np.ndarray):
             return self._padded(given).numpy()
-        return Pad.apply(tensor, self)
+        return WithGradient.apply(tensor, self._padded, self._unpadded)
 
     def _check(self, tensor: Tensor, layers: int) -> None:
         """Raise if a tensor has fewer layers of cells than so many times the width."""
@@ -226,6 +226,13 @@ class HaloExchange:
         for step in self._filling(whole):
             step()
         return whole
+
+    def _unpadded(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the cells, to which that of the ghost cells that are their copies is added."""
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        for step in self._returning(whole):
+            step()
+        return self._inner(whole)
 
     def _filling(self, whole: Tensor) -> list[Step]:
         """Return what copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
@@ -293,22 +300,3 @@ def received_in(target: Tensor, write: Any) -> Tensor:
     if write is Tensor.copy_:
         return for_writing(target)
     return torch.empty_like(target, memory_format=torch.contiguous_format)
-
-
-class Pad(torch.autograd.Function):
-    """``HaloExchange.pad``, whose gradient returns to the cells that the ghost cells are copies of."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, halo: HaloExchange) -> Tensor:
-        """Copy and fill."""
-        ctx.halo = halo
-        return halo._padded(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Add the gradients of ghost cells to their owners'."""
-        whole = gradient.clone(memory_format=torch.contiguous_format)
-        for step in ctx.halo._returning(whole):
-            step()
-        return ctx.halo._inner(whole), None

@@ -21,9 +21,9 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
+from hpcdist.c10d.gradients import WithGradient
 from hpcdist.c10d.objects import all_gather_object
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor, as_tensors
@@ -71,7 +71,11 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
     )
     if dim == 0 and not is_recorded:
         return like(tensor, gather(given, pg, sizes)), sizes
-    rows = AllGather.apply(recorded(given, is_recorded).movedim(dim, 0), pg, sizes)
+    rows = WithGradient.apply(
+        recorded(given, is_recorded).movedim(dim, 0),
+        lambda rows: gather(rows, pg, sizes),
+        lambda gradient: reduce_scatter(gradient, pg, sizes, SUM),
+    )
     return like(tensor, rows.movedim(0, dim)), sizes
 
 
@@ -110,7 +114,12 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
         raise RuntimeError(
             f"reduce_scatter_varied has no gradient for {op}; expected SUM or AVG, or tensors without requires_grad"
         )
-    rows = ReduceScatter.apply(recorded(given, is_recorded).movedim(dim, 0), pg, sizes, op)
+    share = 1 / pg.size() if op == AVG else 1
+    rows = WithGradient.apply(
+        recorded(given, is_recorded).movedim(dim, 0),
+        lambda rows: reduce_scatter(rows, pg, sizes, op),
+        lambda gradient: gather(gradient, pg, sizes) * share,
+    )
     return like(tensor, rows.movedim(0, dim))
 
 
@@ -146,8 +155,11 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
         rows = torch.cat(given)
         parts = torch.split_with_sizes(exchange(rows, pg, sizes, received), received)
         return [like(tensors[0], part) for part in parts]
-    rows = torch.cat([recorded(each, is_recorded).movedim(dim, 0) for each in given])
-    out = AllToAll.apply(rows, pg, sizes, received) if is_recorded else exchange(rows, pg, sizes, received)
+    out = WithGradient.apply(
+        torch.cat([recorded(each, is_recorded).movedim(dim, 0) for each in given]),
+        lambda rows: exchange(rows, pg, sizes, received),
+        lambda gradient: exchange(gradient, pg, received, sizes),
+    )
     return [like(tensors[0], part.movedim(0, dim)) for part in torch.split_with_sizes(out, received)]
 
 
@@ -231,7 +243,7 @@ def like(given: Any, tensor: Tensor) -> Any:
     return made.detach().numpy() if isinstance(given, np.ndarray) else made
 
 
-# -- rows between the ranks, and their gradients -------------------------------------------------------------
+# -- rows between the ranks --------------------------------------------------------------------------------
 
 
 def counted(rows: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -265,52 +277,3 @@ def exchange(rows: Tensor, pg: Group, sent: list[int], received: list[int]) -> T
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     issue(ALL_TO_ALL, pg, rows, out, counts=(counted(rows, sent), counted(rows, received)))
     return out
-
-
-class AllGather(torch.autograd.Function):
-    """``gather``, whose gradient is the sum of all ranks' gradients for this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, pg: Group, sizes: list[int]) -> Tensor:
-        """Gather the rows."""
-        ctx.way = pg, sizes
-        return gather(rows, pg, sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Sum the gradients and leave each rank its own."""
-        pg, sizes = ctx.way
-        return reduce_scatter(gradient, pg, sizes, SUM), None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """``reduce_scatter``, whose gradient is that of all ranks' rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, pg: Group, sizes: list[int], op: Any) -> Tensor:
-        """Combine the rows."""
-        ctx.way, ctx.share = (pg, sizes), 1 / pg.size() if op == AVG else 1
-        return reduce_scatter(rows, pg, sizes, op)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Gather the gradients."""
-        return gather(gradient, *ctx.way) * ctx.share, None, None, None
-
-
-class AllToAll(torch.autograd.Function):
-    """``exchange``, whose gradient goes back to where the rows came from."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, pg: Group, sent: list[int], received: list[int]) -> Tensor:
-        """Exchange the rows."""
-        ctx.way = pg, received, sent
-        return exchange(rows, pg, sent, received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Send the gradients back."""
-        return exchange(gradient, *ctx.way), None, None, None

@@ -267,9 +267,6 @@ def parser() -> argparse.ArgumentParser:
 def run(args: list[str]) -> int:
     """Show a running job.
 
-    Args:
-        args: the command line after ``debug``.
-
     Returns:
         0, or srun's exit status; 1 if no job is found or it does not answer; 2 for wrong arguments.
     """

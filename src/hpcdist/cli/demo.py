@@ -60,9 +60,6 @@ def command(ranks: int) -> list[str]:
 def run(args: list[str]) -> int:
     """Train on several ranks.
 
-    Args:
-        args: the command line after ``demo``.
-
     Returns:
         The exit status of the launcher; 2 if scikit-learn is missing or the number of ranks is not positive.
     """

@@ -74,14 +74,7 @@ def best(message: str, among: dict[str, Entry]) -> Entry | None:
 
 
 def run(args: list[str]) -> int:
-    """Print an entry, or the list of all.
-
-    Args:
-        args: the command line after ``explain``: a name, or a message in one or several arguments.
-
-    Returns:
-        0; 1 if no entry has this name or message.
-    """
+    """Print an entry, or the list of all; return 0, or 1 if no entry has this name or message."""
     made = JobParser(prog="python -m hpcdist explain", description=described(__doc__))
     made.add_argument("message", nargs="*", help="an entry's name, or a message of hpcdist; all names without it")
     asked = " ".join(made.parse_args(args).message)

@@ -13,7 +13,7 @@ from hpcdist.cli.job_arguments import is_speaker
 class Command(NamedTuple):
     """A command's module and its one-line summary."""
 
-    module: str  # has run(args) -> exit status; imported when the command is called
+    module: str  # has run(args): takes the arguments after the name, returns the exit status; imported when called
     summary: str
 
 

@@ -40,9 +40,6 @@ def announce(launch: environment.Launch | None) -> None:
 def run(args: list[str]) -> int:
     """Run a script with its groups made by hpcdist.
 
-    Args:
-        args: the command line after ``run``.
-
     Returns:
         0, or 2 if there is no such script. Whatever the script raises, SystemExit included, is passed on.
     """

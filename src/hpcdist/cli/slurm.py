@@ -142,14 +142,7 @@ def check_value(name: str, value: str) -> None:
 
 
 def run(args: list[str]) -> int:
-    """Run ``python -m hpcdist slurm``.
-
-    Args:
-        args: the template's name, options, the script and its arguments.
-
-    Returns:
-        0, or the exit status of sbatch, or 2 for wrong arguments.
-    """
+    """Run ``python -m hpcdist slurm``; return 0, or the exit status of sbatch, or 2 for wrong arguments."""
     known = templates()
     if not args or args[0] in {"-h", "--help"} or args[0] not in known:
         about = {name: path.read_text().splitlines()[1].lstrip("# ") for name, path in known.items()}

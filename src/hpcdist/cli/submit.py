@@ -144,9 +144,6 @@ def system_here() -> str:
 def run(args: list[str]) -> int:
     """Run ``python -m hpcdist submit``.
 
-    Args:
-        args: the command line after ``submit``: options, the script and its arguments.
-
     Returns:
         0, or the exit status of the batch system's command, or 2 for wrong arguments.
     """

@@ -96,14 +96,7 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    """Run the benchmark of one subject on all ranks of this job.
-
-    Args:
-        args: the command line after ``bench``.
-
-    Returns:
-        The exit status: 0, or 2 if the subject cannot be timed here.
-    """
+    """Run the benchmark of one subject on all ranks of this job; return 0, or 2 if the subject cannot be timed here."""
     if args and args[0] == "ddp":
         return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
     device = JobParser(prog="python -m hpcdist bench", add_help=False)

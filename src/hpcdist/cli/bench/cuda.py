@@ -91,9 +91,6 @@ def parser() -> JobParser:
 def run(args: list[str]) -> int:
     """Time both sides; every rank calls this.
 
-    Args:
-        args: the command line after ``bench --device cuda``.
-
     Returns:
         The exit status: 0; 1 if a call of 4 bytes took the host more than 2 µs longer than torch's in any of the three
         ways; 2 if there is no GPU or no NCCL.

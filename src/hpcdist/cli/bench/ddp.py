@@ -90,14 +90,7 @@ def measure(steps: dict[str, Callable[[], None]], given: argparse.Namespace) -> 
 
 
 def run(args: list[str]) -> int:
-    """Measure and print; every rank calls this.
-
-    Args:
-        args: the command line after ``bench ddp``.
-
-    Returns:
-        0.
-    """
+    """Measure and print; every rank calls this."""
     given = parser().parse_args(args)
     dist.init_process_group()
     gloo = torch.distributed.new_group(backend="gloo")

@@ -49,14 +49,7 @@ ORDER = ("installed", "mpi_library", "mpi_world", "placement", "memory", "device
 
 
 def run(args: list[str]) -> int:
-    """Run the command.
-
-    Args:
-        args: the command line after ``doctor``.
-
-    Returns:
-        0 if nothing is wrong, 1 if something is, 2 for wrong arguments.
-    """
+    """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments."""
     parser = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the page for the browser too")

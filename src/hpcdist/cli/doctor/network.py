@@ -12,8 +12,9 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
@@ -87,6 +88,12 @@ def exchange(host: str, port: int, word: bytes) -> str | float:
     return f"no answer in {SECONDS:g} s"
 
 
+def at_once(call: Callable[..., str | float], targets: list[Any]) -> list[str | float]:
+    """Call with the arguments of each target, many at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda target: call(*target), targets))
+
+
 def look() -> Facts:
     """Try all pairs of nodes; every rank calls this."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -111,26 +118,22 @@ def look() -> Facts:
         card = {**mine, "port": port, "echo": echo, "word": word, "node": keys[rank]} if mine else None
         dist.all_gather_object(cards, card)
         if leads:
+            others = [card for card in cards if card is not None and card["node"] != keys[rank]]
             targets = [
                 (card["node"], how, host, card["port"], card["word"])
-                for card in cards
-                if card is not None and card["node"] != keys[rank]
+                for card in others
                 for how, host in {"name": card["host"], **card["interfaces"]}.items()
             ]
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                results = list(pool.map(lambda target: connect(*target[2:]), targets))
-            for (node, how, host, *_), result in zip(targets, results, strict=True):
-                (facts["failed"] if isinstance(result, str) else facts["tried"]).append((node, how, host, result))
+            for target, result in zip(targets, at_once(connect, [each[2:] for each in targets]), strict=True):
+                (facts["failed"] if isinstance(result, str) else facts["tried"]).append((*target[:3], result))
             reached = {(node, host) for node, how, host, _ in facts["tried"] if how != "name"}
             echoes = [
                 (card["node"], host, card["echo"], card["word"])
-                for card in cards
-                if card is not None
+                for card in others
                 for host in card["interfaces"].values()
                 if (card["node"], host) in reached
             ]
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                results = list(pool.map(lambda target: exchange(*target[1:]), echoes))
+            results = at_once(exchange, [each[1:] for each in echoes])
             facts["datagrams"] = [(*target[:2], result) for target, result in zip(echoes, results, strict=True)]
         dist.barrier()
     return facts
