@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
 from hpcdist.launch import addresses, environment, slurm_step
-from stores.errors import LostServerError
+from stores.errors import LostServerError, wait_timeout
 
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]
@@ -118,8 +118,14 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     if size == 1:
         return store
     if rank > 0:
+        deadline = time.monotonic() + timeout.total_seconds()
         store.wait([INVITATION], timeout)
-        world = part(store, store.get(INVITATION).decode())
+        while not (name := store.get(INVITATION).decode()):  # taken back in a store without ``delete_key``
+            if time.monotonic() >= deadline:
+                seconds = timeout.total_seconds()
+                raise wait_timeout([INVITATION.encode()], seconds, seconds, "the store of the program")
+            time.sleep(LOST_PAUSE)
+        world = part(store, name)
         world.set(f"rank {rank}", "")
         world.wait([COMPLETE], timeout)
         return world
@@ -129,7 +135,10 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     try:
         world.wait([f"rank {other}" for other in range(1, size)], timeout)
     finally:
-        store.delete_key(INVITATION)
+        try:
+            store.delete_key(INVITATION)
+        except (NotImplementedError, RuntimeError):  # a store of the program's own may not have it
+            store.set(INVITATION, "")
     world.set(COMPLETE, "")
     return world
 
