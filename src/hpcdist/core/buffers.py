@@ -152,7 +152,10 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def joint(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return memory for the elements of all tensors."""
+    """Return memory for the elements of all tensors, which are on one GPU if they are on any."""
+    if like.is_cuda and any(tensor.device != like.device for tensor in tensors):
+        found = ", ".join(sorted({str(tensor.device) for tensor in (like, *tensors)}))
+        raise MismatchError(f"the tensors of one call must be on the same device; found {found}")
     return torch.empty(sum(tensor.numel() for tensor in tensors), dtype=like.dtype, device=like.device)
 
 
