@@ -20,7 +20,10 @@ class Emulation:
 
     Attributes:
         operators: how many of torch's operators run on them.
+        contexts_anywhere: whether a test may make contexts on devices other than the rank's own.
     """
+
+    contexts_anywhere = False
 
     def __init__(self) -> None:
         if "torch" in sys.modules:

@@ -149,6 +149,62 @@ def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(rank, size, device):
     assert not streams.under_way
 
 
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, rank, size, device):
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    dist.group.WORLD.backend("cuda").outstanding()
+    before, nbytes = torch.cuda.memory_allocated(), 1 << 22
+    for _ in range(4):
+        work = dist.all_reduce(torch.ones(nbytes // 4, device=device), async_op=True)
+        if is_waited_for:
+            work.wait()  # all that uses the memory from now on is behind the call
+            del work
+            assert torch.cuda.memory_allocated() == before
+        else:
+            del work
+            assert torch.cuda.memory_allocated() == before + nbytes
+            torch.cuda.synchronize()
+
+
+def test_an_event_of_the_profiler_ends_with_a_call_whose_work_was_dropped(rank, size, device):
+    ended = []
+
+    class Event:
+        def __exit__(self, *_):
+            ended.append(True)
+
+    work = dist.all_reduce(torch.ones(3, device=device), async_op=True)
+    work._ends(Event())
+    del work
+    torch.cuda.synchronize()
+    dist.group.WORLD.backend("cuda").outstanding()
+    assert ended == [True]
+
+
+def test_a_dropped_work_that_hangs_is_told_of_and_aborted(rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    backend = group.backend("cuda")
+    if rank == 0:
+        tensor = torch.ones(1, device=device)
+        dist.all_reduce(tensor, group=group, async_op=True)
+        hung = backend.outstanding()
+        assert hung is backend.outstanding()
+        assert backend.pending() == [hung]
+        assert hung._call[0] is group.journal
+    backend.interrupt("a test says so")
+    if rank == 0:
+        assert isinstance(hung.exception(), dist.DistBackendError)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 def test_events_come_from_a_pool(rank, size, device):
     streams = dist.group.WORLD.backend("cuda").communicators.group.streams
     made = []

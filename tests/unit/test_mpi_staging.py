@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
             steps.append((call.row.name, call.send, call.recv))
 
     stream = SimpleNamespace(synchronize=lambda: steps.append("synchronised"))
-    cuda = SimpleNamespace(current_stream=lambda device: stream)
+    cuda = SimpleNamespace(current_stream=lambda device: stream, device=lambda device: nullcontext())
     shared: list[int] = []
 
     def is_shared(row: Any, dtype: Any, op: Any, nbytes: int) -> bool:

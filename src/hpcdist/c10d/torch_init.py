@@ -66,7 +66,8 @@ def create_world(options: Any, pg_options: Any) -> Group:
 
         comm = runtime.world(options.timeout)
         rank, size = comm.Get_rank(), comm.Get_size()
-    device = getattr(options.process_group, "bound_device_id", None)  # on the group that torch makes and drops for ours
+    stock = getattr(options, "process_group", None)  # since torch 2.14: the group that ours takes the place of
+    device = getattr(stock, "bound_device_id", None)
     registry.check_options(pg_options, carried(config).values())
     store = None if is_mpi else rendezvous.meet(options.store, rank, size, options.timeout)
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)

@@ -186,8 +186,16 @@ def joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 def joint(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for the elements of all tensors, in the dtype that they travel in (``same_dtype``)."""
-    return torch.empty(sum(counts_in(dtype, tensors)), dtype=dtype, device=tensors[0].device)
+    """Return memory for the elements of all tensors, in the dtype that they travel in (``same_dtype``).
+
+    Raises:
+        ValueError, RuntimeError: tensors on several GPUs.
+    """
+    device = tensors[0].device
+    if device.type == "cuda" and any(tensor.device != device for tensor in tensors):
+        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise MismatchError(f"the tensors of one call must be on the same device; found {found}")
+    return torch.empty(sum(counts_in(dtype, tensors)), dtype=dtype, device=device)
 
 
 def scattering(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

@@ -128,7 +128,7 @@ class StagedBackend(Backend):
         self.size = inner.size
         self.unfinished = inner.unfinished
         self._cuda = cuda
-        self._side: Any = None  # the worker thread's stream
+        self._sides: dict[torch.device, Any] = {}  # the worker thread's stream on each device
 
     @property
     def queue(self) -> Queue | None:  # type: ignore[override]
@@ -143,20 +143,22 @@ class StagedBackend(Backend):
     # -- copies ----------------------------------------------------------------------------------------
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory like a tensor."""
+        """Return pinned memory like a tensor; the device that is current gets a context for it."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values on the host; what the current stream holds has then ended."""
-        host = self._on_host(tensor)
-        host.copy_(tensor, non_blocking=True)
-        self._cuda.current_stream(tensor.device).synchronize()
+        """Return a tensor's values on the host; what the current stream of its device holds has then ended."""
+        with self._cuda.device(tensor.device):
+            host = self._on_host(tensor)
+            host.copy_(tensor, non_blocking=True)
+            self._cuda.current_stream(tensor.device).synchronize()
         return host
 
     def _to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy values to the device; any stream may read them then."""
-        tensor.copy_(host, non_blocking=True)
-        self._cuda.current_stream(tensor.device).synchronize()
+        with self._cuda.device(tensor.device):
+            tensor.copy_(host, non_blocking=True)
+            self._cuda.current_stream(tensor.device).synchronize()
 
     def _goes_directly(self, row: Row, send: torch.Tensor | None, recv: torch.Tensor | None, op: Any) -> bool:
         """Tell whether MPI itself may take the device memory.
@@ -192,7 +194,8 @@ class StagedBackend(Backend):
             self.inner.run(call)
             return
         sent = self._to_host(send) if send is not None else None
-        received = sent if recv is send else self._on_host(recv) if recv is not None else None
+        with self._cuda.device(given.device):
+            received = sent if recv is send else self._on_host(recv) if recv is not None else None
         self.inner.run(call._replace(send=sent, recv=received))
         if recv is not None and received is not None:
             self._to_device(received, recv)
@@ -202,8 +205,9 @@ class StagedBackend(Backend):
         given = call.tensor
         if given is None:
             return self.inner.start(call)
-        if self._side is None:
-            self._side = self._cuda.Stream(given.device)
+        side = self._sides.get(given.device)
+        if side is None:
+            side = self._sides[given.device] = self._cuda.Stream(given.device)
         before = self._cuda.Event()
         before.record(self._cuda.current_stream(given.device))
 
@@ -213,12 +217,12 @@ class StagedBackend(Backend):
             if queue.running is not None:
                 # the worker's own device: without it the end of the block would go back to GPU 0 and start a context
                 self._cuda.set_device(given.device)
-            with self._cuda.stream(self._side):
-                self._side.wait_event(before)
+            with self._cuda.stream(side):
+                side.wait_event(before)
                 self.run(call)
                 if call.finish is not None:
                     call.finish()
-                self._side.synchronize()
+                side.synchronize()
 
         return queue.put(carry_out, call.result or [], is_large=True)
 

@@ -149,7 +149,7 @@ class NCCLBackend(Backend):
             call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.result)
         link = self._link_for(call)
         queue = self._queued(link, call)
-        return self._launch(link, queue, call.finish, call.result or [], call.row.name, None, is_barrier)
+        return self._launch(link, queue, call.finish, call.result or [], call.row.name, size_of(call), None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what queues a collective again, on the current stream and on the side stream."""
@@ -160,6 +160,7 @@ class NCCLBackend(Backend):
         streams, launch, name = link.streams, self.communicators.launch, row.name
         number = self._reductions.prepare(send, op)[1] if row.reduces else None
         rest = self._types[send.dtype], number, root, None
+        nbytes = size_of(call)
         function = partial(self._calls[row], self._library, link.where)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
@@ -171,15 +172,24 @@ class NCCLBackend(Backend):
             streams.mark(current)
 
         def start(send: torch.Tensor, recv: torch.Tensor) -> Work:
-            return self._launch(link, partial(function, send, recv, *rest), None, [recv], name, None)
+            return self._launch(link, partial(function, send, recv, *rest), None, [recv], name, nbytes)
 
         return run, start
 
     def _link_for(self, call: Call) -> Link:
         link = self.communicators.group
-        if link is None:
-            link = self._connect(call.tensor.device)
-        return link
+        device = call.tensor.device if link is None else link.streams.device
+        for tensor in (call.send, call.recv):
+            if tensor is not None and tensor.device != device:
+                raise self._elsewhere(call.row.name, tensor, device)
+        return self._connect(device) if link is None else link
+
+    def _elsewhere(self, name: str, tensor: torch.Tensor, device: torch.device) -> DistBackendError:
+        """Return the error of a tensor on another GPU than the communicator."""
+        return DistBackendError(
+            f"{name} on rank {self.rank} of {self.size}: a tensor is on {tensor.device}, and the other tensors or the "
+            f"group's NCCL communicator are on {device}: move it there"
+        )
 
     def _launch(
         self,
@@ -188,7 +198,8 @@ class NCCLBackend(Backend):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
         name: str,
-        source: int | None,
+        nbytes: int,
+        source: int | None = None,
         is_barrier: bool = False,
     ) -> Work:
         """Queue a call on the side stream, and what copies its result back behind it.
@@ -198,14 +209,14 @@ class NCCLBackend(Backend):
         streams = link.streams
         held = (queue, finish)
         if self._batch is not None:
-            work = StreamWork(streams, streams.current(), result, held, source, is_barrier)
+            work = StreamWork(streams, streams.current(), result, held, nbytes, source, is_barrier)
             return self._batch.add(queue, finish, work)
-        work = StreamWork(streams, streams.fork(), result, held, source, is_barrier)
+        work = StreamWork(streams, streams.fork(), result, held, nbytes, source, is_barrier)
         self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
             with streams.on_side():
                 finish()
-        work.end = streams.record_end()
+        work.ends_with(streams.record_end())
         streams.keep(work)
         if self.communicators.ended is not None:  # meanwhile, after those under way were told
             work.fail(self.communicators.ended)
@@ -309,9 +320,11 @@ class NCCLBackend(Backend):
         else:
             link, to = self._pair(peer, tensor.device)
         queue = self._queued_message(link, name, tensor, to) if tensor.numel() else nothing
-        return self._launch(link, queue, finish, result, name, source)
+        return self._launch(link, queue, finish, result, name, tensor.nbytes, source)
 
     def _queued_message(self, link: Link, name: str, tensor: torch.Tensor, peer: int) -> Queue:
+        if tensor.device != link.streams.device:
+            raise self._elsewhere(name, tensor, link.streams.device)
         data = datatypes.as_moved(tensor)
         return partial(message, getattr(self._library.bindings, name), link.where, data, self._types[data.dtype], peer)
 
@@ -409,6 +422,11 @@ class NCCLBackend(Backend):
         if self._owned_peer is not None:
             end(self._owned_peer)
             self._owned_peer = None
+
+
+def size_of(call: Call) -> int:
+    """Return the bytes of a call's larger buffer."""
+    return max(0 if each is None else each.nbytes for each in (call.send, call.recv))
 
 
 def nothing(stream: int) -> None:

@@ -7,10 +7,11 @@ given a limit, and under ``TORCH_NCCL_BLOCKING_WAIT=1``.
 
 **What lives until when.** The device reads and writes memory long after the call that queued it has returned, and
 torch's allocator gives the memory of a dropped tensor to the next one that is made on its stream. On the current stream
-that is harmless, because whatever gets the memory is queued behind the call. For the side stream ``StreamWork.held``
+that is harmless, because whatever gets the memory is queued behind the call. For the side stream ``Flight.held``
 keeps everything that the call touches: the caller's tensors, the copies and products that stand in for them, and what
 is copied back at the end. It is let go when the stream that the call began on waits for the call, since all later uses
-of the memory are behind that wait; or when the host has seen that the call has ended. Nothing else holds or frees it.
+of the memory are behind that wait; or when the host has seen that the call has ended. Nothing else holds or frees it:
+the Work of a call holds its outputs too, and is the caller's, so what is under way is listed without it (``Flight``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 # calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
 SWEEP_EVERY = 16
+SWEEP_BYTES = 1 << 20  # or from one call with so much memory to the next, which takes longer than to query
 
 
 class Streams:
@@ -63,7 +66,7 @@ class Streams:
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
         self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
-        self.under_way: deque[StreamWork] = deque()
+        self.under_way: deque[Flight] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
         self._unswept = 0  # calls since those that have ended were last looked for
         self._free_events: deque[Any] = deque()  # events whose calls have ended, to be recorded again
@@ -118,16 +121,16 @@ class Streams:
             yield
 
     def keep(self, work: StreamWork) -> StreamWork:
-        """Hold a Work, and with it its memory, until its call has ended, though the caller may drop it.
+        """Hold what a call touches until it has ended, though the caller may drop its Work.
 
         Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
         """
         if self.is_capturing():
             work.is_captured = True
             return work
-        self.under_way.append(work)
+        self.under_way.append(work.flight)
         self._unswept += 1
-        if self._unswept >= SWEEP_EVERY:
+        if self._unswept >= SWEEP_EVERY or work.flight.nbytes >= SWEEP_BYTES:
             with self._guard, self.querying():
                 self._sweep()
         return work
@@ -139,36 +142,38 @@ class Streams:
         """
         self._unswept = 0
         under_way = self.under_way
-        if not under_way or not under_way[0].has_ended():
+        if not under_way or not under_way[0].work().has_ended():
             return
-        ended, rest = (len(under_way),) * 2 if under_way[-1].has_ended() else (1, len(under_way) - 1)
+        last = under_way[-1].work()
+        ended, rest = (len(under_way),) * 2 if last.has_ended() else (1, len(under_way) - 1)
         while ended < rest:
             middle = (ended + rest) // 2
-            if under_way[middle].has_ended():
+            if under_way[middle].work().has_ended():
                 ended = middle + 1
             else:
                 rest = middle
-        failed = under_way[ended - 1].exception() is not None  # the device has, or the communicator was aborted
+        failed = under_way[ended - 1].work().exception() is not None  # the device has, or the communicator was aborted
         for _ in range(ended):
-            work = under_way.popleft()
+            flight = under_way.popleft()
             if failed:
-                work.has_ended()
+                flight.work().has_ended()
                 continue
-            work.passed()
-            if work.owns_end:
-                self._free_events.append(work.end)
+            flight.passed()
+            if flight.owns_end:
+                self._free_events.append(flight.end)
 
     def pending(self) -> list[StreamWork]:
         """Return the asynchronous calls that the device has not ended; any thread may ask."""
         with self._guard, self.querying():
             self._sweep()
-            return [work for work in self.under_way if not work.has_ended()]
+            works = [flight.work() for flight in self.under_way]
+            return [work for work in works if not work.has_ended()]
 
     def fail_all(self, error: BaseException) -> None:
         """End every Work that is under way with an error: the communicator was aborted."""
         with self._guard:
             while self.under_way:
-                self.under_way.popleft().fail(error)
+                self.under_way.popleft().work().fail(error)
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
@@ -190,7 +195,7 @@ class Streams:
                 if self._mark is not None:
                     self._last = self.cuda.Event()
             self._sweep()
-            return self.under_way[0] if self.under_way else self._mark
+            return self.under_way[0].work() if self.under_way else self._mark
 
 
 class EventWork(Work):
@@ -220,17 +225,55 @@ class EventWork(Work):
             self.has_ended()
 
 
+class Flight:
+    """A call on a side stream until the host has seen its end, whatever becomes of the caller's Work.
+
+    Attributes:
+        held: what the call touches, kept as long as the module's text says.
+        nbytes: of its larger buffer.
+        end: the event behind it.
+        owns_end: whether that is this call's own, and not one of several that were launched together.
+        asked: the Work, if somebody is to be told of the end.
+    """
+
+    __slots__ = ("_call", "_streams", "_work", "asked", "end", "held", "nbytes", "owns_end")
+
+    def __init__(self, work: StreamWork, held: tuple[Any, ...], nbytes: int) -> None:
+        self.held = held
+        self.nbytes = nbytes
+        self.end: Any = None
+        self.owns_end = True
+        self.asked: StreamWork | None = None
+        self._call = RING.last()
+        self._streams = work._streams
+        self._work: Callable[[], StreamWork | None] = ref(work)
+
+    def work(self) -> StreamWork:
+        """Return the call's Work; one without outputs, and always the same, if the caller has dropped it."""
+        work = self._work()
+        if work is None:
+            work = StreamWork(self._streams, None, [], (), 0, None, False)
+            work.flight, work.end, work._call = self, self.end, self._call
+            self._work = lambda: work
+        return work
+
+    def passed(self) -> None:
+        """End without an error, because a later call on the stream has ended."""
+        self.held = ()
+        work, self.asked = self._work(), None
+        if work is not None:
+            work.passed()
+
+
 class StreamWork(EventWork):
     """A call on a side stream.
 
     Attributes:
-        held: what the call touches, kept as long as the module's text says.
+        flight: what is known of it without its outputs.
         is_captured: whether it is part of a CUDA graph, which runs later and any number of times: it never ends.
-        owns_end: whether ``end`` is this call's own, and not one of several that were launched together.
     """
 
     is_captured = False
-    owns_end = True
 
     def __init__(
         self,
@@ -238,19 +281,29 @@ class StreamWork(EventWork):
         begun_on: Any,
         result: list[torch.Tensor],
         held: tuple[Any, ...],
+        nbytes: int,
         source: int | None,
         is_barrier: bool,
     ) -> None:
         super().__init__(streams, result, None)
-        self.held = held
+        self.flight = Flight(self, held, nbytes)
         self._source = source
         self._is_barrier = is_barrier
         self._begun_on = begun_on
 
+    def ends_with(self, end: Any, owns_end: bool = True) -> None:
+        """Take note of the event behind the call."""
+        self.end = self.flight.end = end
+        self.flight.owns_end = owns_end
+
+    def _ask(self, name: str, value: Any) -> None:
+        super()._ask(name, value)
+        if not self._done:
+            self.flight.asked = self
+
     def passed(self) -> None:
         """End without an error, because a later call on the stream has ended."""
         self._done = True
-        self.held = ()
         if self._is_asked:
             self._tell()
 
@@ -265,7 +318,7 @@ class StreamWork(EventWork):
 
     def _finish(self, error: BaseException | None = None) -> None:
         super()._finish(error)
-        self.held = ()
+        self.flight.held, self.flight.asked = (), None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too.
@@ -295,7 +348,7 @@ class StreamWork(EventWork):
         current = self._streams.current()
         self.end.wait(current)
         if current is self._begun_on:
-            self.held = ()  # another stream's wait does not keep the first one from getting the memory
+            self.flight.held = ()  # another stream's wait does not keep the first one from getting the memory
         return current
 
     def block_current_stream(self) -> None:
@@ -388,6 +441,5 @@ class Batch:
                     finish()
         ends = {streams: streams.record_end() for streams in last}
         for _, _, work in self.calls:
-            work.owns_end = last[work._streams] is work
-            work.end = ends[work._streams]
+            work.ends_with(ends[work._streams], last[work._streams] is work)
             work._streams.keep(work)
