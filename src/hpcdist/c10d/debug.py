@@ -124,20 +124,8 @@ def own_limit(pg: Group, name: str) -> Iterator[None]:
     It is not counted: ranks that miss a barrier are still in step with those that gave it up.
     """
     journal = pg.journal
-    journal.current, journal.waited = (journal, journal.sequence, name, None, None, None), LIMITED
-    try:
+    with journal.begin((journal, journal.sequence, name, None, None, None), limit=0.0):
         yield
-    finally:
-        journal.current = journal.waited = None
-
-
-class Limited:
-    """Stands for a wait that ends by itself."""
-
-    _limit = 0.0
-
-
-LIMITED = Limited()
 
 
 def is_in_time(work: Work, deadline: float) -> bool:

@@ -51,12 +51,20 @@ def send(
     if hooks.check_message is not None:
         hooks.check_message(pg, "send", peer, data)
     journal = pg.journal
-    journal.current = call = journal.message("send", data.shape, data.dtype, peer)
+    call = journal.message("send", data.shape, data.dtype, peer)
     event = profiling.begin(pg, backend, "send", [data], call) if hooks.is_profiled() else None
+    blocked = None
+    if journal.current is None:
+        journal.current = call
+    else:
+        blocked = journal.begin(call)
     try:
         backend.send(data, peer, tag)
     finally:
-        journal.current = None
+        if blocked is None:
+            journal.current = None
+        else:
+            blocked.__exit__()
         if event is not None:
             event.__exit__(None, None, None)
 
@@ -94,8 +102,16 @@ def recv(
     if source == backend.rank:
         raise itself(pg, "source", "irecv")
     journal = pg.journal
-    journal.current = call = journal.message("recv", data.shape, data.dtype, source)
+    call = journal.message("recv", data.shape, data.dtype, source)
     event = profiling.begin(pg, backend, title(source), [data], call) if hooks.is_profiled() else None
+    if journal.current is not None:  # another thread's call blocks; the wait for a Work can be ended by itself
+        work = backend.irecv(data, source, tag, finish)
+        work._call = call
+        if event is not None:
+            work._ends(event)
+        work.wait()
+        return pg.ranks[work.source_rank()]
+    journal.current = call
     try:
         sender = backend.recv(data, source, tag)
     finally:

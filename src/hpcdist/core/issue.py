@@ -143,6 +143,8 @@ def issue(
             return work
         if backend.queue is not None:
             backend.queue.drain()
+        if journal.current is not None:  # another thread's call blocks
+            return issue_any(Call(row, send, recv, op, root, counts), group, False)
         journal.sequence = number = journal.sequence + 1
         journal.current = record = (journal, number, row, shape, dtype, root)
         journal.push(record)
@@ -259,11 +261,10 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
             work._ends(event)
         return work if async_op else None
     backend.settle()
-    journal.current = record
     try:
-        carries.run(call)
+        with journal.blocking(record):
+            carries.run(call)
     finally:
-        journal.current = None
         if event is not None:
             event.__exit__(None, None, None)
     if call.finish is not None:
@@ -274,11 +275,15 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
 def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
     """Begin a call, which may block if the library first has to find the other ranks, and return its Work."""
     journal = record[0]
-    before, journal.current = journal.current, record  # another thread may be in a wait
-    try:
-        work = start()
-    finally:
-        journal.current = before
+    if journal.current is None:
+        journal.current = record
+        try:
+            work = start()
+        finally:
+            journal.current = None
+    else:
+        with journal.begin(record):
+            work = start()
     work._call = record
     return work
 

@@ -1,12 +1,16 @@
-"""Journal of a group: the calls of this rank, and the one that blocks now.
+"""Journal of a group: the calls of this rank, and those that block now.
 
 Every call leaves one tuple in a ring that all groups share, and a mark on its group while it blocks. That is all
 that the way of a call pays for the watchdog and the flight recorder (``hpcdist.watch``): no clock is read and
 no call site looked up here. The shape and dtype are kept, never the tensor.
+
+The mark of the first thread that blocks is ``current``, which costs least. Who finds it set leaves it alone, and adds
+its own to ``further``. Whoever looks and then sets makes no call in between, at which Python would switch threads.
 """
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -86,6 +90,29 @@ class Ring:
 RING = Ring()
 
 
+class Blocked:
+    """A call that blocks, as a context that it blocks in.
+
+    Attributes:
+        call: its record.
+        work: the Work that it waits for, if it is a wait.
+        thread: the identifier of its thread; 0 if unknown.
+        limit: the seconds after which it ends by itself, if it has a limit of its own.
+    """
+
+    __slots__ = ("call", "limit", "thread", "work")
+
+    def __init__(self, call: tuple[Any, ...], work: Any, thread: int, limit: float | None = None) -> None:
+        self.call, self.work, self.thread, self.limit = call, work, thread, limit
+
+    def __enter__(self) -> None:
+        """Begin to block."""
+
+    def __exit__(self, *_: object) -> None:
+        """Blocks no longer."""
+        self.call[0].further.remove(self)
+
+
 class Journal:
     """The calls of this rank on one group.
 
@@ -94,17 +121,21 @@ class Journal:
         messages: how many sends and receives were called.
         current: the call that blocks now, or None.
         waited: the Work that ``current`` waits for, where it is a wait.
+        thread: the identifier of the thread of ``current``; 0 if unknown.
+        further: the calls that block on other threads too, or inside of the one that ``current`` is.
         push: adds a call to the ring.
         group: the group's name.
     """
 
-    __slots__ = ("current", "group", "messages", "push", "sequence", "waited")
+    __slots__ = ("current", "further", "group", "messages", "push", "sequence", "thread", "waited")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
         self.messages = 0
         self.current: tuple[Any, ...] | None = None
         self.waited: Any = None
+        self.thread = 0
+        self.further: list[Blocked] = []
         self.group = group
         self.follow()
 
@@ -133,26 +164,46 @@ class Journal:
 
     def during(self, what: str, root: int | None = None) -> AbstractContextManager[None]:
         """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
-        if what in MESSAGES:
-            self.current = call = self.message(what, None, None, root)
-        else:
-            self.current = call = self.collective(what, None, root)
+        call = self.message(what, None, None, root) if what in MESSAGES else self.collective(what, None, root)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
-        return self if event is None else Profiled(self, event)
+        blocking = self.blocking(call)
+        return blocking if event is None else Profiled(blocking, event)
+
+    def blocking(self, call: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Return the context in which a call blocks on this thread; it has begun when this returns."""
+        thread = get_ident()
+        if self.current is None:
+            self.current, self.thread = call, thread
+            return self
+        return self.begin(call)
+
+    def begin(self, call: tuple[Any, ...], work: Any = None, limit: float | None = None) -> Blocked:
+        """Add a call that blocks to ``further``, until the returned context is left; the rest is as in ``Blocked``."""
+        blocked = Blocked(call, work, get_ident(), limit)
+        self.further.append(blocked)
+        return blocked
+
+    def blocked(self) -> list[Blocked]:
+        """Return the calls that block now; of those inside of each other, the innermost."""
+        first, further = self.current, list(self.further)
+        if first is not None:
+            further.insert(0, Blocked(first, self.waited, self.thread))
+        innermost = {each.thread: each for each in further}
+        return [each for each in further if innermost[each.thread] is each]
 
     def __enter__(self) -> None:
         """Begin to block."""
 
     def __exit__(self, *_: object) -> None:
         """Blocks no longer."""
-        self.current = None
+        self.current, self.thread = None, 0
 
 
 class Profiled:
     """A call without a tensor, while it blocks and a profiler looks on."""
 
-    def __init__(self, journal: Journal, event: hooks.Event) -> None:
-        self._journal = journal
+    def __init__(self, blocking: AbstractContextManager[None], event: hooks.Event) -> None:
+        self._blocking = blocking
         self._event = event
 
     def __enter__(self) -> None:
@@ -160,5 +211,5 @@ class Profiled:
 
     def __exit__(self, *_: object) -> None:
         """Blocks no longer."""
-        self._journal.current = None
+        self._blocking.__exit__(None, None, None)
         self._event.__exit__(None, None, None)

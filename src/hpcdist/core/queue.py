@@ -237,12 +237,15 @@ class Queue:
                 self._carry_out(work)
                 return
             journal = call[0]
-            current, waited = journal.current, journal.waited
-            journal.current, journal.waited = call, None
+            if journal.current is not None:
+                with journal.begin(call):
+                    self._carry_out(work)
+                return
+            journal.current, journal.thread = call, self._carrier
             try:
                 self._carry_out(work)
             finally:
-                journal.current, journal.waited = current, waited
+                journal.current, journal.thread = None, 0
         finally:
             self._stolen = before
 

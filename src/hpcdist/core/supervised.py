@@ -67,8 +67,13 @@ class Supervised(ABC):
         """
         return None
 
-    def interrupt(self, reason: str) -> bool:
-        """Make the call that blocks on this communicator raise; return False where the library cannot."""
+    def interrupt(self, reason: str, is_current: bool = True) -> bool:
+        """Make a call that blocks on this communicator raise; return False where the library cannot.
+
+        Args:
+            reason: what it raises.
+            is_current: whether it is the ``current`` one of the group's journal.
+        """
         return False
 
     def foretell(self, reason: str) -> None:  # noqa: B027  # nothing to do is the answer of most

@@ -35,12 +35,11 @@ class Work(KeptAlive, torch.distributed.Work):
     # A Work costs as much as its MPI call. What every call sets is a slot, because the first entry of an object's
     # ``__dict__`` takes 1 µs; what most calls never set stays with the class. What is told of the end (a future, an
     # event, a lock) is an entry of ``__dict__`` from when somebody asks until it is popped, which is atomic.
-    __slots__ = ("__dict__", "_call", "_done", "_error", "_limit", "_result")
+    __slots__ = ("__dict__", "_call", "_done", "_error", "_result")
 
     _call: tuple[Any, ...] | None  # its record in the group's journal
     _done: bool
     _error: BaseException | None
-    _limit: float | None  # seconds, of the wait under way where it has a limit of its own
     _result: list[torch.Tensor]
     _is_asked = False  # whether somebody is to be told of the end
     _future: torch.futures.Future | None = None
@@ -49,7 +48,7 @@ class Work(KeptAlive, torch.distributed.Work):
         init_torch_work(self)
         self._result = result
         self._done = False
-        self._call = self._error = self._limit = None
+        self._call = self._error = None
 
     # -- for the one who carries the call out --------------------------------------------------------
 
@@ -95,15 +94,10 @@ class Work(KeptAlive, torch.distributed.Work):
     def _await(self, seconds: float | None) -> bool:
         """Block as ``_block`` does, and let the group's journal say so meanwhile."""
         call = self._call
-        if call is None or (journal := call[0]).current is not None:  # another thread's call blocks on the group too
+        if call is None:
             return self._block(seconds)
-        self._limit = seconds
-        journal.current, journal.waited = call, self
-        try:
+        with call[0].begin(call, self, seconds):
             return self._block(seconds)
-        finally:
-            if journal.current is call:
-                journal.current = journal.waited = None
 
     def _interrupt(self, reason: str) -> bool:
         """Make a wait for this Work raise; return False where that cannot be done."""

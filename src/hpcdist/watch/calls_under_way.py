@@ -43,6 +43,8 @@ class UnderWay(NamedTuple):
     backend: Backend
     work: Work | None  # of a call that a worker thread or a device is at, or of the wait that blocks
     in_background: bool
+    thread: int = 0  # the identifier of the one that it blocks; 0 if unknown
+    limit: float | None = None  # the seconds after which it ends by itself, if it has a limit of its own
 
     @property
     def call(self) -> Call:
@@ -52,7 +54,12 @@ class UnderWay(NamedTuple):
     @property
     def has_own_limit(self) -> bool:
         """Whether it ends by itself, in a time of its own."""
-        return self.work is not None and not self.in_background and self.work._limit is not None
+        return self.limit is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the ``current`` call of the group's journal."""
+        return not self.in_background and self.group.journal.current is self.record
 
     def facts(self, is_reported: bool) -> Facts:
         """Return what the way to end a wait for it depends on."""
@@ -70,7 +77,7 @@ class UnderWay(NamedTuple):
     def has_ended(self) -> bool:
         """Tell whether it has ended since it was seen."""
         if self.work is None or not self.in_background:
-            return self.group.journal.current is not self.record
+            return all(each.call is not self.record for each in self.group.journal.blocked())
         self.backend.outstanding()  # asks the device
         return self.work._done
 
@@ -82,10 +89,8 @@ def under_way() -> Iterator[UnderWay]:
     ends the wait, and MPI's part of the end could not be taken out of it.
     """
     for group in list(WORLD.groups.values()):
-        journal = group.journal
-        current, waited = journal.current, journal.waited
+        blocked = group.journal.blocked()
         backends = dict.fromkeys(list(group.backends.values()))
-        is_ending = current is not None and current[2] == DESTROY
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
@@ -96,11 +101,11 @@ def under_way() -> Iterator[UnderWay]:
                     held._call = latest(group)  # a barrier, for which the host waits
                 if held._call is not None:
                     yield UnderWay(group, held._call, backend, held, True)
-                    if held._call is current or is_ending:
-                        current = None
-        if current is not None and backends and not isinstance(waited, QueuedWork):
-            backend = group.cpu if group.cpu is not None else next(iter(backends))
-            yield UnderWay(group, current, backend, waited, False)
+                    blocked = [each for each in blocked if each.call is not held._call and each.call[2] != DESTROY]
+        first = group.cpu if group.cpu is not None else next(iter(backends), None)
+        for each in blocked:
+            if first is not None and not isinstance(each.work, QueuedWork):
+                yield UnderWay(group, each.call, first, each.work, False, each.thread, each.limit)
 
 
 def latest(group: Group) -> Any:
@@ -166,18 +171,28 @@ def has_variable(frame: FrameType, value: Any) -> bool:
     return found
 
 
-def stack_in(group: Group | None) -> list[Place]:
-    """Return the stack of the thread that is in a call on a group, innermost first; the main thread's otherwise."""
+def stack_in(value: Any, thread: int = 0) -> list[Place]:
+    """Return the stack of a thread, innermost first.
+
+    Args:
+        value: what a function of ours that it is in has in a variable: a call's record, for one.
+        thread: its identifier, if it is known.
+
+    Returns:
+        The main thread's if neither is found, or ``value`` is None.
+    """
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     with without_collections():
         frames = sys._current_frames()
-        if group is not None:
+        if value is not None and thread in frames:
+            return list(places(frames[thread]))
+        if value is not None:
             for ident, frame in frames.items():
                 if threads.get(ident, "").startswith(OURS):
                     continue
                 each: FrameType | None = frame
                 while each is not None:
-                    if is_ours(each.f_code) and has_variable(each, group):
+                    if is_ours(each.f_code) and has_variable(each, value):
                         return list(places(frame))
                     each = each.f_back
         return list(places(frames.get(threading.main_thread().ident or 0)))
@@ -193,7 +208,7 @@ def line(place: Place | None) -> str:
 
 def call_site(each: UnderWay) -> str:
     """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
-    return line(users_place(stack_in(None if each.in_background else each.group)))
+    return line(users_place(stack_in(None if each.in_background else each.record, each.thread)))
 
 
 def caller() -> str:
@@ -207,10 +222,10 @@ def main_line() -> str:
     return line(users_place(stack_in(None)))
 
 
-def stack(group: Group | None) -> list[dict[str, Any]]:
-    """Return the stack of the thread in a call on a group as torch's traces hold it, innermost first."""
+def stack(call: Any, thread: int = 0) -> list[dict[str, Any]]:
+    """Return the stack of the thread in a call as torch's traces hold it, innermost first; both as ``stack_in``."""
     return [
         {"name": code.co_name, "filename": code.co_filename, "line": number}
-        for code, number in stack_in(group)
+        for code, number in stack_in(call, thread)
         if not is_ours(code)
     ]

@@ -84,7 +84,7 @@ class Recorder:
         calls = list(RING.calls)
         first = self.made() - len(calls)
         groups = list(WORLD.groups.values())
-        blocking = {id(group.journal.current): group for group in groups if group.journal.current is not None}
+        blocking = {id(each.call): each for group in groups for each in group.journal.blocked()}
         waiting = {
             id(work._call)
             for group in groups
@@ -103,7 +103,8 @@ class Recorder:
             while len(times) > 1 and times[0][1] <= record:
                 times.pop(0)
             created = times[0][0] if times else time.time_ns()
-            frames = calls_under_way.stack(group) if id(raw) in blocking else []
+            blocked = blocking.get(id(raw))
+            frames = [] if blocked is None else calls_under_way.stack(raw, blocked.thread)
             entries.append(entry(Call(*raw), group, record, state, created, frames))
         return {
             "version": VERSION,
@@ -119,7 +120,7 @@ class Recorder:
                 group.group_name: {
                     "last_enqueued_collective": group.journal.sequence,
                     "last_started_collective": group.journal.sequence,
-                    "last_completed_collective": group.journal.sequence - (group.journal.current is not None),
+                    "last_completed_collective": group.journal.sequence - bool(group.journal.blocked()),
                 }
                 for group in groups
             },

@@ -95,12 +95,12 @@ class Inspection:
             self._began = now
             timing.listen(self._tally)
         self._until = now + LEASE_SECONDS
-        group = next((each.group for each in calls_under_way.under_way() if not each.in_background), None)
+        blocked = [(each.record, each.thread) for each in calls_under_way.under_way() if not each.in_background]
         part = sorted(places)[first : first + PLACES] if first >= 0 else []
         return {
             "stack": [
                 f"{frame['filename']}:{frame['line']} ({frame['name']})"
-                for frame in calls_under_way.stack(group)[:FRAMES]
+                for frame in calls_under_way.stack(*next(iter(blocked), (None,)))[:FRAMES]
             ],
             "groups": {each.group_name: told(each) for each in list(WORLD.groups.values())[:ROWS]},
             "calls": [[*key, *numbers] for key, numbers in self._longest()],

@@ -165,7 +165,7 @@ class Watchdog:
         for each in calls:
             is_same = any(each.record is record for record in found) and not each.in_background
             can_end = not each.backend.ends_waits and self.states.state(each.record) is not State.ENDING
-            if is_same and can_end and calls_under_way.stack_in(each.group) == main:
+            if is_same and can_end and calls_under_way.stack_in(each.record, each.thread) == main:
                 mine = report.described(each, SIGINT_SECONDS, calls_under_way.call_site(each))
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.say(text)
@@ -414,7 +414,7 @@ class Watchdog:
             backend.foretell(reason)
             return True
         if means is Means.INTERRUPT:
-            return backend.interrupt(reason)
+            return backend.interrupt(reason, each.is_current)
         if means is Means.GIVE_UP:
             if backend.queue is not None:
                 backend.queue.fail(DistBackendError(reason))

@@ -127,9 +127,9 @@ class MPIBackend(Backend):
 
     # -- supervision -----------------------------------------------------------------------------------
 
-    def interrupt(self, reason: str) -> bool:
+    def interrupt(self, reason: str, is_current: bool = True) -> bool:
         """Cancel a blocked receive, or revoke the communicator (ULFM); False if this MPI can do neither."""
-        return self.communicator.interrupt(reason)
+        return self.communicator.interrupt(reason, is_current)
 
     def foretell(self, reason: str) -> None:
         """Raise with this reason when the communicator is revoked (ULFM)."""

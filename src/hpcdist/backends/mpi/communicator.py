@@ -72,7 +72,7 @@ class Communicator:
             until ``open_private``.
         probed: its receives, from when one has named no sender where those are probed for.
         interruption: why a blocked call was made to raise.
-        receiving: the receive that blocks now.
+        receiving: the receive that blocks now, if the journal's ``current`` is one.
         left_by: what ended a call through shared memory in its middle: the class of an exception.
         is_checked: whether a collective that returned success is checked for a death that MPI did not report.
     """
@@ -200,9 +200,14 @@ class Communicator:
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
-    def interrupt(self, reason: str) -> bool:
-        """Make the call that blocks raise; called by another thread. False if this MPI cannot."""
-        request = self.receiving
+    def interrupt(self, reason: str, is_current: bool) -> bool:
+        """Make a call that blocks raise; called by another thread. False if this MPI cannot.
+
+        Args:
+            reason: what it raises.
+            is_current: whether it is the journal's ``current``, which alone may be the receive that blocks.
+        """
+        request = self.receiving if is_current else None
         if request is not None:
             self.interruption = reason
             with suppress(MPI.Exception):  # it may just have ended

@@ -274,9 +274,9 @@ class StagedBackend(Backend):
         """Make a group of the MPI backend."""
         return self.inner.create_group(ranks, name, timeout)
 
-    def interrupt(self, reason: str) -> bool:
+    def interrupt(self, reason: str, is_current: bool = True) -> bool:
         """Interrupt the MPI backend."""
-        return self.inner.interrupt(reason)
+        return self.inner.interrupt(reason, is_current)
 
     def foretell(self, reason: str) -> None:
         """Tell the MPI backend."""

@@ -114,25 +114,32 @@ class MessageSet:
         communicator, tag, receives = self._communicator, self._tag, self._receives
         begun: list[tuple[tuple[Any, ...], MPI.Request]] = []
         status = MPI.Status()
+        is_first = False
         try:
             for _, call, buffer, peer, name, shape, dtype in self._messages:
                 record = journal.message(name, shape, dtype, peer)
                 begun.append((record, call(buffer, peer, tag)))
             for record, request in begun:
                 receives -= 1
+                if not is_first and journal.current is not None:  # another thread's call blocks
+                    with journal.begin(record):
+                        request.Wait(status)
+                    continue
+                journal.current, is_first = record, True
                 communicator.receiving = request if receives >= 0 else None
-                journal.current = record
                 request.Wait(status)
                 if communicator.interruption is not None and receives >= 0:
                     communicator.check_cancelled(status)
         except BaseException as error:
-            communicator.receiving = None
+            if is_first:
+                communicator.receiving = None
             self._give_up([request for _, request in begun])
             if isinstance(error, MPI.Exception):
                 raise communicator.failure("exchange", error) from error
             raise
         finally:
-            communicator.receiving = journal.current = None
+            if is_first:
+                communicator.receiving = journal.current = None
 
     def _give_up(self, requests: list[MPI.Request]) -> None:
         """Cancel the receives that have not ended, and keep the memory of the sends until they have."""

@@ -83,17 +83,21 @@ class RequestWork(Work):
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
 
     def _carry_out(self) -> bool:
-        """Complete the request, if this is the only wait on the group, as ``_await`` and ``_block`` do."""
+        """Complete the request, if no other thread blocks on the group, as ``_await`` and ``_block`` do."""
         call, turn = self._call, self._turn
-        if call is not None and (journal := call[0]).current is None and turn.acquire(False):
-            self._limit = None
-            journal.current, journal.waited = call, self
-            try:
-                if not self._done:
-                    self._complete(self._request.Wait)
-            finally:
-                turn.release()
-                journal.current = journal.waited = None
+        if call is None or not turn.acquire(False):
+            return self._done
+        journal = call[0]
+        try:
+            if journal.current is None:
+                journal.current, journal.waited = call, self
+                try:
+                    if not self._done:
+                        self._complete(self._request.Wait)
+                finally:
+                    journal.current = journal.waited = None
+        finally:
+            turn.release()
         return self._done
 
     def _block(self, seconds: float | None) -> bool:

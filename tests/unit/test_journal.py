@@ -1,0 +1,106 @@
+"""Calls that block at the same time on one group, on several threads or inside of each other."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from hpcdist.backends.loopback import LoopbackBackend
+from hpcdist.core.issue import issue
+from hpcdist.core.journal import Journal
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.table import ALL_REDUCE
+from hpcdist.core.work import Work
+from hpcdist.core.world import WORLD
+from hpcdist.watch.calls_under_way import under_way
+
+HERE = threading.get_ident()
+
+
+def names(journal: Journal) -> list[str]:
+    return [each.call[2] for each in journal.blocked()]
+
+
+def test_a_call_that_ends_leaves_the_marks_of_others() -> None:
+    journal = Journal("0")
+    ended, began, may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def block() -> None:
+        with journal.during("barrier"):
+            began.set()
+            may_end.wait()
+        ended.set()
+
+    with journal.during("gather_object"):
+        thread = threading.Thread(target=block)
+        thread.start()
+        began.wait()
+        assert names(journal) == ["gather_object", "barrier"]
+        assert [each.thread for each in journal.blocked()] == [HERE, thread.ident]
+    assert names(journal) == ["barrier"]
+    with journal.during("send", 1):  # it finds no mark of the first one
+        may_end.set()
+        ended.wait()
+        thread.join()
+        assert names(journal) == ["send"]
+    assert names(journal) == []
+
+
+def test_of_calls_inside_of_each_other_the_innermost_blocks() -> None:
+    journal = Journal("0")
+    with journal.during("new_group"):
+        with journal.during("barrier"), journal.during("send", 1):
+            assert names(journal) == ["send"]
+        assert names(journal) == ["new_group"]
+    assert names(journal) == []
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
+    made = ProcessGroup((0,), 0, {"cpu": LoopbackBackend()}, "loopback", "0", "", timedelta(seconds=10))
+    monkeypatch.setattr(WORLD, "groups", {"0": made})
+    return made
+
+
+class Waited(Work):
+    """A Work whose wait shows what blocks meanwhile."""
+
+    def _block(self, seconds: float | None) -> bool:
+        self.seen = list(under_way())
+        self._done = True
+        return True
+
+
+def test_each_wait_keeps_its_own_limit(group: ProcessGroup) -> None:
+    with group.journal.during("barrier"):
+        limits = []
+        for timeout in (timedelta(seconds=3), timedelta(0)):
+            work = Waited([])
+            work._call = group.journal.message("irecv", None, None, 0)
+            thread = threading.Thread(target=work.wait, args=(timeout,))
+            thread.start()
+            thread.join()
+            assert [each.call.name for each in work.seen] == ["barrier", "irecv"]
+            assert not work.seen[0].has_own_limit
+            limits.append(work.seen[1].limit)
+    assert limits == [3.0, None]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_collective_beside_another_threads_call(group: ProcessGroup, is_async: bool) -> None:
+    """The fast way has one place for its mark."""
+    values = torch.ones(3)
+    for _ in range(200):  # so that its call is known
+        issue(ALL_REDUCE, group, values, values, torch.distributed.ReduceOp.SUM, None, is_async)
+    with group.journal.during("barrier"):
+        mark = group.journal.current
+        thread = threading.Thread(
+            target=issue, args=(ALL_REDUCE, group, values, values, torch.distributed.ReduceOp.SUM, None, is_async)
+        )
+        thread.start()
+        thread.join()
+        assert group.journal.current is mark
+        assert names(group.journal) == ["barrier"]
