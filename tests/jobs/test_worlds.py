@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.programs import BIN, output, run, start
+from tests.programs import BIN, mpirun, output, run, start
 
 CYCLES = """
 import os, sys, threading
@@ -86,3 +86,40 @@ def test_the_next_world_of_torchruns_workers(program):
     result = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", program, "agent"], timeout=90)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("done") == 2
+
+
+DAEMONS = """
+import sys, threading, time
+import torch
+import hpcdist as dist
+
+dist.init_process_group("mpi")
+other, began = dist.new_group(), threading.Semaphore(0)
+
+def reduce():
+    while True:
+        dist.all_reduce(torch.ones(3))
+        began.release()
+
+def receive():
+    began.release()
+    dist.recv(torch.ones(3), 1, group=other)
+
+threading.Thread(target=reduce, daemon=True).start()
+if dist.get_rank() == 0:
+    threading.Thread(target=receive, daemon=True).start()
+for _ in range(3):
+    began.acquire()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_daemon_threads_are_in_calls_while_the_program_ends(status, tmp_path):
+    program = tmp_path / "daemons.py"
+    program.write_text(DAEMONS)
+    result = mpirun(2, [program, status], timeout=90)
+    assert result.returncode == status, result.stderr
+    assert "a thread is still in recv" in result.stderr or "a thread is still in all_reduce" in result.stderr
+    for word in ("signal", "finaliz", "traceback", "terminate called", "corrupted"):
+        assert word not in result.stderr.lower().replace("without mpi_finalize", ""), result.stderr

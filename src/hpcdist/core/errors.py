@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,8 @@ from torch.distributed import (
     DistStoreError,
     QueueEmptyError,
 )
+
+from hpcdist.core import hooks
 
 __all__ = [
     "DistBackendError",
@@ -51,7 +54,12 @@ def not_initialized() -> ValueError:
 
 
 def destroyed(group: object) -> ValueError:
-    """Return the error of a call on something that is not, or is no longer, a live group."""
+    """Return the error of a call on something that is not, or is no longer, a live group.
+
+    A daemon thread whose process ends gets no error. It stops here, as Python stops it a little later.
+    """
+    if hooks.is_ending and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
     return ValueError(
         f"Invalid process group specified: {group!r} is not a live group of this process; it was destroyed "
         "or aborted, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"

@@ -220,6 +220,10 @@ class Group:
         for backend in self._forget():
             backend.drop(reason)
 
+    def end(self) -> None:
+        """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
+        self._ended = self._forget()
+
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""
         try:

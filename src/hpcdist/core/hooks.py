@@ -57,6 +57,9 @@ record: Callable[[str | None, Sequence[torch.Tensor], tuple[Any, ...] | None, bo
 # if this torch has such a comparison
 likeness: Callable[..., Callable[..., bool]] | None = None
 
+# whether this process ends, and no thread may begin a call
+is_ending = False
+
 # looks at a collective before it runs, to compare it with the other ranks' or to find NaN in it, and at a message
 # before it is sent; ``c10d.debug`` sets them
 compare: Callable[..., None] | None = None

@@ -110,6 +110,9 @@ class Supervised(ABC):
         """
         return None
 
+    def leave_alone(self) -> None:  # noqa: B027  # as above
+        """Leave the job without the library's end, as every rank is leaving: a thread of this one is in a call."""
+
     def abandon(self) -> None:  # noqa: B027  # as above
         """Leave the job without the end that all ranks take part in: one has ended before, and none makes calls."""
 

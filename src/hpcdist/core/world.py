@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed
 
-from hpcdist.core import errors
+from hpcdist.core import errors, hooks
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import listed
 
@@ -103,6 +103,12 @@ class World:
         self.__init__()  # type: ignore[misc]
         if mirror is not None:
             mirror.clear()
+
+    def end(self) -> None:
+        """Let no thread begin a call any more: this process ends."""
+        hooks.is_ending = True
+        for group in self.groups.values():
+            group.end()
 
     def leave_to_parent(self) -> None:
         """Make no calls on any group, in a forked child: ranks, sizes and names may be asked for."""

@@ -19,7 +19,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import run_hook
+from hpcdist.core.errors import explained, run_hook
+from hpcdist.core.journal import Call
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
@@ -32,6 +33,7 @@ SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
 ANSWER_SECONDS = 0.5
 ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
 COLLECTION_SECONDS = 1.0  # how long another thread's collection is waited for
+CALL_SECONDS = 0.5  # how long another thread's last call may take, once every rank has left
 QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
 
 
@@ -138,6 +140,13 @@ class ProcessExit:
                 next_look = time.monotonic() + states.pause
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
+        WORLD.end()
+        if (last := last_call()) is not None:
+            text = (
+                f"a thread is still in {last.name}: this process ends without MPI_Finalize, which could crash under it"
+            )
+            watchdog.say(explained(text, "thread-at-exit"))
+            self.backend.leave_alone()
 
     def forget(self) -> None:
         """Forget the job, in a forked child: its threads and its MPI are the parent's."""
@@ -229,6 +238,22 @@ def end_collections() -> None:
 
 
 atexit.register(end_collections)  # the first that is registered runs last: MPI has been finalised then
+
+
+def last_call() -> Call | None:
+    """Return a call that another thread of this process is in and that does not end now, or None.
+
+    A daemon thread goes on while Python ends, until it has to wait for Python's lock.
+    """
+    deadline = time.monotonic() + CALL_SECONDS
+    while True:
+        time.sleep(SHORTEST_NAP)  # also before the first look: who was about to begin one has begun by then
+        records = [group.journal.current for group in list(WORLD.groups.values())]
+        record = next((each for each in records if each is not None), None)
+        if record is None:
+            return None
+        if time.monotonic() >= deadline:
+            return Call(*record)
 
 
 def is_stuck() -> bool:

@@ -162,6 +162,11 @@ class MPIBackend(Backend):
         """Begin to leave the job."""
         return runtime.farewell()
 
+    def leave_alone(self) -> None:
+        """Leave without MPI_Finalize, under which a call of another thread crashes."""
+        runtime.abandon()
+        runtime.leave_pmix()
+
     def abandon(self) -> None:
         """Leave without MPI_Finalize, which would wait for the rank that has ended."""
         runtime.abandon()

@@ -6,7 +6,6 @@ ulfm``, and under ``srun`` once its processes have left Slurm's PMIx. Elsewhere 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import time
@@ -20,11 +19,12 @@ from threading import Thread
 
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.process.runtime import leave_pmix
+
 TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process alone
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
 QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
 SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
-PMIX = "libpmix.so.2"
 # a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}  # s, s, of an idle connection
 UNANSWERED_MILLISECONDS = 15_000  # of one that sends
@@ -184,7 +184,7 @@ def leave_launcher(comm: MPI.Intracomm) -> bool:
     )
     comm.Barrier()
     limit_silence()
-    ctypes.CDLL(PMIX, os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Finalize(None, 0)
+    leave_pmix()
     ALONE.append(namespace)
     return True
 
