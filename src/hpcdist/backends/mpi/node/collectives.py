@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, fold_of
-from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, LINE_BYTES, NodeSlices
-from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, NodeSlices
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
 from hpcdist.core.reduction import name_of
 
 
