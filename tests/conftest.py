@@ -11,6 +11,7 @@ import shutil
 
 import pytest
 
+import hpcdist as dist
 from hpcdist.cli.doctor.mpi_library import dead_sessions
 
 
@@ -26,6 +27,17 @@ def mpi_world():
 
 
 WORLD = mpi_world()
+
+
+@pytest.fixture
+def rank(world):
+    """This process's rank in the default group, which a folder's fixture ``world`` makes."""
+    return dist.get_rank()
+
+
+@pytest.fixture
+def size(world):
+    return dist.get_world_size()
 
 
 @pytest.hookimpl(tryfirst=True)

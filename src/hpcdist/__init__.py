@@ -6,14 +6,14 @@
 
 Layout; imports point down only:
 
+    hpcdist.cli      the commands
     hpcdist          the public names, and nothing else
     hpcdist.c10d     the facade: torch.distributed's names and signatures
+    hpcdist.backends mpi, nccl, gloo, loopback: they import core and their own library
     hpcdist.watch    the watchdog, reports of hanging calls, the flight recorder, logs, times of calls
     hpcdist.torch_bridge shows our groups to torch.distributed and torch.compile; knows what they keep private
     hpcdist.launch   this process's rank, and how it finds the others
     hpcdist.core     the engine: the table of collectives, the path of a call, groups, buffers, Work
-    hpcdist.backends mpi, nccl, gloo, loopback: they import core and their own library
-    hpcdist.cli      the commands of python -m hpcdist
     stores           key-value stores for launches without MPI; a package of its own
     hpcdist.autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
 

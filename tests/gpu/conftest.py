@@ -48,16 +48,6 @@ def world():
 
 
 @pytest.fixture
-def rank(world):
-    return dist.get_rank()
-
-
-@pytest.fixture
-def size(world):
-    return dist.get_world_size()
-
-
-@pytest.fixture
 def device(world):
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -60,13 +60,3 @@ def every(_default_group):
 @pytest.fixture
 def world(_default_group):
     return dist.group.WORLD  # of the moment: some tests destroy it and make another
-
-
-@pytest.fixture
-def rank(world):
-    return dist.get_rank()
-
-
-@pytest.fixture
-def size(world):
-    return dist.get_world_size()

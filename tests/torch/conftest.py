@@ -36,16 +36,6 @@ def seeded(request):
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def rank(world):
-    return torch_dist.get_rank()
-
-
-@pytest.fixture
-def size(world):
-    return torch_dist.get_world_size()
-
-
 @pytest.fixture(scope="session")
 def gloo(world):
     """Torch's own gloo over the same ranks, to compare with."""

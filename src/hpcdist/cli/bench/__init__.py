@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.node.thresholds import number_of_bytes
 from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import Bench
 from hpcdist.cli.job_arguments import JobParser, described
@@ -34,16 +35,14 @@ SUBJECTS: dict[str, str] = {
     "torch": "hpcdist.cli.bench.torch_libraries",
     "reproducible": "hpcdist.cli.bench.reproducible",
 }
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size_in_bytes(text: str) -> int:
     """Read a size such as 4, 64K or 16M."""
-    unit = text[-1:].upper() if text[-1:].isalpha() else ""
-    digits = text[:-1] if unit else text
-    if unit not in UNITS or not digits.isdigit() or not int(digits):
+    nbytes = number_of_bytes(text)
+    if not nbytes:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected bytes such as 4, 64K or 16M")
-    return int(digits) * UNITS[unit]
+    return nbytes
 
 
 def dtype(text: str) -> torch.dtype:

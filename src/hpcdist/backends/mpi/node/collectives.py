@@ -27,9 +27,9 @@ import torch
 
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, fold_of
 from hpcdist.backends.mpi.node.places import Places
-from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, LINE_BYTES, SlicedAllReduce
+from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, SlicedAllReduce
 from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
 from hpcdist.core.reduction import name_of
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks

@@ -22,12 +22,12 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.datatypes import DATATYPES
 from hpcdist.backends.mpi.node.arithmetic import Fold
 from hpcdist.backends.mpi.node.messages import TURN_BYTES, Messages, Spans, Turns
+from hpcdist.backends.mpi.node.window import LINE_BYTES
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op
 from hpcdist.core.buffers import as_bytes
 
 EARLY = 4  # pieces whose shares go before the first sums
-LINE_BYTES = 64
 
 
 class Slices:

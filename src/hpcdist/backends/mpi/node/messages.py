@@ -7,11 +7,8 @@ which they are posted (MPI 3.5).
 
 If each node sends to all others at once, several send to one of them while another one's cable is idle. So the nodes
 take `Turns`: in each, every node sends to one and receives from one, and sends on when enough has arrived (4 nodes at
-200 Mbit/s, 16 MiB: all_reduce 1,060 ms in place of 1,220, gloo's ring 1,080 to 1,130; reduce_scatter 530 in place of
-660). Messages of a turn have at most 56 KiB, which Open MPI sends without a handshake (its limit is 64 KiB; 1 MiB:
-64 ms in place of 83). With half the bytes in a turn and half the turns ahead, all_reduce of 16 MiB on a network as
-fast as the processors takes 1.19 times the better of MPI's and gloo's time in place of 1.04; at 1 Gbit/s it takes 1 to
-4 % less.
+200 Mbit/s, 16 MiB: all_reduce 1,060 ms in place of 1,220, reduce_scatter 530 in place of 660). Messages of a turn have
+at most 56 KiB, which Open MPI sends without a handshake (its limit is 64 KiB; 1 MiB: 64 ms in place of 83).
 
 Waiting is a loop of `MPI_Testsome` (`ulfm.test_some`), which yields the processor, polls every few milliseconds, so
 that an interrupted or revoked call is left, and naps if nothing has moved for a while.
@@ -28,19 +25,18 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.datatypes import BYTE, address
+from hpcdist.backends.mpi.node.window import POLL_SECONDS
 from hpcdist.backends.mpi.process.ulfm import test_some
 from hpcdist.core.naps import nap
 
-BYTE = MPI.BYTE
 TURN_BYTES = 224 << 10  # to one node
 MESSAGE_BYTES = 56 << 10  # of a turn
 TURNS_AHEAD = 8  # that are sent before the first of them has come from the other side
 DEPTH = 2  # sends to one rank under way: one on the wire, one whose handshake is done
-POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.001
 ABANDONED: list[Any] = []  # messages that were left, and their memory, which MPI may still write to
 
-address = MPI.buffer.fromaddress
 Then = Callable[[], None]
 Waiting = tuple[int, int, Then | None]  # address, bytes, what follows
 Spans = Sequence[tuple[int, int, int]]  # rank, address, bytes

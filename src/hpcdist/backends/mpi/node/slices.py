@@ -25,15 +25,14 @@ import torch
 
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold
 from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
 
-LINE_BYTES = 64  # slices begin on cache lines, so that no line has two writers
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
 WIDENED_BYTES = 128 << 10  # largest slice that is widened to be summed: twice that, twice, stays in a core's cache
 CHUNK_BYTES_OF_TWO = 1 << 20  # largest chunk of two ranks; three and more use the whole slot
 
 Step = Callable[[int, int], None]  # takes the chunk's number and its slot
-Slices = tuple[int, Step, Step, Step]  # how many chunks there are, and how one is put, reduced and collected
+Chunks = tuple[int, Step, Step, Step]  # how many chunks there are, and how one is put, reduced and collected
 
 
 class SlicedAllReduce:
@@ -102,7 +101,7 @@ class SlicedAllReduce:
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
         return -(-size // (count * LINE_BYTES)) * LINE_BYTES
 
-    def _apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Slices:
+    def _apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Chunks:
         slots, rank, numel = self._slots, self._rank, send.numel()
         addresses = slots.addresses
         chunk = self._chunk_bytes(size, fold)
@@ -149,7 +148,7 @@ class SlicedAllReduce:
 
     # -- parts stacked -------------------------------------------------------------------------------
 
-    def _stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Slices:
+    def _stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Chunks:
         slots, rank, ranks = self._slots, self._rank, self._size
         mates, addresses = slots.mates, slots.addresses
         width = STACK_WIDTH * fold.dtype.itemsize

@@ -34,6 +34,7 @@ from hpcdist.backends.mpi.node.arithmetic import DTYPES, WIDER
 VARIABLE = "HPCDIST_SHM"
 NEVER = sys.maxsize
 KIB, MIB = 1 << 10, 1 << 20
+UNITS = {"": 1, "K": KIB, "M": MIB, "G": 1 << 30}
 STAND_IN = "MPICH"
 
 # library -> number of ranks on one node, or which nodes -> collective -> bytes
@@ -117,6 +118,13 @@ MOST_RANKS = 256  # the blocks of so many share a slot of the window
 HALF_BYTES = 16 * KIB
 
 
+def number_of_bytes(text: str) -> int | None:
+    """Return what a size such as 4, 64K or 16M stands for, None if it is no size."""
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    digits = text[:-1] if unit else text
+    return int(digits) * UNITS[unit] if unit in UNITS and digits.isdigit() else None
+
+
 def override(text: str) -> int | None:
     """Return what a setting says of every collective; None if it says nothing, or names a file.
 
@@ -127,14 +135,12 @@ def override(text: str) -> int | None:
         return None
     if text.lower() == "off":
         return NEVER
-    digits, unit = (text[:-1], text[-1].lower()) if text[-1].lower() in "km" else (text, "")
-    if not digits.isdigit():
+    if (nbytes := number_of_bytes(text)) is None:
         raise ValueError(
             f'{VARIABLE}={text!r}; expected a number of bytes such as 65536, 64K or 4M, "off", or the .json file that '
             "`python -m hpcdist bench crossover` wrote"
         )
-    # nothing at all needs no memory to travel through
-    return max(1, int(digits) * {"": 1, "k": KIB, "m": MIB}[unit])
+    return max(1, nbytes)  # nothing at all needs no memory to travel through
 
 
 @cache

@@ -24,12 +24,12 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, fold_of
-from hpcdist.backends.mpi.node.internode import LINE_BYTES, MPISlices, Reducer, Slices
+from hpcdist.backends.mpi.node.internode import MPISlices, Reducer, Slices
 from hpcdist.backends.mpi.node.messages import TURN_BYTES, Arrivals, Messages, Spans, Turns
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
 from hpcdist.backends.mpi.node.thresholds import MOST_NODES
-from hpcdist.backends.mpi.node.window import SLOT_BYTES
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES
 from hpcdist.core.reduction import name_of
 
 CHUNK_BYTES = 256 << 10  # in the window, and of a message that waits for no turn

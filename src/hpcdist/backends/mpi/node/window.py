@@ -48,6 +48,7 @@ from hpcdist.core.naps import nap
 PAGE_BYTES = mmap.PAGESIZE
 SLOT_BYTES = 2 << 20  # 3 slots and a page: 6 MiB a rank; measured best with more ranks than cores
 SLOTS = 3
+LINE_BYTES = 64  # parts begin on cache lines, so that no line has two writers
 SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length of a short reduction
 CROWDED_SPINS = 5  # with more ranks than cores the mate most likely waits for this very core
 POLL_SECONDS = 0.004
