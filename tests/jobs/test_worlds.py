@@ -18,8 +18,13 @@ import hpcdist as dist
 class Plain(torch.distributed.Store):  # a store of the program's own, which deletes nothing
     def __init__(self, inner):
         super().__init__()
-        self.set, self.get, self.add, self.check = inner.set, inner.get, inner.add, inner.check
-        self.wait = lambda keys, timeout=timedelta(seconds=30): inner.wait(keys, timeout)
+        self.inner = inner
+
+    def set(self, key, value): self.inner.set(key, value)
+    def get(self, key): return self.inner.get(key)
+    def add(self, key, amount): return self.inner.add(key, amount)
+    def check(self, keys): return self.inner.check(keys)
+    def wait(self, keys, timeout=timedelta(seconds=30)): self.inner.wait(keys, timeout)
 
 def cycle(front, keeps, **given):
     kept, counts = [], []
