@@ -88,15 +88,17 @@ class Journal:
         messages: how many sends and receives were called.
         current: the call that blocks now, or None.
         waited: the Work that ``current`` waits for, where it is a wait.
+        monitored: how many monitored barriers each rank of the group has called, as far as this rank knows.
         push: adds a call to the ring.
         group: the group's name.
     """
 
-    __slots__ = ("current", "group", "messages", "push", "sequence", "waited")
+    __slots__ = ("current", "group", "messages", "monitored", "push", "sequence", "waited")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
         self.messages = 0
+        self.monitored: dict[int, int] = {}
         self.current: tuple[Any, ...] | None = None
         self.waited: Any = None
         self.group = group
