@@ -23,6 +23,24 @@ def test_all_reduce_coalesced(rank, size):
         dist.all_reduce_coalesced([torch.ones(1), torch.ones(1, dtype=torch.int32)])
 
 
+def test_tensors_that_require_grad_or_were_made_in_inference_mode(world, rank, size):
+    def made():
+        with torch.inference_mode():
+            inferred = [torch.ones(3, 2)[:, 0], torch.ones(3)]
+        tensors = [torch.ones(3, requires_grad=True), *inferred, torch.ones(3)]
+        return tensors[rank % 4 :] + tensors[: rank % 4]
+
+    for call in (
+        lambda tensors: world.allreduce_coalesced(tensors).wait(),
+        lambda tensors: dist.all_reduce_coalesced(tensors),
+        lambda tensors: [dist.all_reduce(each) for each in tensors],
+    ):
+        tensors = made()
+        call(tensors)
+        assert all(each.tolist() == [size] * 3 for each in tensors)
+        assert all(each.grad_fn is None for each in tensors)
+
+
 def sparse(rank, size):
     indices, values = torch.tensor([[rank, rank + 1]]), torch.tensor([1.0, 2.0])
     return torch.sparse_coo_tensor(indices, values, (size + 1,), check_invariants=False)

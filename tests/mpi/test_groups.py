@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import warnings
 from datetime import timedelta
@@ -253,6 +254,45 @@ def test_monitored_barrier(rank, size):
     if rank == 0 and size > 1:
         with pytest.raises(dist.DistBackendError, match="Rank 1 failed to pass monitoredBarrier"):
             dist.monitored_barrier(group, timedelta(seconds=0.3))
+
+
+@pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND") == "gloo", reason="gloo has a barrier of its own")
+def test_monitored_barriers_count_no_rank_that_came_late_or_gave_up(rank, size):
+    if size == 1:
+        return
+    group, last = dist.new_group(), size - 1
+
+    def fails():
+        with pytest.raises(dist.DistBackendError, match="monitoredBarrier"):
+            dist.monitored_barrier(group, timedelta(seconds=0.2), wait_all_ranks=True)
+
+    for _ in range(2):
+        if rank != last:
+            fails()
+        if rank == 0:
+            dist.send(torch.ones(1), last)
+            dist.recv(torch.empty(1), last)
+        if rank == last:
+            dist.recv(torch.empty(1), 0)
+            fails()  # the others are gone, and wait for it in none of the barriers that follow
+            dist.send(torch.ones(1), 0)
+    dist.monitored_barrier(group, timedelta(seconds=30))
+    if rank:  # now the first rank is late, when the others have given up
+        fails()
+        dist.send(torch.ones(1), 0)
+        dist.recv(torch.empty(1), 0)
+    else:
+        for other in range(1, size):
+            dist.recv(torch.empty(1), other)
+        fails()
+        for other in range(1, size):
+            dist.send(torch.ones(1), other)
+    dist.monitored_barrier(group, timedelta(seconds=30))
+    if rank == 0:  # the others miss one, which does not matter after the next collective
+        fails()
+    dist.barrier(group)
+    dist.monitored_barrier(group, timedelta(seconds=30))
+    dist.destroy_process_group(group)
 
 
 def test_tags_of_groups_made_by_their_members(world):

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.buffers import as_bytes, overlap
+from hpcdist.core.buffers import as_bytes, overlap, put
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
@@ -142,7 +142,7 @@ class C10dBackend(Backend):
             shares = call.counts[0] if call.counts else [recv.numel()] * self.size
             start = sum(shares[: self.rank])
             values = values[start : start + recv.numel()]
-        recv.copy_(values.view(recv.shape))
+        put(values.view(recv.shape), recv)
 
     def _all_reduced(self, send: torch.Tensor, op: Any) -> torch.Tensor:
         """Return the reduced values in memory of their own."""

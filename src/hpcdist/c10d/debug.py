@@ -1,33 +1,25 @@
-"""Debugging of a job: debug level, monitored barrier, breakpoint, stop."""
+"""Debugging of a job: debug level, breakpoint, stop; the monitored barrier is in ``c10d.monitored``."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from hpcdist.c10d.monitored import monitored_barrier
 from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
-from hpcdist.core.naps import nap
-from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
-from hpcdist.core.work import Work
-from hpcdist.watch import fingerprints, nan_check, report
+from hpcdist.watch import fingerprints, nan_check
 from hpcdist.watch.debugger import RankDebugger
 from hpcdist.watch.watchdog import RUNNING
-
-BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
 
 c10d: Any = torch.distributed  # its own level is set; the stubs leave the setters out
 
@@ -71,137 +63,6 @@ def check_both(pg: Group, backend: Backend, call: Any) -> None:
     """Look for NaN, then compare the call with the other ranks'."""
     nan_check.check(pg, backend, call)
     fingerprints.check(pg, backend, call)
-
-
-def monitored_barrier(
-    group: Group | None = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
-) -> None:
-    """Wait until every rank of a group is here, or say which are not.
-
-    Rank 0 of the group hears from each rank and answers it; every rank of the group calls this. Unlike c10d's
-    it works on every backend that carries CPU tensors.
-
-    Args:
-        group: the group; None for the default one.
-        timeout: how long to wait; None for the group's.
-        wait_all_ranks: name all ranks that did not come, not only the first.
-
-    Raises:
-        DistBackendError: a rank did not come in time; on rank 0 it says which.
-    """
-    pg = world.joined(group, "monitored_barrier")
-    if pg is None:
-        return
-    limit = timeout if timeout is not None else pg.timeout
-    seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
-    backend = pg.any_backend()
-    backend.settle()
-    with own_limit(pg, "monitored_barrier"):
-        if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
-            return
-        number = torch.tensor([pg.journal.sequence], device=backend.device)
-        deadline = time.monotonic() + seconds
-        if pg.rank() == 0:
-            hear_all(pg, number, deadline, seconds, wait_all_ranks)
-        else:
-            report_to_first(pg, number, deadline)
-
-
-def of_group(self: Group, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
-    monitored_barrier(self, timeout, wait_all_ranks)
-
-
-setattr(Group, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
-
-
-@contextmanager
-def own_limit(pg: Group, name: str) -> Iterator[None]:
-    """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
-
-    It is not counted: ranks that miss a barrier are still in step with those that gave it up.
-    """
-    journal = pg.journal
-    with journal.begin((journal, journal.sequence, name, None, None, None), limit=0.0):
-        yield
-
-
-def is_in_time(work: Work, deadline: float) -> bool:
-    """Wait for a message, looking at it again and again; False when the time is over first."""
-    began = time.monotonic()
-    while not work.is_completed():
-        if (now := time.monotonic()) >= deadline:
-            return False
-        nap(now - began)
-    return work.exception() is None
-
-
-def hear_all(pg: Group, number: torch.Tensor, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
-    """Hear from every other rank, then let them go; the part of rank 0."""
-    if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
-        raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
-    backend, missing = pg.any_backend(), []
-    heard = {rank: torch.zeros_like(number) for rank in range(1, pg.size())}
-    works = {rank: backend.irecv(tensor, rank, BARRIER_TAG, None) for rank, tensor in heard.items()}
-    for rank, tensor in heard.items():
-        while is_in_time(works[rank], deadline):
-            if int(tensor) >= int(number):
-                break
-            # a word that came too late for an earlier barrier
-            works[rank] = backend.irecv(tensor, rank, BARRIER_TAG, None)
-        else:
-            missing.append(rank)
-            if not wait_all_ranks:
-                break
-    if missing:
-        for rank, work in works.items():
-            if not work.is_completed():
-                work._interrupt(f"monitored_barrier: rank {rank} did not come")
-                is_in_time(work, time.monotonic() + 1.0)
-        ranks = ", ".join(str(pg.ranks[rank]) for rank in missing)
-        raise DistBackendError(
-            f"[Rank {pg.ranks[0]}]: Rank{'s' * (len(missing) > 1)} {ranks} failed to pass monitoredBarrier in "
-            f"{seconds * 1000:.0f} ms{whereabouts_of(pg, missing)}"
-        )
-    for rank in heard:
-        backend.isend(number, rank, BARRIER_TAG)
-
-
-def report_to_first(pg: Group, number: torch.Tensor, deadline: float) -> None:
-    """Tell rank 0 that this rank is here, and wait for its word; the part of the others."""
-    backend, answer = pg.any_backend(), torch.zeros_like(number)
-    sent = backend.isend(number, 0, BARRIER_TAG)
-    work = backend.irecv(answer, 0, BARRIER_TAG, None)
-    while is_in_time(work, deadline):
-        if int(answer) >= int(number):
-            is_in_time(sent, deadline)
-            return
-        work = backend.irecv(answer, 0, BARRIER_TAG, None)
-    if not work.is_completed():
-        work._interrupt("monitored_barrier: rank 0 did not answer")
-        is_in_time(work, time.monotonic() + 1.0)
-    first = pg.ranks[0]
-    raise DistBackendError(
-        f"Rank {pg.ranks[pg.rank()]} successfully reached monitoredBarrier, but received errors while waiting for "
-        f"send/recv from rank {first}. Please check rank {first} logs for faulty rank.{whereabouts_of(pg, [0])}"
-    )
-
-
-def whereabouts_of(pg: Group, ranks: list[int]) -> str:
-    """Return where ranks of a group are, as they say themselves."""
-    if not RUNNING:
-        return ""
-    asked = [pg.ranks[rank] for rank in ranks]
-    answers = RUNNING[0].ask(asked, pg.group_name, 0.5)
-    said = [
-        f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
-        if rank in answers
-        else f"{listed([rank])}: {RUNNING[0].channel.judge(rank)}"
-        for rank in asked
-    ]
-    return f" ({'; '.join(said)})"
 
 
 SKIPPED: dict[tuple[str, int], int] = {}  # how often each line with a breakpoint was passed

@@ -217,6 +217,10 @@ def put(values: torch.Tensor, target: torch.Tensor) -> None:
         for dim, stride in enumerate(target.stride()):
             if stride == 0 and target.size(dim) > 1:
                 values, target = values.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    if target.is_inference() and not torch.is_inference_mode_enabled():  # made in that mode, and only written there
+        with torch.inference_mode():
+            target.copy_(values)
+        return
     target.copy_(values)
 
 

@@ -19,6 +19,7 @@ import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import issue, lists, several, table
+from hpcdist.core.buffers import as_tensors
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
@@ -166,7 +167,7 @@ class C10dMethods(Group):
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place."""
-        given = list(tensors)
+        given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = asked("allreduce_coalesced", is_complex, opts)
         return self._note(lists.reduce_together(self, given, op, is_async))

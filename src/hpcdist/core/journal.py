@@ -123,15 +123,17 @@ class Journal:
         waited: the Work that ``current`` waits for, where it is a wait.
         thread: the identifier of the thread of ``current``; 0 if unknown.
         further: the calls that block on other threads too, or inside of the one that ``current`` is.
+        monitored: how many monitored barriers each rank of the group has called, as far as this rank knows.
         push: adds a call to the ring.
         group: the group's name.
     """
 
-    __slots__ = ("current", "further", "group", "messages", "push", "sequence", "thread", "waited")
+    __slots__ = ("current", "further", "group", "messages", "monitored", "push", "sequence", "thread", "waited")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
         self.messages = 0
+        self.monitored: dict[int, int] = {}
         self.current: tuple[Any, ...] | None = None
         self.waited: Any = None
         self.thread = 0

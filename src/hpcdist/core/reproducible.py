@@ -14,6 +14,7 @@ import torch
 
 from hpcdist.core import exact, hooks, reduction
 from hpcdist.core.backend import Backend
+from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
@@ -60,7 +61,7 @@ class Reproducible:
             assert total is not None
             if name == "AVG":
                 reduction.average(total, self._backend.size)
-            call.recv.copy_(total.view(call.recv.shape))
+            put(total.view(call.recv.shape), call.recv)
 
     # -- in rank order -------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def open_monitored_barrier() -> None:
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         pg: Any = c10d._world.default_pg if group is None else group
         if isinstance(pg, ProcessGroup):
-            return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.debug adds it
+            return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.monitored adds it
         return stock(group, timeout, wait_all_ranks)
 
     for module in (c10d, dist):

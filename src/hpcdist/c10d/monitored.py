@@ -1,0 +1,237 @@
+"""Monitored barrier: waits until every rank of a group is here, or says which are not.
+
+Each rank tells rank 0 that it is here, and in which of its calls. When rank 0 has heard from all, it asks each whether
+it is still there, because one that has given up meanwhile has left its word behind. When all have said so, it lets them
+go. Otherwise it tells all of them that it has given up: those that wait, so that they need not, and those that come
+later, so that they do not count for the next barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from hpcdist.core import world
+from hpcdist.core.backend import Backend
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.group import Group
+from hpcdist.core.naps import nap
+from hpcdist.core.ranks import listed
+from hpcdist.core.work import Work
+from hpcdist.watch import report
+from hpcdist.watch.watchdog import RUNNING
+
+BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
+
+
+class Kind(IntEnum):
+    """What a word between rank 0 and another rank says."""
+
+    HERE = 1  # to rank 0: in a call
+    ASKED = 2  # to the rank: still in this call?
+    STAYS = 3  # to rank 0: yes
+    GO = 4  # to the rank: all are here
+    GAVE_UP = 5  # to the rank: not all came
+
+
+class Word(NamedTuple):
+    """A message between rank 0 and another rank.
+
+    Attributes:
+        kind: a Kind.
+        call: which call of the other rank it is about.
+        barrier: which call of rank 0 it belongs to; 0 if the other rank does not know.
+        sequence: how many collectives rank 0 had called.
+    """
+
+    kind: int
+    call: int
+    barrier: int = 0
+    sequence: int = 0
+
+
+def monitored_barrier(
+    group: Group | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Wait until every rank of a group is here, or say which are not.
+
+    Every rank of the group calls this; rank 0 hears from each and answers it. A rank that comes after rank 0 has given
+    up is told so at once, and is not taken for one that has come to the next barrier. Unlike c10d's it works on every
+    backend that carries CPU tensors.
+
+    Args:
+        group: the group; None for the default one.
+        timeout: how long to wait; None for the group's.
+        wait_all_ranks: name all ranks that did not come, not only the first.
+
+    Raises:
+        DistBackendError: a rank did not come in time; on rank 0 it says which.
+    """
+    pg = world.joined(group, "monitored_barrier")
+    if pg is None:
+        return
+    limit = timeout if timeout is not None else pg.timeout
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+    backend = pg.any_backend()
+    backend.settle()
+    with own_limit(pg, "monitored_barrier"):
+        if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
+            return
+        deadline = time.monotonic() + seconds
+        if pg.rank() == 0:
+            lead(pg, deadline, seconds, wait_all_ranks)
+        else:
+            follow(pg, deadline)
+
+
+def of_group(self: Group, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
+    monitored_barrier(self, timeout, wait_all_ranks)
+
+
+setattr(Group, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
+
+
+@contextmanager
+def own_limit(pg: Group, name: str) -> Iterator[None]:
+    """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
+
+    It is not counted: ranks that miss a barrier are still in step with those that gave it up.
+    """
+    journal = pg.journal
+    with journal.begin((journal, journal.sequence, name, None, None, None), limit=0.0):
+        yield
+
+
+def is_in_time(work: Work, deadline: float) -> bool:
+    """Wait for a message, looking at it again and again; False when the time is over first."""
+    began = time.monotonic()
+    while not work.is_completed():
+        if (now := time.monotonic()) >= deadline:
+            return False
+        nap(now - began)
+    return work.exception() is None
+
+
+class Line:
+    """The words between this rank and another."""
+
+    def __init__(self, backend: Backend, peer: int) -> None:
+        self._backend, self._peer = backend, peer
+
+    def say(self, word: Word) -> None:
+        """Begin to send a word."""
+        self._backend.isend(torch.tensor(word, dtype=torch.int64, device=self._backend.device), self._peer, BARRIER_TAG)
+
+    def hear(self, deadline: float) -> Word | None:
+        """Return the next word; None if the time is over first, or the other rank has died."""
+        heard = torch.zeros(len(Word._fields), dtype=torch.int64, device=self._backend.device)
+        work = self._backend.irecv(heard, self._peer, BARRIER_TAG, None)
+        if is_in_time(work, deadline):
+            return Word(*heard.tolist())
+        if not work.is_completed():
+            work._interrupt(f"monitored_barrier: rank {self._peer} did not answer in time")
+            is_in_time(work, time.monotonic() + 1.0)
+        return None
+
+
+def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
+    """Hear from every other rank, then let them go; the part of rank 0."""
+    if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
+        raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
+    calls, sequence = pg.journal.monitored, pg.journal.sequence  # of each rank the last call that is known
+    barrier = calls[0] = calls.get(0, 0) + 1
+    lines = {rank: Line(pg.any_backend(), rank) for rank in range(1, pg.size())}
+    came: set[int] = set()
+
+    def comes(rank: int) -> bool:
+        while word := lines[rank].hear(deadline):
+            if word.kind == Kind.HERE:
+                calls[rank] = word.call
+                came.add(rank)
+                return True
+        return False
+
+    def stays(rank: int) -> bool:
+        while word := lines[rank].hear(deadline):
+            if word.kind == Kind.HERE:  # the word before was of a call that it has left
+                calls[rank] = word.call
+                lines[rank].say(Word(Kind.ASKED, word.call, barrier))
+            elif word.kind == Kind.STAYS and word.barrier == barrier:
+                return True
+        return False
+
+    missing = absent(comes, lines, wait_all_ranks)
+    if not missing:
+        for rank, line in lines.items():
+            line.say(Word(Kind.ASKED, calls[rank], barrier))
+        missing = absent(stays, lines, wait_all_ranks)
+    for rank, line in lines.items():
+        with suppress(DistBackendError):  # it has died
+            if not missing:
+                line.say(Word(Kind.GO, calls[rank], barrier))
+            else:  # one that has not come yet comes with its next call
+                call = calls.get(rank, 0) + (rank not in came)
+                line.say(Word(Kind.GAVE_UP, call, barrier, sequence))
+    if missing:
+        ranks = ", ".join(str(pg.ranks[rank]) for rank in missing)
+        raise DistBackendError(
+            f"[Rank {pg.ranks[0]}]: Rank{'s' * (len(missing) > 1)} {ranks} failed to pass monitoredBarrier in "
+            f"{seconds * 1000:.0f} ms{whereabouts_of(pg, missing)}"
+        )
+
+
+def absent(is_present: Callable[[int], bool], ranks: Iterable[int], are_all_named: bool) -> list[int]:
+    """Return the ranks that are not present, or only the first."""
+    missing = []
+    for rank in ranks:
+        if not is_present(rank):
+            missing.append(rank)
+            if not are_all_named:
+                break
+    return missing
+
+
+def follow(pg: Group, deadline: float) -> None:
+    """Tell rank 0 that this rank is here, and wait for its word; the part of the others."""
+    calls, sequence = pg.journal.monitored, pg.journal.sequence
+    call = calls[pg.rank()] = calls.get(pg.rank(), 0) + 1
+    line = Line(pg.any_backend(), 0)
+    line.say(Word(Kind.HERE, call))
+    while word := line.hear(deadline):
+        if word.call != call:  # it came too late for an earlier call
+            continue
+        if word.kind == Kind.ASKED:
+            line.say(Word(Kind.STAYS, call, word.barrier))
+        elif word.kind == Kind.GO:
+            return
+        elif sequence <= word.sequence:  # else the ranks have met since: this rank missed that barrier, and is not late
+            break
+    first = pg.ranks[0]
+    raise DistBackendError(
+        f"Rank {pg.ranks[pg.rank()]} successfully reached monitoredBarrier, but received errors while waiting for "
+        f"send/recv from rank {first}. Please check rank {first} logs for faulty rank.{whereabouts_of(pg, [0])}"
+    )
+
+
+def whereabouts_of(pg: Group, ranks: list[int]) -> str:
+    """Return where ranks of a group are, as they say themselves."""
+    if not RUNNING:
+        return ""
+    asked = [pg.ranks[rank] for rank in ranks]
+    answers = RUNNING[0].ask(asked, pg.group_name, 0.5)
+    said = [
+        f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
+        if rank in answers
+        else f"{listed([rank])}: {RUNNING[0].channel.judge(rank)}"
+        for rank in asked
+    ]
+    return f" ({'; '.join(said)})"
