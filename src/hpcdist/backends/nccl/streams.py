@@ -423,6 +423,11 @@ class Batch:
         self.works.append(work)
         return work
 
+    def fail(self, error: BaseException) -> None:
+        """End the Works of calls that are not made after all."""
+        for _, _, work in self.calls:
+            work.fail(DistBackendError(f"the call was not made, because its group call was left by an error: {error}"))
+
     def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
         """Queue all calls on the device in one group; ``launch`` is that of the group's communicators."""
         last = {work._streams: work for _, _, work in self.calls}
@@ -434,7 +439,11 @@ class Batch:
                 for call, _finish, each in self.calls:
                     call(each._streams.side_handle)
 
-        launch("group of calls", queue, 0)
+        try:
+            launch("group of calls", queue, 0)
+        except BaseException as error:
+            self.fail(error)
+            raise
         for _, finish, work in self.calls:
             if finish is not None:
                 with work._streams.on_side():
