@@ -167,19 +167,18 @@ def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, rank, size
             torch.cuda.synchronize()
 
 
-def test_an_event_of_the_profiler_ends_with_a_call_whose_work_was_dropped(rank, size, device):
-    ended = []
-
-    class Event:
-        def __exit__(self, *_):
-            ended.append(True)
-
-    work = dist.all_reduce(torch.ones(3, device=device), async_op=True)
-    work._ends(Event())
-    del work
+def test_no_event_of_the_profiler_ends_after_the_profiler_which_crashes_torch(world, rank, size, device):
+    tensors = [torch.ones(3, device=device) for _ in range(2)]
+    with torch.profiler.profile() as profile:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        works = [dist.all_reduce(tensors[0], async_op=True), world.allreduce_coalesced(tensors)]
+        dist.all_reduce(tensors[0], async_op=True)
+    names = [event.name for event in profile.events()]
+    assert sum(name.endswith(":all_reduce") for name in names) == 3
+    for work in works:
+        work.wait()
     torch.cuda.synchronize()
-    dist.group.WORLD.backend("cuda").outstanding()
-    assert ended == [True]
+    assert all(work.is_completed() for work in works)
 
 
 def test_a_dropped_work_that_hangs_is_told_of_and_aborted(rank, size, device):

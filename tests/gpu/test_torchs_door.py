@@ -86,6 +86,17 @@ def test_a_message_that_is_refused_leaves_nothing_held_back(rank, size, device):
     right, left = (rank + 1) % size, (rank - 1) % size
     good, target = torch.ones(3, device=device), torch.zeros(3, device=device)
     sparse = torch.ones(3).to_sparse()
+    asked = []
+
+    def broadcast_together():
+        with _coalescing_manager(device=device, async_ops=True):
+            asked.append(c10d.broadcast(good, 0, async_op=True))
+            c10d.broadcast(sparse, 0)
+
+    with pytest.raises(TypeError, match="dense tensors"):
+        broadcast_together()
+    with pytest.raises(dist.DistBackendError, match="the call was not made"):
+        asked[0].wait()
     with pytest.raises(TypeError, match="messages carry dense tensors"):
         c10d.batch_isend_irecv([c10d.P2POp(c10d.isend, good, right), c10d.P2POp(c10d.isend, sparse, right)])
     c10d.all_reduce(good)

@@ -238,6 +238,22 @@ def test_a_part_of_the_group(pg, rank, size):
     part.shutdown()
 
 
+def test_an_abort_takes_no_other_rank_and_ends_receives(rank, size):
+    group = torch_dist.new_group()
+    dist.all_reduce(torch.ones(1 << 16), group=group)
+    work = torch_dist.irecv(torch.empty(3), (rank + 1) % size, group)
+    if rank:
+        dist.barrier()  # until rank 0 has ended the group
+    group.abort()
+    with pytest.raises(dist.DistBackendError, match="was aborted"):
+        work.wait()
+    with pytest.raises(ValueError, match="destroyed or aborted"):
+        torch_dist.all_reduce(torch.ones(1), group=group)
+    if not rank:
+        dist.barrier()
+    torch_dist.destroy_process_group(group)
+
+
 def test_torchs_functions_take_our_groups(rank, size):
     group = dist.new_group(list(range(size)))
     assert torch_dist.get_rank(group) == rank

@@ -214,6 +214,8 @@ class Group:
         for backend in dict.fromkeys(self.backends.values()):
             if not backend.revoke(reason):
                 backend.interrupt(reason)
+                for work in backend.pending():
+                    work._interrupt(reason)
 
     def drop(self, reason: str) -> None:
         """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here."""

@@ -225,6 +225,12 @@ class AllWork(Work):
         if all(work.is_completed() for work in self._works):
             self._finish(self.exception())
 
+    def _ends(self, event: Event) -> None:
+        if self._devices():  # whose Works end theirs when the call is queued
+            event.__exit__(None, None, None)
+        else:
+            super()._ends(event)
+
     def _pursue(self) -> None:
         def ended(_: torch.futures.Future) -> None:
             self.is_completed()

@@ -273,6 +273,9 @@ class NCCLBackend(Backend):
         batch = self._batch = Batch()
         try:
             yield batch.works
+        except BaseException as error:
+            batch.fail(error)
+            raise
         finally:
             self._batch = None
         if batch.calls:

@@ -35,6 +35,7 @@ from hpcdist.core.work import NO_TIMEOUT, Work
 
 if TYPE_CHECKING:
     from hpcdist.backends.nccl.library import Library
+    from hpcdist.core.hooks import Event
 
 # calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
@@ -233,17 +234,15 @@ class Flight:
         nbytes: of its larger buffer.
         end: the event behind it.
         owns_end: whether that is this call's own, and not one of several that were launched together.
-        asked: the Work, if somebody is to be told of the end.
     """
 
-    __slots__ = ("_call", "_streams", "_work", "asked", "end", "held", "nbytes", "owns_end")
+    __slots__ = ("_call", "_streams", "_work", "end", "held", "nbytes", "owns_end")
 
     def __init__(self, work: StreamWork, held: tuple[Any, ...], nbytes: int) -> None:
         self.held = held
         self.nbytes = nbytes
         self.end: Any = None
         self.owns_end = True
-        self.asked: StreamWork | None = None
         self._call = RING.last()
         self._streams = work._streams
         self._work: Callable[[], StreamWork | None] = ref(work)
@@ -260,7 +259,7 @@ class Flight:
     def passed(self) -> None:
         """End without an error, because a later call on the stream has ended."""
         self.held = ()
-        work, self.asked = self._work(), None
+        work = self._work()
         if work is not None:
             work.passed()
 
@@ -296,10 +295,12 @@ class StreamWork(EventWork):
         self.end = self.flight.end = end
         self.flight.owns_end = owns_end
 
-    def _ask(self, name: str, value: Any) -> None:
-        super()._ask(name, value)
-        if not self._done:
-            self.flight.asked = self
+    def _ends(self, event: Event) -> None:
+        """Let a profiler's event end now, as c10d's does: the profiler sees the kernels themselves.
+
+        The host may not look at the call before the profiler has ended, and torch crashes on an event that ends later.
+        """
+        event.__exit__(None, None, None)
 
     def passed(self) -> None:
         """End without an error, because a later call on the stream has ended."""
@@ -318,7 +319,7 @@ class StreamWork(EventWork):
 
     def _finish(self, error: BaseException | None = None) -> None:
         super()._finish(error)
-        self.flight.held, self.flight.asked = (), None
+        self.flight.held = ()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too.
@@ -423,6 +424,11 @@ class Batch:
         self.works.append(work)
         return work
 
+    def fail(self, error: BaseException) -> None:
+        """End the Works of calls that are not made after all."""
+        for _, _, work in self.calls:
+            work.fail(DistBackendError(f"the call was not made, because its group call was left by an error: {error}"))
+
     def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
         """Queue all calls on the device in one group; ``launch`` is that of the group's communicators."""
         last = {work._streams: work for _, _, work in self.calls}
@@ -434,7 +440,11 @@ class Batch:
                 for call, _finish, each in self.calls:
                     call(each._streams.side_handle)
 
-        launch("group of calls", queue, 0)
+        try:
+            launch("group of calls", queue, 0)
+        except BaseException as error:
+            self.fail(error)
+            raise
         for _, finish, work in self.calls:
             if finish is not None:
                 with work._streams.on_side():
