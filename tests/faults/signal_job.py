@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -61,14 +62,23 @@ def wait() -> None:
 
 
 def interrupt() -> None:
-    """Have rank 1 wait for a message that does not come, and then in an all_reduce that rank 0 does not join."""
+    """Have rank 1 wait twice for a message that does not come, and then in an all_reduce that rank 0 does not join."""
     values = torch.ones(3)
+
+    async def receive() -> None:
+        tell("in a loop")
+        dist.recv(values, 0)
+
     if dist.get_rank() == 1:
         try:
             tell("ready")
             dist.recv(values, 0)
         except KeyboardInterrupt:
             tell("interrupted")
+        try:
+            asyncio.run(receive())
+        except (KeyboardInterrupt, dist.DistBackendError):
+            tell("interrupted in a loop")
     dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(60)

@@ -108,9 +108,9 @@ def test_sigterm_ends_a_program_that_does_not_ask_and_leaves_a_trace(launcher: s
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_ctrl_c_ends_a_receive_and_a_collective_that_block(launcher: str) -> None:
-    """The receive raises KeyboardInterrupt, after which the group is as before; the collective ends the job."""
+    """The receive raises, also in a coroutine, after which the group is as before; the collective ends the job."""
     with Job(launcher, 2, ["interrupt"], JOBS) as job:
-        for before, after in (("ready", "interrupted"), ("again", "")):
+        for before, after in (("ready", "interrupted"), ("in a loop", "interrupted in a loop"), ("again", "")):
             job.wait(before, 1, START_SECONDS)
             time.sleep(0.5)
             os.kill(job.pids()[1], signal.SIGINT)

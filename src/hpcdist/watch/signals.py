@@ -144,6 +144,15 @@ class Signals:
         return number == signal.SIGTERM and not self.is_asked and signal.getsignal(number) == self._note
 
 
+def is_pythons(handler: Any) -> bool:
+    """Tell whether a handler of SIGINT is Python's own: it raises KeyboardInterrupt, or is that of ``asyncio.run``.
+
+    That one (from Python 3.11 on) cancels the task, and raises KeyboardInterrupt once the loop has ended.
+    """
+    is_asyncios = getattr(getattr(handler, "func", None), "__module__", None) == "asyncio.runners"
+    return handler is signal.default_int_handler or is_asyncios
+
+
 def end_by(number: int) -> None:
     """End the process by a signal as if it had never been caught, from any thread."""
     libc = ctypes.CDLL(None)

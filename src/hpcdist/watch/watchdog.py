@@ -40,7 +40,7 @@ from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
-from hpcdist.watch.signals import WATCHED, Signals, end_by
+from hpcdist.watch.signals import WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
@@ -157,9 +157,9 @@ class Watchdog:
             self._end_interrupted(calls)
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
-        """End the call that a SIGINT found the main thread in, if Python would raise KeyboardInterrupt after it."""
+        """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
         found, self._found = self._found, []
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if not is_pythons(signal.getsignal(signal.SIGINT)):
             return
         main = calls_under_way.stack_in(None)
         for each in calls:
