@@ -373,7 +373,9 @@ class ElasticJob:
         name, count = WORLD.next_name(), tuple(range(own.size))
         for watchdog in RUNNING:
             watchdog.begin_anew()
-        begin(ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device)
+        begin(
+            ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device, None
+        )
         if self._is_shown:
             mirror.show(WORLD.groups.values())
 
