@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.core import hooks
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
 
@@ -89,6 +90,47 @@ def test_bad_arguments(rank, size):
         with pytest.raises(kind, match=text):
             dist.init_process_group(**arguments)
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("front", ["hpcdist", "torch"])
+@pytest.mark.parametrize("name", ["HPCDIST_REPRODUCIBLE", "TORCH_DISTRIBUTED_DEBUG", "HPCDIST_LOG", "HPCDIST_SHM"])
+def test_a_bad_variable_leaves_no_group_behind(rank, size, front, name, monkeypatch):
+    begin = {
+        "hpcdist": dist.init_process_group,
+        "torch": lambda: torch.distributed.init_process_group("hpcdist"),
+    }[front]
+    dist.destroy_process_group()
+    raising = [set(range(size))] if name == "HPCDIST_SHM" else [set(range(size)), {0}]  # on all ranks, and on one
+    for ranks in raising:
+        if rank in ranks:
+            monkeypatch.setenv(name, "bad")
+            with pytest.raises(ValueError, match=name):
+                begin()
+            assert not dist.is_initialized()
+            assert not torch.distributed.is_initialized()
+            monkeypatch.delenv(name)
+        begin()
+        assert total() == size
+        dist.destroy_process_group()
+        assert not torch.distributed.is_initialized()
+
+
+def test_a_start_that_fails_late_leaves_no_group_behind(rank, size, monkeypatch):
+    dist.destroy_process_group()
+    monkeypatch.setenv("HPCDIST_REPRODUCIBLE", "exact")
+
+    def fail(*_):
+        raise OSError("late")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hpcdist.torch_bridge.mirror.show", fail)
+        with pytest.raises(OSError, match="late"):
+            dist.init_process_group()
+    assert not dist.is_initialized()
+    monkeypatch.delenv("HPCDIST_REPRODUCIBLE")
+    dist.init_process_group()
+    assert dist.group.WORLD.group_name == "0"
+    assert hooks.reproducible is None
 
 
 def test_null_communicator(rank, size):

@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     ADDRESSES: set(),
     "hpcdist.core": {"stores.keep_alive"},  # a Work and a group live as long as C++ holds them
     "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d", "stores.keep_alive"},
-    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge"},  # its library is torch.distributed
+    # its library is torch.distributed, which holds a part of the store
+    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", "stores.keep_alive"},
     "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
     "stores": {"stores.keep_alive"},
     "stores.keep_alive": set(),

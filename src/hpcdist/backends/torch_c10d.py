@@ -212,6 +212,11 @@ class C10dBackend(Backend):
         bootstrap = Bootstrap(list(ranks).index(self.rank), len(ranks), timeout, store=store)
         return type(self)(bootstrap)
 
+    def drop(self, reason: str) -> None:
+        """End the queue with its calls, and close: no other rank takes part in that."""
+        super().drop(reason)
+        self.close()
+
     def close(self) -> None:
         """End the queue and let go of the inner backend and of the store, whose server may end with it."""
         super().close()

@@ -371,7 +371,9 @@ class ElasticJob:
         bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
         backends = registry.connect_all(self._carriers, bootstrap, own)
         name, count = WORLD.next_name(), tuple(range(own.size))
-        begin(ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device)
+        begin(
+            ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device, None
+        )
         if self._is_shown:
             mirror.show(WORLD.groups.values())
 

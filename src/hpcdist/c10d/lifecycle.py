@@ -79,7 +79,7 @@ def init_process_group(
     if WORLD.default is not None:
         raise ValueError("trying to initialize the default process group twice!")
     check_timeout(timeout)
-    logs.set_up()
+    read_environment()
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
     if store is not None and (world_size <= 0 or rank < 0):
@@ -101,14 +101,9 @@ def init_process_group(
     backends = registry.connect_all(device_backends, bootstrap)
     first = next(iter(backends.values()))
     name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
-    begin(ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit), device)
-    WORLD.store = bootstrap.store
-    if enable_reconfigure:
-        reconfigure.enable(WORLD.default)
-    if first.rank == 0:
-        topology.warn_if_spread()
-    if bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0":
-        mirror.show(WORLD.groups.values())
+    group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
+    is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
+    begin(group, device, bootstrap.store, enable_reconfigure, is_shown)
 
 
 def forget_aborted() -> None:
@@ -118,29 +113,65 @@ def forget_aborted() -> None:
         WORLD.clear()
 
 
-def begin(group: ProcessGroup, device: torch.device | None) -> None:
-    """Make a group the default one, once its ranks have found that they share their settings.
+def read_environment() -> None:
+    """Take note of the variables that decide about calls, before the processes look for each other.
 
     Raises:
-        DistBackendError: they do not; on every rank.
+        ValueError: one has a value that it cannot have. Nothing has changed, and this rank may begin once more.
     """
+    logs.set_up()
+    reproduction.mode_of_environment()
+    set_debug_level_from_env()
+
+
+def begin(
+    group: ProcessGroup,
+    device: torch.device | None,
+    store: Store | None,
+    is_reconfigurable: bool = False,
+    is_shown: bool = False,
+) -> None:
+    """Make a group the default one, once its ranks have found that they share their settings.
+
+    Whatever raises, no default group is left behind.
+
+    Args:
+        group: the group, which nobody knows yet.
+        device: what it is bound to.
+        store: through which its ranks were found, if any.
+        is_reconfigurable: whether its ranks may be chosen anew.
+        is_shown: whether it becomes torch.distributed's too.
+
+    Raises:
+        DistBackendError: the ranks do not share their settings; on every rank.
+    """
+    before = hooks.reproducible
     group.bound_device_id = device
     for each in watchdog.RUNNING:
         each.begin_anew()
-    WORLD.default = group
+    WORLD.default, WORLD.store = group, store
     WORLD.add(group)
-    set_debug_level_from_env()
-    reproduction.set_from_environment()
-    if group.cpu is not None and group.size() > 1:
-        is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
-        try:
+    try:
+        reproduction.set_from_environment()
+        if group.cpu is not None and group.size() > 1:
+            is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
             settings = {"TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed, reproduction.VARIABLE: str(hooks.reproducible)}
             check_same(group.cpu, group.cpu.settings() | settings)
-        except errors.DistBackendError:
+        watch(group)
+        if is_reconfigurable:
+            reconfigure.enable(group)
+        if group.rank() == 0:
+            topology.warn_if_spread()
+        if is_shown:
+            mirror.show(WORLD.groups.values())
+    except BaseException as error:
+        hooks.reproducible = before
+        if isinstance(error, errors.DistBackendError):
             group.close()
-            WORLD.clear()
-            raise
-    watch(group)
+        else:
+            group.drop("init_process_group has failed")  # on this rank alone, perhaps
+        WORLD.clear()
+        raise
 
 
 def watch(group: ProcessGroup) -> None:

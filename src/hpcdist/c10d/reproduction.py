@@ -70,15 +70,23 @@ def switch(mode: str | None) -> None:
         raise
 
 
-def set_from_environment() -> None:
-    """Take HPCDIST_REPRODUCIBLE, if it is set and nothing else was chosen.
+def mode_of_environment() -> str | None:
+    """Return what HPCDIST_REPRODUCIBLE chooses.
 
     Raises:
         ValueError: another value than 0, 1 and exact.
     """
-    given = os.environ.get(VARIABLE)
-    if given is None or hooks.reproducible is not None:
-        return
+    given = os.environ.get(VARIABLE, "0")
     if given not in MODES:
         raise ValueError(f"{VARIABLE}={given!r}: expected one of {', '.join(MODES)}")
-    hooks.reproducible = MODES[given]
+    return MODES[given]
+
+
+def set_from_environment() -> None:
+    """Take HPCDIST_REPRODUCIBLE, if nothing else was chosen.
+
+    Raises:
+        ValueError: as ``mode_of_environment``.
+    """
+    if hooks.reproducible is None:
+        hooks.reproducible = mode_of_environment()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcdist.c10d import reconfigure
-from hpcdist.c10d.lifecycle import begin, carried, choose, forget_aborted
+from hpcdist.c10d.lifecycle import begin, carried, choose, forget_aborted, read_environment
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
@@ -18,7 +17,6 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.launch import rendezvous
 from hpcdist.torch_bridge import mirror, registration
-from hpcdist.watch import logs
 
 
 def create(options: Any, pg_options: Any) -> Group:
@@ -54,7 +52,7 @@ def create(options: Any, pg_options: Any) -> Group:
 
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
-    logs.set_up()
+    read_environment()
     launch = registration.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi
@@ -73,10 +71,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
-    begin(group, device)
-    WORLD.store = store
-    if getattr(options, "enable_reconfigure", False):  # since torch 2.14
-        reconfigure.enable(group)
+    begin(group, device, store, getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
     return group
 
 

@@ -107,7 +107,13 @@ def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: B
     """
     made = {each.name: each for each in given}
     ordered = sorted(device_backends.items(), key=lambda item: item[0] != "cpu")
-    for _, name in ordered:
-        if name not in made:
-            made[name] = connect(name, bootstrap._replace(peer=next(iter(made.values()), None)))
+    try:
+        for _, name in ordered:
+            if name not in made:
+                made[name] = connect(name, bootstrap._replace(peer=next(iter(made.values()), None)))
+    except BaseException:
+        for backend in made.values():
+            if backend not in given:
+                backend.drop("another backend of the group could not be connected")
+        raise
     return {device: made[name] for device, name in device_backends.items()}

@@ -165,7 +165,7 @@ class MPIBackend(Backend):
     def leave_alone(self) -> None:
         """Leave without MPI_Finalize, under which a call of another thread crashes."""
         runtime.abandon()
-        runtime.leave_pmix()
+        ulfm.leave_pmix()
 
     def abandon(self) -> None:
         """Leave without MPI_Finalize, which would wait for the rank that has ended."""

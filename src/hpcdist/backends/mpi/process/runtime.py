@@ -18,7 +18,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -46,7 +46,6 @@ INSTALL_HINT = (
 
 
 PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for those that it starts
-PMIX = "libpmix.so.2"
 NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
 
 OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
@@ -197,12 +196,6 @@ def finalize() -> None:
 def abandon() -> None:
     """Have this process end without MPI_Finalize."""
     OWNED.clear()
-
-
-def leave_pmix() -> None:
-    """Tell Open MPI's launcher that this process ends well, if there is one: else mpirun fails a job that has ended."""
-    with suppress(OSError):  # another MPI does not load it
-        ctypes.CDLL(PMIX, os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Finalize(None, 0)
 
 
 def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:

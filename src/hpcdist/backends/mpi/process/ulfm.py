@@ -6,6 +6,7 @@ ulfm``, and under ``srun`` once its processes have left Slurm's PMIx. Elsewhere 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import time
@@ -19,11 +20,10 @@ from threading import Thread
 
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.process.runtime import leave_pmix
-
 TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process alone
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
 QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
+PMIX = "libpmix.so.2"
 SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
 # a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}  # s, s, of an idle connection
@@ -187,6 +187,12 @@ def leave_launcher(comm: MPI.Intracomm) -> bool:
     leave_pmix()
     ALONE.append(namespace)
     return True
+
+
+def leave_pmix() -> None:
+    """Tell Open MPI's launcher that this process ends well, if there is one: else mpirun fails a job that has ended."""
+    with suppress(OSError):  # another MPI does not load it
+        ctypes.CDLL(PMIX, os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Finalize(None, 0)
 
 
 def limit_silence() -> None:
