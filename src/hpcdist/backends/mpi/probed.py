@@ -196,7 +196,9 @@ class ProbedReceives:
                 if any(earlier.takes(source, tag) for earlier in self._waiting[:index]):
                     return True
                 each.message = self._comm.Improbe(source, tag, status)
-                if each.message is not None and each.buffer is not None:
+                if each.message is None:  # a receive of another kind has taken it
+                    continue
+                if each.buffer is not None:
                     each.request = each.message.Irecv(each.buffer)
             except MPI.Exception as error:
                 each.error = error
