@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -22,6 +22,7 @@ from hpcdist.core.agreement import attempt
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
+from hpcdist.core.ranks import by_value
 from hpcdist.launch import environment
 
 
@@ -55,10 +56,10 @@ class Window:
         with pg.journal.during("Window"):
             offers = attempt(backend, "Window", lambda: offer(memory, dtype))
             check_offers(offers)
-            given, self._numel, self.dtype, *_ = offers[pg.rank()]
-            self.sizes = [numel for _, numel, *_ in offers]
+            self.dtype = offers[0].dtype
+            self.sizes = [each.numel for each in offers]
             nbytes = [numel * self.dtype.itemsize for numel in self.sizes]
-            own = as_tensor(memory, "memory", True) if given else None
+            own = as_tensor(memory, "memory", True) if offers[0].is_tensor else None
             self._remote = backend.open_window(nbytes, own, pg.journal.during)
         self._group, self._backend, self._itemsize = pg, backend, self.dtype.itemsize
         self.tensor = self._remote.own.view(self.dtype)
@@ -204,37 +205,47 @@ class Window:
         return operator.index(offset) * self._itemsize
 
 
-Offer = tuple[bool, int, torch.dtype, str, str, "int | None"]
+class Offer(NamedTuple):
+    """What one rank opens, where that is, and the free bytes in its /dev/shm."""
+
+    is_tensor: bool
+    numel: int
+    dtype: torch.dtype
+    node: str
+    host: str
+    free: int | None
+
+    def __str__(self) -> str:
+        return f"{'a tensor' if self.is_tensor else 'elements'} of {self.dtype}"
 
 
 def offer(memory: Any, dtype: Any) -> Offer:
-    """Check what one rank opens: is it a tensor, its elements and dtype; and its node, host and room in /dev/shm."""
+    """Check what one rank opens."""
     place = environment.node_key(), os.uname().nodename, memory_file.free()
     if isinstance(memory, int):
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
         if memory < 0:
             raise ValueError(f"`memory` is {memory}; expected a number of elements, or a tensor")
-        return False, memory, dtype, *place
+        return Offer(False, memory, dtype, *place)
     tensor = as_tensor(memory, "memory", True)
     if not is_plain(tensor) or not tensor.is_cpu:
         raise ValueError("`memory` is no plain tensor; expected a contiguous one on the CPU")
-    return True, tensor.numel(), tensor.dtype, *place
+    return Offer(True, tensor.numel(), tensor.dtype, *place)
 
 
 def check_offers(offers: list[Offer]) -> None:
     """Raise, on every rank alike, if the ranks open different kinds of memory or a node has no room."""
-    for rank, (is_tensor, _, dtype, node, host, free) in enumerate(offers):
-        if (is_tensor, dtype) != (offers[0][0], offers[0][2]):
+    first = offers[0]
+    for rank, each in enumerate(offers):
+        if (each.is_tensor, each.dtype) != (first.is_tensor, first.dtype):
             raise MismatchError(
-                f"Window: rank 0 opens {describe(offers[0])}, rank {rank} {describe(offers[rank])}; expected all to "
-                "open a number of elements, or all a tensor, of one dtype"
+                f"Window: rank 0 opens {first}, rank {rank} {each}; expected all to open a number of elements, or all "
+                "a tensor, of one dtype"
             )
-        needed = sum(numel * dtype.itemsize for is_tensor, numel, _, its, *_ in offers if its == node and not is_tensor)
-        if free is not None and 0 < free < needed:
-            raise DistBackendError(f"Window: {memory_file.too_little(host, free, needed)}")
-
-
-def describe(given: Offer) -> str:
-    """Return in words what a rank opens."""
-    return f"{'a tensor' if given[0] else 'elements'} of {given[2]}"
+    for ranks in by_value(each.node for each in offers).values():
+        mates = [offers[rank] for rank in ranks]
+        needed = 0 if first.is_tensor else sum(each.numel for each in mates) * first.dtype.itemsize
+        free = min((each.free for each in mates if each.free), default=needed)
+        if free < needed:
+            raise DistBackendError(f"Window: {memory_file.too_little(mates[0].host, free, needed)}")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from hpcdist.core.ranks import by_value
 from hpcdist.launch.environment import NODE_KEY
 from hpcdist.launch.topology import has_rdma
 
@@ -66,8 +67,6 @@ def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = Non
     # two threads that do this for two groups wait for each other
     found: list[tuple[int, bool]] = comm.allgather((min(node.allgather(comm.rank)), has_rdma()))
     firsts = [first for first, _ in found]
-    order = sorted(set(firsts))
-    ranks: list[list[int]] = [[] for _ in order]
-    for rank, first in enumerate(firsts):
-        ranks[order.index(first)].append(rank)
-    return Places(comm, node, ranks, order.index(firsts[comm.rank]), any(has for _, has in found))
+    by_node = by_value(firsts)
+    here = list(by_node).index(firsts[comm.rank])
+    return Places(comm, node, list(by_node.values()), here, any(has for _, has in found))
