@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import signal
 import sys
 
 import pytest
@@ -63,6 +64,12 @@ def test_the_package_runs_as_a_module():
     done = programs.run([sys.executable, "-m", "hpcdist", "slurm", "--help"])
     assert done.returncode == 0, done.stderr
     assert "templates:" in done.stdout
+
+
+def test_a_reader_that_leaves_ends_a_command_in_silence():
+    line = f"set -o pipefail; {sys.executable} -m hpcdist explain | true"  # which reads nothing
+    done = programs.run(["bash", "-c", line])
+    assert (done.returncode, done.stderr) in [(128 + signal.SIGPIPE, ""), (0, "")]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from typing import NamedTuple, TextIO
 
@@ -63,4 +65,10 @@ def main(args: list[str] | None = None) -> int:
         wrong = f"\nerror: no command {given[0]!r} (known: {', '.join(COMMANDS)})" if given else ""
         tell(usage() + wrong, sys.stderr)
         return 2
-    return int(importlib.import_module(command.module).run(given[1:]))
+    try:
+        status = int(importlib.import_module(command.module).run(given[1:]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        return 128 + signal.SIGPIPE
+    return status
