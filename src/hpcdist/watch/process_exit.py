@@ -248,12 +248,11 @@ def last_call() -> Call | None:
     deadline = time.monotonic() + CALL_SECONDS
     while True:
         time.sleep(SHORTEST_NAP)  # also before the first look: who was about to begin one has begun by then
-        records = [group.journal.current for group in list(WORLD.groups.values())]
-        record = next((each for each in records if each is not None), None)
-        if record is None:
+        blocked = [each for group in list(WORLD.groups.values()) for each in group.journal.blocked()]
+        if not blocked:
             return None
         if time.monotonic() >= deadline:
-            return Call(*record)
+            return Call(*blocked[0].call)
 
 
 def is_stuck() -> bool:
