@@ -462,7 +462,8 @@ def test_a_work_that_somebody_has_or_that_has_not_ended_stands_for_no_other_call
     address = id(work)
     del work
     following = queue.put(lambda: ran.append(1), [torch.ones(2)])
-    assert id(following) != address
+    if keep is not ask_for_future:  # the worker, which that wakes, may have let go of it: its address is free then
+        assert id(following) != address
     assert following.wait()
     assert ran == [0, 1]
     if keep is keep_work:
