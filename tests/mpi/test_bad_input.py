@@ -121,7 +121,8 @@ TAGGED = {
 
 @pytest.mark.parametrize("call", TAGGED)
 def test_negative_tags(call, rank, size):
-    doors = [dist, torch_dist] if torch_dist.is_initialized() else [dist]
+    # on one rank torch looks at the peer first, which must be another rank
+    doors = [dist, torch_dist] if torch_dist.is_initialized() and size > 1 else [dist]
     for door in doors:
         for tag in (-1, -2, -(2**31)):  # to MPI some of them mean any tag
             with pytest.raises(ValueError, match=f"Tag must be nonnegative: got {tag}"):

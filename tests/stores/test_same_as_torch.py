@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stores
+from stores.errors import LostServerError
 
 keys = st.sampled_from(["a", "b", "c/d", "", "ü", b"\x01\x02"])
 queue_keys = st.sampled_from(["q1", "q2"])
@@ -60,9 +61,10 @@ def outcome(store, call):
         result = getattr(store, name)(*arguments)
     except Exception as error:
         # where torch's FileStore raises a plain RuntimeError, ours raises its subclass
-        return (
-            RuntimeError if isinstance(error, RuntimeError) and store.__class__.__name__ == "FileStore" else type(error)
-        )
+        if isinstance(error, RuntimeError) and store.__class__.__name__ == "FileStore":
+            return RuntimeError
+        # ours is a subclass for a server that has closed the connection
+        return dist.DistNetworkError if type(error) is LostServerError else type(error)
     return sorted(result) if name == "list_keys" else result
 
 
