@@ -11,6 +11,8 @@ import torch
 from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
+from mpi4py import MPI
+
 import hpcdist as dist
 from hpcdist.backends.mpi.node import messages, two_level
 from hpcdist.backends.mpi.node.places import locate
@@ -199,6 +201,21 @@ def test_poll_leaves_a_call(several, every, row):
         assert len(messages.ABANDONED) == before + 1
     every.Barrier()
     # the communicator is left as a lost group's is: freeing it would wait for the messages
+
+
+def test_a_message_that_nobody_has_received_is_not_taken(every):
+    """As one of a freed communicator, whose context MPI has given to this one."""
+    made, rank, size = [], every.rank, every.size
+    two = TwoLevel(locate(every, made, str(rank)), made, lambda: None, lambda: False)
+    stray = [bytearray(3), MPI.BYTE]
+    sent = two._comm.Isend(stray, (rank + 1) % size, 0)
+    for numel in (1, 100_000):
+        tensor = torch.full((numel,), rank + 1.0)
+        two.all_reduce(tensor, tensor, ReduceOp.SUM)
+        assert (tensor == size * (size + 1) / 2).all()
+    two._comm.Recv(stray, (rank - 1) % size, 0)
+    sent.Wait()
+    two.close()
 
 
 def test_memory_of_messages_that_were_left_is_kept(every):

@@ -33,6 +33,9 @@ from hpcdist.core.naps import nap
 TURN_BYTES = 224 << 10  # to one node
 MESSAGE_BYTES = 56 << 10  # of a turn
 TURNS_AHEAD = 8  # that are sent before the first of them has come from the other side
+# named by receives too: MPI may give a new communicator the context of a freed one, whose messages that nobody has
+# received (of a monitored barrier that was given up, for one) would otherwise match
+TAG = 32_703
 DEPTH = 2  # sends to one rank under way: one on the wire, one whose handshake is done
 NAP_AFTER_SECONDS = 0.001
 ABANDONED: list[Any] = []  # messages that were left, and their memory, which MPI may still write to
@@ -67,7 +70,7 @@ class Messages:
             self._queues.setdefault(rank, deque()).append((place, nbytes, then))
             return
         self._under_way[rank] = count + 1
-        self._requests.append(self._comm.Isend((address(place, nbytes), BYTE), rank))
+        self._requests.append(self._comm.Isend((address(place, nbytes), BYTE), rank, TAG))
         self._ends.append(partial(self._sent, rank, then))
 
     def _sent(self, rank: int, then: Then | None) -> None:
@@ -79,7 +82,7 @@ class Messages:
 
     def receive(self, rank: int, place: int, nbytes: int, then: Then) -> None:
         """Receive to memory, and call `then`."""
-        self._requests.append(self._comm.Irecv((address(place, nbytes), BYTE), rank))
+        self._requests.append(self._comm.Irecv((address(place, nbytes), BYTE), rank, TAG))
         self._ends.append(then)
 
     def follow(self, request: MPI.Request) -> None:
