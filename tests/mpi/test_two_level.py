@@ -246,7 +246,7 @@ def test_memory_of_messages_that_were_left_is_kept(every):
     else:
         every.Barrier()
         if every.rank == 1:
-            every.Send(torch.ones(8).numpy(), 0)
+            every.Send(torch.ones(8).numpy(), 0, messages.TAG)
 
 
 @pytest.mark.parametrize("slack", [0, 2 * messages.TURNS_AHEAD])
