@@ -261,6 +261,7 @@ def test_monitored_barriers_count_no_rank_that_came_late_or_gave_up(rank, size):
     if size == 1:
         return
     group, last = dist.new_group(), size - 1
+    word = torch.ones(1, device="cpu")  # whose messages are over when the call is
 
     def fails():
         with pytest.raises(dist.DistBackendError, match="monitoredBarrier"):
@@ -270,23 +271,23 @@ def test_monitored_barriers_count_no_rank_that_came_late_or_gave_up(rank, size):
         if rank != last:
             fails()
         if rank == 0:
-            dist.send(torch.ones(1), last)
-            dist.recv(torch.empty(1), last)
+            dist.send(word, last)
+            dist.recv(word, last)
         if rank == last:
-            dist.recv(torch.empty(1), 0)
+            dist.recv(word, 0)
             fails()  # the others are gone, and wait for it in none of the barriers that follow
-            dist.send(torch.ones(1), 0)
+            dist.send(word, 0)
     dist.monitored_barrier(group, timedelta(seconds=30))
     if rank:  # now the first rank is late, when the others have given up
         fails()
-        dist.send(torch.ones(1), 0)
-        dist.recv(torch.empty(1), 0)
+        dist.send(word, 0)
+        dist.recv(word, 0)
     else:
         for other in range(1, size):
-            dist.recv(torch.empty(1), other)
+            dist.recv(word, other)
         fails()
         for other in range(1, size):
-            dist.send(torch.ones(1), other)
+            dist.send(word, other)
     dist.monitored_barrier(group, timedelta(seconds=30))
     if rank == 0:  # the others miss one, which does not matter after the next collective
         fails()
