@@ -131,12 +131,13 @@ class Signals:
             data = self.reader.recv(4096)
         except OSError:
             return []
+        numbers = [number for number in dict.fromkeys(data) if number in WATCHED]
+        # before the program is told, which may ask at once whether it is to stop
+        self.received.update(number for number in numbers if number != signal.SIGINT)
         theirs = self._theirs
         if not theirs.is_stale:
             with suppress(OSError):  # it takes no more
                 os.write(theirs.number, data)
-        numbers = [number for number in dict.fromkeys(data) if number in WATCHED]
-        self.received.update(number for number in numbers if number != signal.SIGINT)
         return numbers
 
     def ends_process(self, number: int) -> bool:
