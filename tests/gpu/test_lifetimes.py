@@ -204,6 +204,30 @@ def test_a_dropped_work_that_hangs_is_told_of_and_aborted(rank, size, device):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_an_abort_frees_memory_behind_what_is_queued(is_capturing, rank, size, device):
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    stream, graph, tensor = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.ones(COUNT, device=device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        dist.all_reduce(torch.ones((COUNT, 2), device=device)[:, 0], group=group, async_op=True)
+    if is_capturing:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            tensor.add_(1)
+            group.backend("cuda").interrupt("a test says so")
+        graph.replay()
+    else:
+        group.backend("cuda").interrupt("a test says so")
+    overwrite(device)
+    torch.cuda.synchronize()
+    assert tensor[0].item() == 1 + is_capturing
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 def test_events_come_from_a_pool(rank, size, device):
     streams = dist.group.WORLD.backend("cuda").communicators.group.streams
     made = []

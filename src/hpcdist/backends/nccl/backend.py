@@ -217,10 +217,7 @@ class NCCLBackend(Backend):
             with streams.on_side():
                 finish()
         work.ends_with(streams.record_end())
-        streams.keep(work)
-        if self.communicators.ended is not None:  # meanwhile, after those under way were told
-            work.fail(self.communicators.ended)
-        return work
+        return streams.keep(work)
 
     def _queued(self, link: Link, call: Call) -> Queue:
         """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""

@@ -10,8 +10,9 @@ torch's allocator gives the memory of a dropped tensor to the next one that is m
 that is harmless, because whatever gets the memory is queued behind the call. For the side stream ``Flight.held``
 keeps everything that the call touches: the caller's tensors, the copies and products that stand in for them, and what
 is copied back at the end. It is let go when the stream that the call began on waits for the call, since all later uses
-of the memory are behind that wait; or when the host has seen that the call has ended. Nothing else holds or frees it:
-the Work of a call holds its outputs too, and is the caller's, so what is under way is listed without it (``Flight``).
+of the memory are behind that wait, as after an abort; or when the host has seen that the call has ended. Nothing else
+holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what is under way is listed without
+it (``Flight``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
 SWEEP_EVERY = 16
 SWEEP_BYTES = 1 << 20  # or from one call with so much memory to the next, which takes longer than to query
+ABORT_SECONDS = 1.0  # the most that an abort waits for the device, if it has to
 
 
 class Streams:
@@ -130,6 +132,8 @@ class Streams:
             work.is_captured = True
             return work
         self.under_way.append(work.flight)
+        if self.failure is not None:  # meanwhile, after those under way were told
+            self.fail_all(self.failure)
         self._unswept += 1
         if self._unswept >= SWEEP_EVERY or work.flight.nbytes >= SWEEP_BYTES:
             with self._guard, self.querying():
@@ -171,10 +175,29 @@ class Streams:
             return [work for work in works if not work.has_ended()]
 
     def fail_all(self, error: BaseException) -> None:
-        """End every Work that is under way with an error: the communicator was aborted."""
+        """End every Work that is under way with an error: the communicator was aborted.
+
+        The abort ends the kernels, but the device comes past what is queued behind them later.
+        """
         with self._guard:
             while self.under_way:
-                self.under_way.popleft().work().fail(error)
+                flight = self.under_way.popleft()
+                if flight.held:
+                    self._free_behind(flight)
+                flight.work().fail(error)
+
+    def _free_behind(self, flight: Flight) -> None:
+        """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
+        began = time.monotonic()
+        with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
+            with self.cuda.stream(flight.begun_on):
+                is_capturing = self.cuda.is_current_stream_capturing()
+            if not is_capturing:
+                flight.end.wait(flight.begun_on)
+                return
+            # a capture cannot wait for what was queued before it, and the host not for ever
+            while not flight.end.query() and (waited := time.monotonic() - began) < ABORT_SECONDS:
+                nap(waited)
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
@@ -231,15 +254,17 @@ class Flight:
 
     Attributes:
         held: what the call touches, kept as long as the module's text says.
+        begun_on: the stream that was current when it was made.
         nbytes: of its larger buffer.
         end: the event behind it.
         owns_end: whether that is this call's own, and not one of several that were launched together.
     """
 
-    __slots__ = ("_call", "_streams", "_work", "end", "held", "nbytes", "owns_end")
+    __slots__ = ("_call", "_streams", "_work", "begun_on", "end", "held", "nbytes", "owns_end")
 
-    def __init__(self, work: StreamWork, held: tuple[Any, ...], nbytes: int) -> None:
+    def __init__(self, work: StreamWork, begun_on: Any, held: tuple[Any, ...], nbytes: int) -> None:
         self.held = held
+        self.begun_on = begun_on
         self.nbytes = nbytes
         self.end: Any = None
         self.owns_end = True
@@ -285,10 +310,9 @@ class StreamWork(EventWork):
         is_barrier: bool,
     ) -> None:
         super().__init__(streams, result, None)
-        self.flight = Flight(self, held, nbytes)
+        self.flight = Flight(self, begun_on, held, nbytes)
         self._source = source
         self._is_barrier = is_barrier
-        self._begun_on = begun_on
 
     def ends_with(self, end: Any, owns_end: bool = True) -> None:
         """Take note of the event behind the call."""
@@ -348,7 +372,7 @@ class StreamWork(EventWork):
             )
         current = self._streams.current()
         self.end.wait(current)
-        if current is self._begun_on:
+        if current is self.flight.begun_on:
             self.flight.held = ()  # another stream's wait does not keep the first one from getting the memory
         return current
 
