@@ -26,7 +26,7 @@ MPI["OMP_NUM_THREADS"] = "1"
 # file, a part of it that occurs once, what stands there instead
 MUTANTS = [
     (STREAMS, "        self._before.wait(self.side)\n", ""),
-    (STREAMS, "        self._before.record(current)\n", ""),
+    (STREAMS, "        self._before.record(stream)\n", ""),
     (STREAMS, "        self.end.wait(current)\n", ""),
     (STREAMS, "        if current is self.flight.begun_on:\n", "        if True:\n"),
     (STREAMS, "                flight.end.wait(flight.begun_on)\n", ""),
@@ -45,7 +45,9 @@ MUTANTS = [
     (STREAMS, "            if failed:\n", "            if False:\n"),
     (STREAMS, "            if flight.owns_end:\n", "            if True:\n"),
     (STREAMS, "                    self._last = self.cuda.Event()\n", "                    pass\n"),
-    (STREAMS, "        for streams in last:\n            streams.fork()\n", ""),
+    (STREAMS, "            streams.fork(stream)\n", "            pass\n"),
+    (STREAMS, "            streams.fork(stream)\n", "            streams.fork()\n"),
+    (STREAMS, "with self.cuda.device(self.device), self.cuda.stream(self.side)", "with self.cuda.stream(self.side)"),
     (STREAMS, "                current.synchronize()\n", "                pass\n"),
     (STREAMS, "                flight.work().fail(error)\n", ""),
     (STREAMS, "            self.fail_all(self.failure)\n", "            pass\n"),

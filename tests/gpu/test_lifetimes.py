@@ -333,6 +333,28 @@ def test_each_rank_has_a_context_on_its_own_gpu_only(rank, size, device):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+def test_a_thread_that_has_chosen_no_device_starts_no_context(backend, rank, size, device):
+    group = dist.new_group(backend=backend)
+    tensors = [torch.ones(3, device=device), torch.ones((3, 2), device=device)[:, 0]]
+    begun = dist.all_reduce(tensors[0], group=group, async_op=True)
+    ended = []
+
+    def use():
+        begun.get_future()
+        begun.wait()
+        dist.all_reduce(tensors[1], group=group, async_op=True).wait()
+        ended.append(True)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert ended
+    assert [each.tolist() for each in tensors] == [[size] * 3] * 2
+    assert active_contexts() == [device.index]
+    dist.destroy_process_group(group)
+
+
 def test_a_work_inside_a_capture_has_not_ended(rank, size, device):
     before = dist.all_reduce(torch.ones(1, device=device), async_op=True)
     before.wait()

@@ -98,6 +98,21 @@ def test_waiting_on_another_stream(rank, size, device):
     assert bool((doubled == 2 * size).all())
 
 
+def test_calls_launched_together_come_behind_the_streams_that_they_began_on(world, rank, size, device):
+    dist.all_reduce(torch.ones(1, device=device))
+    sides = [torch.cuda.Stream() for _ in range(2)]
+    tensors = [torch.zeros(1 << 10, device=device) for _ in sides]
+    torch.cuda.synchronize()
+    world._start_coalescing(device)
+    for side, tensor in zip(sides, tensors, strict=True):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            tensor += 1
+            world.allreduce([tensor])
+    world._end_coalescing(device).wait()
+    assert all(bool((tensor == size).all()) for tensor in tensors)
+
+
 def test_the_future_of_a_work(rank, size, device):
     tensor = torch.ones(1 << 20, device=device)
     doubled = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] * 2)

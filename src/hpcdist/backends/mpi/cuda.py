@@ -211,20 +211,16 @@ class StagedBackend(Backend):
         before = self._cuda.Event()
         before.record(self._cuda.current_stream(given.device))
 
-        queue = self.inner.open_queue()
-
         def carry_out() -> None:
-            if queue.running is not None:
-                # the worker's own device: without it the end of the block would go back to GPU 0 and start a context
-                self._cuda.set_device(given.device)
-            with self._cuda.stream(side):
+            # a thread that has chosen no device: the end of ``stream`` alone would go back to GPU 0 and start a context
+            with self._cuda.device(given.device), self._cuda.stream(side):
                 side.wait_event(before)
                 self.run(call)
                 if call.finish is not None:
                     call.finish()
                 side.synchronize()
 
-        return queue.put(carry_out, call.result or [], is_large=True)
+        return self.inner.open_queue().put(carry_out, call.result or [], is_large=True)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""

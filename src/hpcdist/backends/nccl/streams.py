@@ -93,16 +93,22 @@ class Streams:
         with self.cuda.device(self.device):
             return self.cuda.is_current_stream_capturing()
 
-    def fork(self) -> Any:
-        """Make the side stream wait for what the current stream holds now; return the current stream."""
-        current = self.current()
-        self._before.record(current)
+    def fork(self, stream: Any = None) -> Any:
+        """Make the side stream wait for what a stream holds now, or the current one; return that stream."""
+        if stream is None:
+            stream = self.current()
+        self._before.record(stream)
         self._before.wait(self.side)
-        return current
+        return stream
 
-    def on_side(self) -> AbstractContextManager[Any]:
-        """Make the side stream the current one."""
-        return self.cuda.stream(self.side)
+    @contextmanager
+    def on_side(self) -> Iterator[None]:
+        """Make the side stream the current one.
+
+        A thread that is on another device goes there first: the end of ``stream`` alone would start a context on it.
+        """
+        with self.cuda.device(self.device), self.cuda.stream(self.side):
+            yield
 
     def record_end(self) -> Any:
         """Return an event behind everything on the side stream."""
@@ -456,8 +462,8 @@ class Batch:
     def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
         """Queue all calls on the device in one group; ``launch`` is that of the group's communicators."""
         last = {work._streams: work for _, _, work in self.calls}
-        for streams in last:
-            streams.fork()
+        for streams, stream in dict.fromkeys((work._streams, work.flight.begun_on) for _, _, work in self.calls):
+            streams.fork(stream)
 
         def queue(_: int) -> None:
             with group():
