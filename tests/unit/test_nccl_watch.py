@@ -162,6 +162,24 @@ def test_a_call_whose_kernel_ended_by_the_abort_has_failed() -> None:
     assert seen == [(False, backend.communicators.ended)]
 
 
+def test_a_call_whose_kernel_was_ended_by_a_shrink_has_failed() -> None:
+    backend = connected()
+    work = call(backend, True)
+    work.end.is_complete = False
+    comm = backend.communicators.group.comm
+    shrink = comm.shrink
+
+    def end_kernels(*args: Any, **options: Any) -> Any:
+        work.end.is_complete = True
+        assert backend.pending() == []  # the watchdog looks while the other ranks are waited for
+        return shrink(*args, **options)
+
+    comm.shrink = end_kernels
+    backend.shrink([1], "less", aborts=True)
+    with pytest.raises(DistBackendError, match=r"shrinks the NCCL communicator without ranks \[1\]"):
+        work.wait()
+
+
 def test_a_communicator_is_aborted_once() -> None:
     backend = connected()
     fake.take_journal()

@@ -128,7 +128,12 @@ class Communicators:
         assert self.group is not None
         self.check_live()
         flags = self._library.core.CommShrinkFlag
-        if not aborts:
+        if aborts:  # before a kernel ends by it and seems to have succeeded
+            self.group.streams.failure = DistBackendError(
+                f"the call was ended, because rank {self.rank} of {self.size} shrinks the NCCL communicator without "
+                f"ranks {sorted(excluded)}"
+            )
+        else:
             self._cuda.synchronize(self.group.streams.device)
         with self.failing("shrink"):
             return self.group.comm.shrink(list(excluded), flag=flags.ABORT if aborts else flags.DEFAULT)
