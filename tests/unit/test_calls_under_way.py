@@ -95,3 +95,15 @@ def test_collections_are_as_before_after_a_look(is_enabled):
         assert gc.isenabled() is is_enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/venv/lib/python3.11/site-packages/nccl/core/communicator.py", False),
+        ("/venv/lib/python3.11/site-packages/mpi4py/util/pkl5.py", False),
+        ("/home/user/nccl/train.py", True),
+    ],
+)
+def test_the_users_line_is_not_one_of_the_libraries_below(path, expected):
+    assert calls_under_way.is_users(compile("", path, "exec")) is expected

@@ -27,7 +27,13 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch.call_states import Facts
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FOREIGN = (os.path.dirname(torch.__file__) + os.sep, f"{os.sep}mpi4py{os.sep}", contextlib.__file__, threading.__file__)
+FOREIGN = (
+    os.path.dirname(torch.__file__) + os.sep,
+    f"{os.sep}mpi4py{os.sep}",
+    f"-packages{os.sep}nccl{os.sep}",  # nccl4py
+    contextlib.__file__,
+    threading.__file__,
+)
 DESTROY = "destroy_process_group"
 OURS = "hpcdist-"  # the names of this package's own threads begin so
 LOOKING = threading.RLock()  # held while frames of other threads are read; a signal's handler may read them too
