@@ -7,6 +7,7 @@ make test-gpu                                                                   
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from importlib.util import find_spec
 
@@ -50,6 +51,39 @@ def world():
 @pytest.fixture
 def device(world):
     return torch.device("cuda", torch.cuda.current_device())
+
+
+class Gate:
+    """A place on a stream that the device does not pass until it is opened, however long the host takes.
+
+    Whatever makes CUDA wait for the device must have happened before: the first use of a kernel or a communicator.
+    """
+
+    def __init__(self):
+        self._driver, self._libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+        self._semaphore = ctypes.create_string_buffer(64)
+        self._libc.sem_init(self._semaphore, 0, 0)
+        self._closed = 0
+
+    def close(self):
+        """Hold up what is queued on the current stream from now on."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        assert self._driver.cuLaunchHostFunc(stream, self._libc.sem_wait, self._semaphore) == 0
+        self._closed += 1
+
+    def open(self):
+        """Let it go on."""
+        while self._closed:
+            self._closed -= 1
+            self._libc.sem_post(self._semaphore)
+
+
+@pytest.fixture
+def gate(device):
+    made = Gate()
+    yield made
+    made.open()
+    torch.cuda.synchronize()
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_objects_do_not_touch_the_gpu(rank, size):
     everyones = [None] * size
     dist.all_gather_object(everyones, {"rank": rank})
     assert [each["rank"] for each in everyones] == list(range(size))
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # what earlier calls held may be let go of
 
 
 def test_cpu_and_cuda_tensors_in_one_group(rank, size, device):

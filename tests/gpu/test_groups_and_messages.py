@@ -124,8 +124,8 @@ def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(is_async, rank, size
         dist.barrier()  # until the watchdogs of the others have ended their calls
         group.backend("cuda").interrupt("it never came")
     else:
-        work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=is_async)
         began = time.monotonic()
+        work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=is_async)
         torch.cuda.synchronize()  # until the watchdog ends the kernel
         assert 2 < time.monotonic() - began < 60
         if work is not None:

@@ -132,17 +132,18 @@ def test_a_wait_on_another_stream_frees_nothing_for_the_first(case, rank, size, 
     assert all(bool((each == -7.0).all()) for each in others)
 
 
-def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(rank, size, device):
+def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(gate, rank, size, device):
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
     streams = dist.group.WORLD.backend("cuda").communicators.group.streams
     dist.group.WORLD.backend("cuda").outstanding()
     before = torch.cuda.memory_allocated()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    gate.close()
     for _ in range(3):
         dist.all_reduce(torch.ones(COUNT, device=device), async_op=True)
     assert torch.cuda.memory_allocated() - before >= 3 * 4 * COUNT
     assert len(streams.under_way) >= 3
+    gate.open()
     torch.cuda.synchronize()
     dist.group.WORLD.backend("cuda").outstanding()
     assert torch.cuda.memory_allocated() <= before
@@ -150,12 +151,13 @@ def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(rank, size, device):
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, rank, size, device):
+def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, gate, rank, size, device):
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
     dist.group.WORLD.backend("cuda").outstanding()
     before, nbytes = torch.cuda.memory_allocated(), 1 << 22
     for _ in range(4):
+        gate.close()
         work = dist.all_reduce(torch.ones(nbytes // 4, device=device), async_op=True)
         if is_waited_for:
             work.wait()  # all that uses the memory from now on is behind the call
@@ -164,7 +166,8 @@ def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, rank, size
         else:
             del work
             assert torch.cuda.memory_allocated() == before + nbytes
-            torch.cuda.synchronize()
+        gate.open()
+        torch.cuda.synchronize()
 
 
 def test_no_event_of_the_profiler_ends_after_the_profiler_which_crashes_torch(world, rank, size, device):

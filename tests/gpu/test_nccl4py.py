@@ -95,8 +95,8 @@ def test_an_abort_ends_a_call_that_the_others_do_not_make(comm, rank, size, devi
         comm.allreduce(tensor, tensor, nccl.SUM, stream=side.cuda_stream)
         time.sleep(0.2)
         assert not side.query()
-        threading.Timer(0.3, comm.abort).start()
         began = time.monotonic()
+        threading.Timer(0.3, comm.abort).start()
         side.synchronize()
         assert time.monotonic() - began > 0.1
         time.sleep(0.5)

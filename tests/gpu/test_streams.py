@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from datetime import timedelta
 
@@ -27,38 +28,42 @@ def test_a_call_waits_for_the_kernels_before_it_and_they_for_it(rank, size, devi
         assert bool((tensor == 2 * size).all())
 
 
-def test_wait_does_not_block_the_host(rank, size, device):
+def test_wait_does_not_block_the_host(gate, rank, size, device):
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
     ended = torch.cuda.Event()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    gate.close()
     tensor = torch.ones(4, device=device)
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
     ended.record()
     assert not ended.query()
     assert not work.is_completed()
+    gate.open()
     torch.cuda.synchronize()
     assert work.is_completed()
     assert tensor.tolist() == [size] * 4
 
 
-def test_wait_with_a_limit_blocks_the_host(rank, size, device):
-    torch.cuda._sleep(SLEEP_CYCLES)
+def test_wait_with_a_limit_blocks_the_host(gate, rank, size, device):
+    dist.all_reduce(torch.ones(4, device=device))
+    gate.close()
     work = dist.all_reduce(torch.ones(4, device=device), async_op=True)
     with pytest.raises(dist.DistBackendError, match="timeout after 1ms"):
         work.wait(timedelta(milliseconds=1))
+    gate.open()
     assert work.wait(timedelta(seconds=30))
     assert work.is_completed()
 
 
-def test_a_wait_blocks_the_host_where_torchs_variable_says_so(world, rank, size, device, monkeypatch):
+def test_a_wait_blocks_the_host_where_torchs_variable_says_so(world, gate, rank, size, device, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda._sleep(SLEEP_CYCLES)
+    gate.close()
     work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
     assert not work.is_completed()
+    threading.Timer(0.2, gate.open).start()
     work.wait()
     assert work.is_completed()
     dist.destroy_process_group(group)
@@ -119,15 +124,16 @@ def test_the_future_of_a_work(rank, size, device):
     assert bool((doubled.wait() == 2 * size).all())
 
 
-def test_several_works_as_one_on_two_streams(world, rank, size, device):
+def test_several_works_as_one_on_two_streams(world, gate, rank, size, device):
     dist.all_reduce(torch.ones(1, device=device))
     side = torch.cuda.Stream()
     tensors = [torch.ones(1 << 20, device=device) for _ in range(2)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    gate.close()
     work = world.allreduce_coalesced(tensors)
     work.wait()
     assert not work.is_completed()
+    gate.open()
     with torch.cuda.stream(side):
         work.wait()
         doubled = [tensor * 2 for tensor in tensors]
@@ -137,24 +143,27 @@ def test_several_works_as_one_on_two_streams(world, rank, size, device):
     assert work.is_success()
 
 
-def test_the_future_of_several_works(world, rank, size, device):
-    tensors = [torch.ones(1 << 20, device=device) for _ in range(2)]
-    torch.cuda._sleep(SLEEP_CYCLES)
+def test_the_future_of_several_works(world, gate, rank, size, device):
+    tensors = [torch.ones(1 << 20, device=device) * 1 for _ in range(2)]
+    dist.all_reduce(tensors[0], dist.ReduceOp.MAX)
+    gate.close()
     work = world.allreduce_coalesced(tensors)
     doubled = work.get_future().then(lambda done: [each * 2 for each in done.value()])
     assert not work.is_completed()
+    gate.open()
     for each in doubled.wait():
         assert bool((each == 2 * size).all())
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_blocking_the_current_stream(several, world, rank, size, device):
+def test_blocking_the_current_stream(several, world, gate, rank, size, device):
     dist.all_reduce(torch.ones(1, device=device))
     tensor = torch.ones(1 << 20, device=device)
-    torch.cuda._sleep(SLEEP_CYCLES)
+    gate.close()
     work = world.allreduce_coalesced([tensor]) if several else dist.all_reduce(tensor, async_op=True)
     work.block_current_stream()
     assert not work.is_completed()
+    gate.open()
     assert bool((tensor * 2 == 2 * size).all())
 
 

@@ -131,6 +131,9 @@ API cuStreamIsCapturing(void* stream, int* out) {
   *out = capture_status(stream_of(stream));
   return OK;
 }
+API cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+  return enqueue(stream_of(stream), [=] { function(data); }, {}, "a host function");
+}
 API cuThreadExchangeStreamCaptureMode(int* mode) {
   *mode = exchange_capture_mode(*mode);
   return OK;

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
 SWEEP_EVERY = 16
 SWEEP_BYTES = 1 << 20  # or from one call with so much memory to the next, which takes longer than to query
-ABORT_SECONDS = 1.0  # the most that an abort waits for the device, if it has to
+ABORT_SECONDS = 5.0  # the most that an abort waits for the device, if it has to
 
 
 class Streams:
