@@ -145,3 +145,18 @@ def test_a_group_of_nccl_alone_and_one_of_mpi_alone(rank, size, device):
         dist.all_reduce(tensor, group=group, async_op=True).wait()
         assert bool((tensor == size * size).all())
         dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+def test_messages_into_tensors_made_in_inference_mode(backend, rank, size, device):
+    group = dist.new_group(backend=backend)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    with torch.inference_mode():
+        targets = [torch.zeros(4, device=device), torch.zeros((4, 2), device=device)[:, 0]]
+        sent = torch.full((4,), rank + 1.0, device=device)
+        operations = [dist.P2POp(dist.irecv, target, left, group) for target in targets]
+        works = dist.batch_isend_irecv([*operations, *[dist.P2POp(dist.isend, sent, right, group)] * 2])
+    for work in works:
+        work.wait()
+    assert [target.tolist() for target in targets] == [[left + 1.0] * 4] * 2
+    dist.destroy_process_group(group)

@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.process.runtime import short_name
 from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
 from hpcdist.core.queue import Queue
 from hpcdist.core.table import Row
@@ -157,7 +158,7 @@ class StagedBackend(Backend):
     def _to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy values to the device; any stream may read them then."""
         with self._cuda.device(tensor.device):
-            tensor.copy_(host, non_blocking=True)
+            put(host, tensor)
             self._cuda.current_stream(tensor.device).synchronize()
 
     def _goes_directly(self, row: Row, send: torch.Tensor | None, recv: torch.Tensor | None, op: Any) -> bool:
