@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -128,7 +129,8 @@ def test_calls_that_are_launched_together_give_their_event_back_once() -> None:
     assert list(backend.communicators.group.streams._free_events) == [works[0].end]
 
 
-def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_failed() -> None:
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_failed(is_grouped: bool) -> None:
     backend = connected()
     streams = backend.communicators.group.streams
     record_end = streams.record_end
@@ -140,7 +142,10 @@ def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_fail
         return event
 
     streams.record_end = end_meanwhile
-    work = call(backend, True)
+    with backend.grouped() if is_grouped else nullcontext():
+        work = call(backend, True)
+    assert work.is_completed()
+    assert not streams.under_way
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         work.wait()
 
