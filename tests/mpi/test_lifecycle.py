@@ -74,6 +74,19 @@ def test_a_communicator_of_ones_own(rank, size):
     assert not MPI.Is_finalized()
 
 
+def test_the_longest_timeout(rank, size):
+    dist.destroy_process_group()
+    dist.init_process_group(timeout=timedelta.max)
+    assert dist.get_world_size(dist.new_group(timeout=timedelta.max)) == size
+    dist.monitored_barrier(timeout=timedelta.max)
+    tensor = torch.ones(100_000)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(2)]
+    for work in works:
+        assert work.wait(timedelta.max)
+    dist.barrier(timeout=timedelta.max)
+    assert tensor[0].item() == size * size
+
+
 def test_bad_arguments(rank, size):
     dist.destroy_process_group()
     for kind, arguments, text in (
