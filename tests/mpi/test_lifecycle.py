@@ -146,6 +146,19 @@ def test_a_start_that_fails_late_leaves_no_group_behind(rank, size, monkeypatch)
     assert hooks.reproducible is None
 
 
+def test_a_duplicate_that_mpi_refuses(rank, size):
+    from mpi4py import MPI
+
+    class Refusing(MPI.Intracomm):
+        def Dup(self, *_):
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    dist.destroy_process_group()
+    with pytest.raises(dist.DistBackendError, match="init_process_group failed in MPI"):
+        dist.init_process_group(comm=Refusing(MPI.COMM_WORLD))
+    assert not dist.is_initialized()
+
+
 def test_null_communicator(rank, size):
     from mpi4py import MPI
 

@@ -260,8 +260,12 @@ def farewell() -> Callable[[], bool] | None:
 def duplicate(comm: Any, timeout: timedelta) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
+    given = checked(comm)
     with limited(timeout):
-        own = checked(comm).Dup()
+        try:
+            own = given.Dup()
+        except MPI.Exception as error:
+            raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}") from error
     unlink_segments(MPI)
     if joined := connection():
         os.environ[PROCESS] = f"{os.getpid()} {joined}"
