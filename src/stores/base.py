@@ -25,6 +25,7 @@ Text = str | bytes
 Timeout = timedelta | float
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
+LONGEST_S = 1e9  # 31 years: Python's locks and C++'s nanoseconds do not hold much more
 
 
 def as_bytes(text: Text, name: str = "key") -> bytes:
@@ -54,11 +55,11 @@ def as_amount(amount: int) -> int:
 
 
 def as_seconds(timeout: Timeout) -> float:
-    """Return a timeout in seconds; an int is refused, as by torch, because it does not say its unit."""
+    """Return a timeout in seconds, ``LONGEST_S`` at most; an int is refused, as by torch, because it has no unit."""
     if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
+        return min(timeout.total_seconds(), LONGEST_S)
     if isinstance(timeout, float):
-        return timeout
+        return min(timeout, LONGEST_S)
     raise wrong_kind("timeout", timeout, "a timedelta or a float of seconds")
 
 

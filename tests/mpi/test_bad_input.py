@@ -131,6 +131,23 @@ def test_negative_tags(call, rank, size):
                 TAGGED[call](door, (rank + 1) % size, tag)
 
 
+@pytest.mark.parametrize("call", TAGGED)
+def test_tags_that_are_no_numbers_of_messages(call, rank, size):
+    for tag in (1.5, None, "1", np.float64(1)):
+        with pytest.raises(TypeError, match="expected an int"):
+            TAGGED[call](dist, (rank + 1) % size, tag)
+    with pytest.raises(ValueError, match="2147483648 is too large"):
+        TAGGED[call](dist, (rank + 1) % size, 2**31)
+
+
+def test_other_numbers_are_tags(rank, size):
+    for tag, same in ((np.int64(3), 3), (True, 1), (torch.tensor(4), 4)):
+        work = dist.irecv(received := torch.zeros(1), rank, tag=same)
+        dist.isend(torch.ones(1), rank, tag=tag).wait()
+        work.wait()
+        assert received.item() == 1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_error(case, size):
     kind, call, text = CASES[case]

@@ -211,7 +211,7 @@ def test_a_message_that_is_too_long_and_what_comes_after_it(rank, size, world):
     dist.barrier()
 
 
-def test_the_tag_is_refused_to_users(rank, size, world):
+def test_the_tags_of_our_own_messages_are_refused_to_users(rank, size, world):
     with pytest.raises(ValueError, match="tag 32767 is kept"):
         dist.send(torch.zeros(1), rank, tag=32767)
     with pytest.raises(ValueError, match="tag 32767 is kept"):
@@ -226,6 +226,9 @@ def test_the_tag_is_refused_to_users(rank, size, world):
             method([torch.zeros(1)], rank, 32767)
     with pytest.raises(ValueError, match="tag 32767 is kept"):
         world.recv_anysource([torch.zeros(1)], 32767)
+    for kept in (32701, 32702, 32703, 32742):  # monitored_barrier, profile, the two-level calls, NCCL's start
+        with pytest.raises(ValueError, match=f"tag {kept} is kept"):
+            dist.isend(torch.zeros(1), rank, tag=kept)
 
 
 def test_wrong_arguments(rank, size):

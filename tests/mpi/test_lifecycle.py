@@ -74,6 +74,19 @@ def test_a_communicator_of_ones_own(rank, size):
     assert not MPI.Is_finalized()
 
 
+def test_the_longest_timeout(rank, size):
+    dist.destroy_process_group()
+    dist.init_process_group(timeout=timedelta.max)
+    assert dist.get_world_size(dist.new_group(timeout=timedelta.max)) == size
+    dist.monitored_barrier(timeout=timedelta.max)
+    tensor = torch.ones(100_000)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(2)]
+    for work in works:
+        assert work.wait(timedelta.max)
+    dist.barrier(timeout=timedelta.max)
+    assert tensor[0].item() == size * size
+
+
 def test_bad_arguments(rank, size):
     dist.destroy_process_group()
     for kind, arguments, text in (
@@ -131,6 +144,19 @@ def test_a_start_that_fails_late_leaves_no_group_behind(rank, size, monkeypatch)
     dist.init_process_group()
     assert dist.group.WORLD.group_name == "0"
     assert hooks.reproducible is None
+
+
+def test_a_duplicate_that_mpi_refuses(rank, size):
+    from mpi4py import MPI
+
+    class Refusing(MPI.Intracomm):
+        def Dup(self, *_):
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+    dist.destroy_process_group()
+    with pytest.raises(dist.DistBackendError, match="init_process_group failed in MPI"):
+        dist.init_process_group(comm=Refusing(MPI.COMM_WORLD))
+    assert not dist.is_initialized()
 
 
 def test_null_communicator(rank, size):

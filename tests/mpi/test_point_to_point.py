@@ -176,6 +176,27 @@ def test_groups_have_ranks_of_their_own(rank, size):
     dist.barrier()
 
 
+@pytest.mark.parametrize("numel", [1, 1_000_000])
+def test_messages_that_nobody_has_received_end_with_their_group(numel, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    for _ in range(3):
+        left = dist.new_group()
+        if rank == 0:
+            work = dist.isend(torch.full((numel,), -1.0), 1, left)
+        dist.barrier(left)
+        dist.destroy_process_group(left)
+        group = dist.new_group()  # on MPICH it may have the context of the group before
+        tensor = torch.zeros(numel)
+        if rank == 0:
+            dist.send(torch.full((numel,), 7.0), 1, group)
+            assert work is not None
+        elif rank == 1:
+            dist.recv(tensor, 0, group)
+            assert tensor[0].item() == 7
+        dist.destroy_process_group(group)
+
+
 def test_exchanges_do_not_meet_the_messages_of_a_group(rank, size):
     if size < 2:
         pytest.skip("needs two ranks")

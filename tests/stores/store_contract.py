@@ -199,6 +199,15 @@ class StoreContract:
         assert store.get("late") == b"1", "a negative timeout is for ever"
         timer.join()
 
+    def test_the_longest_timeout(self, store):
+        store.set_timeout(timedelta.max)
+        for wait in (lambda: store.get("late"), lambda: store.wait(["late"], timedelta.max)):
+            timer = threading.Timer(0.1, lambda: store.clone().set("late", "1"))
+            timer.start()
+            wait()
+            timer.join()
+            store.delete_key("late")
+
     def test_a_waiting_thread_does_not_block_the_others(self, store):
         waiting = threading.Thread(target=lambda: store.wait(["late"], timedelta(seconds=10)))
         waiting.start()

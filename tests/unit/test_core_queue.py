@@ -175,6 +175,11 @@ def test_the_limit_of_several_works_is_one_for_all(monkeypatch):
     assert 0 < asked[2] < 0.1
 
 
+def test_the_longest_limit(queue):
+    works = [queue.put(lambda: time.sleep(0.01), [], is_large=True) for _ in range(2)]
+    assert AllWork(works, []).wait(timedelta.max)
+
+
 def test_several_works_wait_each_time_until_they_have_ended():
     class Part(Work):
         def _block(self, seconds):

@@ -16,6 +16,7 @@ CASES = """
 import asyncio, hashlib, json, multiprocessing, os, signal, socket, subprocess, sys, tempfile, threading, time
 from signal import set_wakeup_fd as pythons_own
 import hpcdist as dist
+from hpcdist.watch.signals import HANDLED, Signals, is_pythons
 
 WORKS = b"secret", b"salt", 1_000_000  # for a second without the GIL, in which no handler runs
 STATE = '''import json, signal
@@ -103,6 +104,20 @@ def descriptors():
         found.append(os.fstat(number).st_size == 0)
     return all(found)
 
+def interrupts_that_the_program_has_caught():
+    found = Signals()
+    found.install()
+    try:
+        send(signal.SIGINT)
+        time.sleep(5)
+    except KeyboardInterrupt:
+        pass
+    is_caught = found.arrived() == [signal.SIGINT, HANDLED]
+    found.writer.send(bytes([signal.SIGINT, HANDLED, signal.SIGINT]))
+    is_python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    asyncio.run(asyncio.sleep(0))
+    return is_caught and found.arrived() == [HANDLED, signal.SIGINT] and is_python_s and is_pythons(found._raises)
+
 def in_children():
     # what a child has is what this process had, whatever the thread that forks; the descriptor is closed by then
     ours, theirs = socket.socketpair()
@@ -114,7 +129,8 @@ def in_children():
         mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))]
         ports = len([each for each in os.listdir("/proc/self/fd") if is_socket(int(each))])
         handler, is_own = str(signal.getsignal(signal.SIGTERM)), signal.set_wakeup_fd is pythons_own
-        return [mask, handler, is_own, pythons_own(-1), ports]
+        interrupt = [str(signal.getsignal(signal.SIGINT)), str(signal.default_int_handler)]
+        return [mask, handler, is_own, pythons_own(-1), ports, *interrupt]
     def is_socket(number):
         try:
             return os.readlink(f"/proc/self/fd/{number}").startswith("socket")
@@ -131,7 +147,8 @@ def in_children():
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()
-    fresh = [[], "0", True, -1, 1]  # ``ours`` is the program's
+    pythons = "<built-in function default_int_handler>"
+    fresh = [[], "0", True, -1, 1, pythons, pythons]  # ``ours`` is the program's
     started = [
         json.loads(subprocess.run([sys.executable, "-c", STATE], preexec_fn=hook, stdout=subprocess.PIPE).stdout)
         for hook in (None, lambda: None)
@@ -171,6 +188,7 @@ TRUE = (
     "handler_made_before_init",
     "heard_beside_a_loop_while_python_does_not_run",
     "descriptors",
+    "interrupts_that_the_program_has_caught",
     "in_children",
     "hook_of_a_child_with_a_group_of_its_own",
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hpcdist.watch import calls_under_way
 from hpcdist.watch.inquiry import Subject, Verdict
+from hpcdist.watch.signals import HANDLED
 from hpcdist.watch.watchdog import Watchdog
 
 RANK = 3
@@ -54,3 +58,14 @@ def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdo
     assert watchdog.inquiries.reporter("0", RANK, {}) is None
     assert not watchdog.inquiries.was_swept("0")
     assert not watchdog.channel.places
+
+
+def test_a_call_made_after_a_ctrl_c_that_the_program_has_caught_is_left_alone(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = SimpleNamespace(record=("a call",))
+    monkeypatch.setattr(calls_under_way, "under_way", lambda: [call])
+    watchdog._heed(signal.SIGINT)
+    assert watchdog._found == [call.record]
+    watchdog._heed(HANDLED)
+    assert watchdog._found == []

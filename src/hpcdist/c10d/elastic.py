@@ -329,12 +329,13 @@ class ElasticJob:
         decision = decide(reports, members, self._min_size, self._most, rivals)
         own = None
         if decision.remakes:
-            own = everyone.split([[ids.index(each) for each in decision.members]], ["elastic"], self._timeout)
+            places = {each: rank for rank, each in enumerate(ids)}
+            own = everyone.split([[places[each] for each in decision.members]], ["elastic"], self._timeout)
         return decision, own, max(each.made for each in reports)
 
     def _rivals(self, ids: list[int]) -> int:
         """Return how many processes of the last meeting may go on without those with these ids."""
-        missing = {each for each in self._present if each not in ids}
+        missing = set(self._present).difference(ids)
         if self._proof is None or not count_rivals(ids, missing):
             return 0
         return count_rivals(ids, missing - self._proof.ended(missing))

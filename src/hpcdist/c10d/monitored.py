@@ -22,12 +22,13 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.naps import nap
+from hpcdist.core.point_to_point import FIRST_KEPT
 from hpcdist.core.ranks import listed
-from hpcdist.core.work import Work
+from hpcdist.core.work import LONGEST_TIMEOUT, Work
 from hpcdist.watch import report
 from hpcdist.watch.watchdog import RUNNING
 
-BARRIER_TAG = 32_701  # under the least MPI_TAG_UB (MPI 9.1.2); users' tags are rarely this high
+BARRIER_TAG = FIRST_KEPT
 
 
 class Kind(IntEnum):
@@ -79,7 +80,9 @@ def monitored_barrier(
     if pg is None:
         return
     limit = timeout if timeout is not None else pg.timeout
-    seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+    seconds = min(
+        limit.total_seconds() if isinstance(limit, timedelta) else float(limit), LONGEST_TIMEOUT.total_seconds()
+    )
     backend = pg.any_backend()
     backend.settle()
     with own_limit(pg, "monitored_barrier"):

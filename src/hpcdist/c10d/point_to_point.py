@@ -16,7 +16,7 @@ from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import KEPT, incoming, irecv, isend, outgoing, refused, title
+from hpcdist.core.point_to_point import FIRST_KEPT, checked_tag, incoming, irecv, isend, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -33,14 +33,14 @@ def send(
         tensor: what to send.
         dst: the receiver as a global rank; give this or ``group_dst``.
         group: the group; None for the default one.
-        tag: a number that the receiver must ask for, from 0 on; not 32767, which ``exchange`` and ``HaloExchange`` use.
+        tag: a number that the receiver must ask for, from 0 on; not 32701 to 32767, which hpcdist's own messages have.
         group_dst: the receiver as a rank of the group.
 
     Raises:
-        ValueError: no receiver, two, one outside the group, or this rank itself, or a negative tag or 32767.
+        ValueError: no receiver, two, one outside the group, or this rank itself, or a tag that does not do.
     """
-    if not 0 <= tag != KEPT:
-        raise refused(tag)
+    if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
+        tag = checked_tag(tag)
     way = world.route(group, "send", dst, group_dst)
     if way is None:
         return
@@ -89,11 +89,11 @@ def recv(
         The sender's global rank; -1 on ranks outside the group.
 
     Raises:
-        ValueError: two senders, one outside the group, or this rank itself, or a negative tag or 32767.
+        ValueError: two senders, one outside the group, or this rank itself, or a tag that does not do.
         DistBackendError: what was sent does not fit.
     """
-    if not 0 <= tag != KEPT:
-        raise refused(tag)
+    if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
+        tag = checked_tag(tag)
     way = world.origin(group, "recv", src, group_src)
     if way is None:
         return -1
@@ -148,7 +148,7 @@ class P2POp:
         group_peer: the other rank as a rank of the group.
 
     Raises:
-        ValueError: another op, no peer, two peers, or one outside the group, or a negative tag or 32767.
+        ValueError: another op, no peer, two peers, or one outside the group, or a tag that does not do.
         TypeError: not a tensor.
     """
 
@@ -173,8 +173,8 @@ class P2POp:
                 f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
                 "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
             )
-        if not 0 <= tag != KEPT:
-            raise refused(tag)
+        if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
+            tag = checked_tag(tag)
         if tensor.__class__ is not torch.Tensor:
             as_tensor(tensor, "tensor")
         self.op = OPS[op]

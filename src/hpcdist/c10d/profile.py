@@ -13,12 +13,13 @@ import torch
 
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
+from hpcdist.core.point_to_point import FIRST_KEPT
 from hpcdist.core.world import WORLD, default_group
 from hpcdist.watch import timing
 from hpcdist.watch.timeline import RankRow, Row, Share, Timeline
 from hpcdist.watch.timing import TimedCall
 
-PING_TAG = 32_702  # beside monitored_barrier's
+PING_TAG = FIRST_KEPT + 1  # beside monitored_barrier's
 PINGS = 10  # the quickest of so many says how two clocks differ
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,8 +23,10 @@ class KeptTag(int):
     """A tag that is refused to users, whose number is not this object."""
 
 
-KEPT = 32767  # the largest tag that every MPI has (MPI 9.1.2)
-EXCHANGE_TAG = KeptTag(KEPT)  # of messages between neighbours
+# tags of hpcdist's own messages, refused to users; every MPI has tags up to 32767 (MPI 9.1.2)
+FIRST_KEPT, LAST_KEPT = 32_701, 32_767
+EXCHANGE_TAG = KeptTag(LAST_KEPT)  # of messages between neighbours
+LARGEST_TAG = (1 << 31) - 1  # a C int's, as in MPI and gloo; MPICH refuses smaller ones by itself
 
 
 def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
@@ -90,8 +93,8 @@ def irecv(
 
 def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group_peer: Any) -> Work | None:
     """Begin an ``isend`` or ``irecv``; of a tensor that looks like an earlier one's, without the checks of that one."""
-    if not 0 <= tag != KEPT and tag is not EXCHANGE_TAG:
-        raise refused(tag)
+    if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
+        tag = checked_tag(tag)
     is_send = what == "isend"
     finish = None
     rank: Any  # in the group; None for anyone
@@ -139,14 +142,30 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     return work
 
 
-def refused(tag: int) -> MismatchError:
-    """Return the error of a user's message with the tag of messages between neighbours, or a negative one.
+def checked_tag(tag: Any) -> int:
+    """Return the tag of a message as an int; callers know those that most messages have to be fit.
 
-    To MPI a negative tag means something of its own: -1 is MPI_ANY_TAG in Open MPI and MPICH.
+    To MPI a negative tag means something of its own: -1 is MPI_ANY_TAG in Open MPI and MPICH. mpi4py takes 1.5 for 1.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: negative, too large, or kept for hpcdist's own messages.
     """
-    if tag < 0:
-        return MismatchError(f"Tag must be nonnegative: got {tag}; expected 0 or more")
-    return MismatchError(f"tag {EXCHANGE_TAG} is kept for `exchange` and `HaloExchange`; expected any other")
+    if isinstance(tag, KeptTag):
+        return tag
+    if not hasattr(tag, "__index__"):
+        raise TypeError(f"tag is {tag!r} of type {type(tag).__name__}; expected an int")
+    number = operator.index(tag)
+    if number < 0:
+        raise MismatchError(f"Tag must be nonnegative: got {number}; expected 0 or more")
+    if number > LARGEST_TAG:
+        raise MismatchError(f"tag {number} is too large; expected {LARGEST_TAG} at most")
+    if FIRST_KEPT <= number <= LAST_KEPT:
+        raise MismatchError(
+            f"tag {number} is kept for hpcdist's own messages, as all from {FIRST_KEPT} to {LAST_KEPT}; "
+            "expected another"
+        )
+    return number
 
 
 def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Work]:

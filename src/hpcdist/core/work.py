@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 SHORTEST_TIMEOUT = timedelta(microseconds=1)
+LONGEST_TIMEOUT = timedelta(seconds=1e9)  # 31 years: Python's locks and timers do not hold ``timedelta.max``
 
 init_torch_work = torch.distributed.Work.__init__
 
@@ -123,7 +124,7 @@ class Work(KeptAlive, torch.distributed.Work):
         """
         # no CPU backend's Work has another: torch.compile, which would trace into what this runs, knows it by its code
         if not self._done and (timeout or not self._carry_out()):
-            seconds = timeout.total_seconds() or None
+            seconds = min(timeout, LONGEST_TIMEOUT).total_seconds() or None
             if not self._await(seconds):
                 text = (
                     f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "

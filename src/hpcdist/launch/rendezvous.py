@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
+from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import addresses, environment, slurm_step
 from stores.errors import LostServerError, wait_timeout
 
@@ -91,7 +92,7 @@ def find(
         return meet(store, rank, world_size, timeout), rank, world_size
     if init_method is None:
         init_method = "mpi://" if launch is not None and launch.starts_mpi else "env://"
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + min(timeout, LONGEST_TIMEOUT).total_seconds()
     while True:
         left = max(timedelta(seconds=deadline - time.monotonic()), timedelta(seconds=1))
         try:

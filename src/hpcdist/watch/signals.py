@@ -8,8 +8,10 @@ SIGUSR1 and SIGTERM write a trace and are remembered for ``stop_requested``. A p
 stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: as
 long as nothing handles it, it would end them.
 
-SIGINT (Ctrl-C) stays Python's. If the call that it found the main thread in has not ended 1 s later, the watchdog ends
-it, as it ends one that is overdue: the program then gets its KeyboardInterrupt, or the job is aborted.
+SIGINT (Ctrl-C) raises KeyboardInterrupt as ever. If the call that it found the main thread in has not ended 1 s later,
+the watchdog ends it, as one that is overdue: the program then gets its KeyboardInterrupt, or the job is aborted.
+The program may have caught its KeyboardInterrupt, and be in the next call, before the watchdog looks. So a handler of
+ours takes the place of Python's, as ``signal.default_int_handler`` too, and writes to the descriptor that it has run.
 
 Python has one such descriptor, and asyncio, for one, sets its own with its first handler and none after its last: the
 watchdog would hear of no signal any more, and SIGTERM would do nothing. So ours stays set, ``signal.set_wakeup_fd``
@@ -27,12 +29,16 @@ import signal
 import socket
 import threading
 from contextlib import suppress
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 # what is watched, and which ways of dealing with it our handler replaces
 WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,), signal.SIGINT: ()}
 
+HANDLED = 0  # in place of a signal's number: Python has raised KeyboardInterrupt for each SIGINT before
+
 set_wakeup_fd = signal.set_wakeup_fd  # Python's own
+default_int_handler = signal.default_int_handler
 
 
 class Wanted(NamedTuple):
@@ -74,6 +80,7 @@ class Signals:
         self._theirs = Wanted()
         self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
         self._is_installed = False
+        self._raises = self._raise  # one object, which programs compare
 
     def install(self) -> None:
         """Begin to watch; only the main thread may (``signal.set_wakeup_fd``), elsewhere this does nothing."""
@@ -84,6 +91,9 @@ class Signals:
         for number, replaced in WATCHED.items():
             if signal.getsignal(number) in replaced:
                 self._replaced[number] = signal.signal(number, self._note)
+        signal.default_int_handler = self._raises
+        if signal.getsignal(signal.SIGINT) is default_int_handler:
+            signal.signal(signal.SIGINT, self._raises)
         self._is_installed = True
 
     def _hold(self) -> int:
@@ -112,6 +122,10 @@ class Signals:
             for number, before in self._replaced.items():
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, before)
+            if signal.default_int_handler is self._raises:
+                signal.default_int_handler = default_int_handler
+            if signal.getsignal(signal.SIGINT) is self._raises:
+                signal.signal(signal.SIGINT, default_int_handler)
             self._is_installed = False
         self.reader.close()
         self.writer.close()
@@ -125,19 +139,28 @@ class Signals:
             with suppress(OSError):
                 self.writer.send(bytes([number]))
 
+    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Handle SIGINT as Python does, and say so."""
+        with suppress(OSError):
+            self.writer.send(bytes([HANDLED]))
+        default_int_handler(number, frame)
+
     def arrived(self) -> list[int]:
-        """Return the watched signals that came since the last look; for the watchdog thread."""
+        """Return the watched signals that came since the last look, and HANDLED, each where it came last.
+
+        For the watchdog thread.
+        """
         try:
             data = self.reader.recv(4096)
         except OSError:
             return []
-        numbers = [number for number in dict.fromkeys(data) if number in WATCHED]
+        numbers = [number for number in dict.fromkeys(data[::-1]) if number in WATCHED or number == HANDLED][::-1]
         # before the program is told, which may ask at once whether it is to stop
-        self.received.update(number for number in numbers if number != signal.SIGINT)
-        theirs = self._theirs
-        if not theirs.is_stale:
+        self.received.update(number for number in numbers if number not in (signal.SIGINT, HANDLED))
+        theirs, told = self._theirs, data.replace(bytes([HANDLED]), b"")
+        if told and not theirs.is_stale:
             with suppress(OSError):  # it takes no more
-                os.write(theirs.number, data)
+                os.write(theirs.number, told)
         return numbers
 
     def ends_process(self, number: int) -> bool:
@@ -151,7 +174,7 @@ def is_pythons(handler: Any) -> bool:
     That one (from Python 3.11 on) cancels the task, and raises KeyboardInterrupt once the loop has ended.
     """
     is_asyncios = getattr(getattr(handler, "func", None), "__module__", None) == "asyncio.runners"
-    return handler is signal.default_int_handler or is_asyncios
+    return handler in (signal.default_int_handler, default_int_handler) or is_asyncios
 
 
 def end_by(number: int) -> None:

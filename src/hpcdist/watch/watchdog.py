@@ -40,7 +40,7 @@ from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.neighbours import Neighbours
 from hpcdist.watch.report import Answers
 from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
-from hpcdist.watch.signals import WATCHED, Signals, end_by, is_pythons
+from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
@@ -184,6 +184,9 @@ class Watchdog:
         if number == signal.SIGINT:
             self._found = [each.record for each in calls_under_way.under_way()]
             self._sigint_due = time.monotonic() + SIGINT_SECONDS
+            return
+        if number == HANDLED:
+            self._found = []
             return
         path = self.dump()
         if number == signal.SIGUSR1:

@@ -247,4 +247,5 @@ class MPIBackend(Backend):
                 self.communicator.close_private()
             if self._bundler is not None:
                 self._bundler.close()
-            self.comm.Free()
+            if not self.communicator.has_messages():
+                self.comm.Free()

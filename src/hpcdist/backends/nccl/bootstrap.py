@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RANKS_PER_ROOT = 128
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
-PAIR_TAG = 32742  # under MPI_TAG_UB of every MPI (32767, MPI 9.1.2), and not one that people choose
+PAIR_TAG = 32742  # one of those that are refused to users (``core.point_to_point``)
 
 
 class Channel(Protocol):

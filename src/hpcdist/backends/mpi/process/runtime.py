@@ -28,6 +28,7 @@ from torch.distributed import default_pg_timeout
 from hpcdist.backends.mpi.process import intel_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core.errors import DistBackendError, explained, run_hook, write_to_stderr
+from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch.environment import Launch, detect
 
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
@@ -83,7 +84,9 @@ def limited(timeout: timedelta) -> Iterator[None]:
     process is, and leaves with status 1, on which the launcher ends the job. A timer that the program itself gave
     to ``faulthandler.dump_traceback_later`` is gone afterwards.
     """
-    faulthandler.dump_traceback_later(max(timeout, START_LEAST).total_seconds(), exit=True, file=STDERR)
+    faulthandler.dump_traceback_later(
+        min(max(timeout, START_LEAST), LONGEST_TIMEOUT).total_seconds(), exit=True, file=STDERR
+    )
     try:
         yield
     finally:
@@ -257,8 +260,12 @@ def farewell() -> Callable[[], bool] | None:
 def duplicate(comm: Any, timeout: timedelta) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
+    given = checked(comm)
     with limited(timeout):
-        own = checked(comm).Dup()
+        try:
+            own = given.Dup()
+        except MPI.Exception as error:
+            raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}") from error
     unlink_segments(MPI)
     if joined := connection():
         os.environ[PROCESS] = f"{os.getpid()} {joined}"
