@@ -7,6 +7,7 @@ import pytest
 
 from hpcdist.cli import demo
 from hpcdist.cli.doctor import mpi_library
+from hpcdist.launch import environment
 from tests.programs import MPIRUN, mpirun
 
 needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
@@ -44,3 +45,23 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         demo.run([])
     assert "pip install 'hpcdist[demo]'" in capsys.readouterr().err
+
+
+class Launcher:
+    """Is interrupted, with the command, from the terminal, and ends its ranks."""
+
+    def __init__(self, *args, **given):
+        self.waits = 0
+
+    def wait(self):
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        return 130
+
+
+def test_an_interrupt_leaves_the_launcher_the_time_to_clear_up(monkeypatch):
+    monkeypatch.setattr(environment, "detect", lambda: None)
+    monkeypatch.setattr(demo, "command", lambda ranks: ["mpirun"])
+    monkeypatch.setattr(demo.subprocess, "Popen", Launcher)
+    assert demo.run([]) == 130

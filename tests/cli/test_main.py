@@ -38,6 +38,11 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out.strip() == f"hpcdist {hpcdist.__version__}"
 
 
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli_main.main(["explain"]) == 0
+
+
 @pytest.mark.parametrize("args", [[], ["docter"]])
 def test_a_wrong_call_is_2_and_names_the_commands(args, capsys):
     assert cli_main.main(args) == 2

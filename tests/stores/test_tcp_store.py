@@ -259,6 +259,13 @@ def test_the_server_ends_with_its_store():
     assert process.poll() == 0
 
 
+@pytest.mark.parametrize("port", [70000, -1, "29500", None])
+@pytest.mark.parametrize("library", [stores, dist], ids=["ours", "torch"])
+def test_what_is_no_port_is_a_type_error(library, port):
+    with pytest.raises(TypeError, match="port"):
+        library.TCPStore("127.0.0.1", port, 1, True)
+
+
 def test_the_server_outlives_a_forked_child():
     store = stores.TCPStore("127.0.0.1", 0, None, True)
     store.set("k", "1")

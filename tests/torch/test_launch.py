@@ -107,6 +107,12 @@ def test_nan_is_found_in_calls_of_an_unmodified_script(tmp_path, monkeypatch):
     assert run(tmp_path, "alone", script, before=RUN) == ["NaN in what rank 0 was about to send"]
 
 
+def test_a_folder_with_a_main_program_is_a_script(tmp_path):
+    (tmp_path / "__main__.py").write_text("import sys; print(sys.argv[1:], sys.path[0])")
+    done = programs.run([sys.executable, *RUN, str(tmp_path), "--epochs"], timeout=90)
+    assert (done.returncode, done.stdout) == (0, f"['--epochs'] {tmp_path}\n"), done.stderr
+
+
 @pytest.mark.parametrize("backend", ["mpi", "gloo"], ids=["asks for mpi", "asks for gloo"])
 def test_an_unmodified_script(tmp_path, backend):
     lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as td
 
+import hpcdist
 from hpcdist.launch import environment, rendezvous, slurm_step
 
 STEP = {
@@ -21,7 +22,7 @@ STEP = {
 }
 HYDRA = "mpiexec (hydra: MPICH, Intel MPI)"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
 
@@ -37,7 +38,7 @@ FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
         (STEP, ("srun", 0, 2, True)),
         ({**STEP, "SLURM_STEP_ID": ""}, ("srun", 0, 2, True)),
         ({k: v for k, v in STEP.items() if k != "SLURM_STEP_ID"}, None),  # the batch script itself
-        ({**STEP, "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}, ("mpirun (Open MPI)", 5, 6, True)),
+        ({**STEP, **MPIRUN}, ("mpirun (Open MPI)", 5, 6, True)),
         ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, ("srun", 0, 2, True)),  # srun --mpi=pmi2
         # mpirun in an allocation starts its ranks by srun, and says which it is
         ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, (HYDRA, 0, 2, True)),
@@ -47,6 +48,9 @@ FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
         ({"PALS_RANKID": "1", **PMI}, (HYDRA, 1, 2, True)),
         ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, ("jsrun", 1, 2, True)),
         ({**STEP, **TORCHRUN}, ("torchrun", 3, 4, False)),
+        # mpirun --map-by ppr:1:node torchrun
+        ({**MPIRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, ("torchrun", 3, 4, False)),
+        ({**MPIRUN, **TORCHRUN}, ("mpirun (Open MPI)", 5, 6, True)),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
 )
@@ -141,6 +145,23 @@ def test_what_is_missing_is_named(url, kind, text, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(kind, match=text):
         next(iter(rendezvous.rendezvous(url)))
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "environment variable MASTER_ADDR expected"),
+        ({**TORCHRUN, "RANK": "one"}, "environment variable RANK is 'one', expected a number"),
+        ({**TORCHRUN, "MASTER_PORT": "tcp"}, "environment variable MASTER_PORT is 'tcp', expected a number"),
+    ],
+)
+def test_a_rank_of_several_does_not_become_a_world_of_its_own(variables, text, monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=text):
+        hpcdist.init_process_group()
 
 
 def test_a_handler_of_ones_own(monkeypatch):

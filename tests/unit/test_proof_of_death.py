@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -21,6 +22,15 @@ listener = socket.create_server(("", 0))
 print(listener.getsockname()[1], flush=True)
 while True:
     listener.accept()
+"""
+FORKS = """
+import os, time
+from hpcdist.watch.proof_of_death import ProofOfDeath
+proof = ProofOfDeath(lambda own: [own])
+if (child := os.fork()) == 0:
+    os.close(1)
+    time.sleep(600)
+print(proof._listener.getsockname()[1], child, flush=True)
 """
 UNREACHABLE = "192.0.2.1"  # of no network (RFC 5737)
 
@@ -51,6 +61,15 @@ def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
     assert proof.ended(range(5)) == {1}
     assert proof.ended([0, 2]) == set()
     proof.close()
+
+
+def test_a_forked_child_does_not_answer_for_its_parent():
+    printed = subprocess.run([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True, check=True).stdout
+    port, child = map(int, printed.split())
+    try:
+        assert answers([(addresses.LOOPBACK, port)]) == {(addresses.LOOPBACK, port): errno.ECONNREFUSED}
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_silence_ends_in_time_and_many_answers_come_at_once():

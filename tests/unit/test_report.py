@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 
+import pytest
+
+from hpcdist.core.errors import write_to_stderr
 from hpcdist.watch import report
 
 BARRIER = {
@@ -40,3 +45,38 @@ def test_a_message_names_its_peer_and_a_call_of_some_ranks_all_that_may_be_missi
         "rank 1 is not in a call of hpcdist, at train.py:9 (main)",
         "rank 2 has not met it; its process is stopped",
     ]
+
+
+class Stream(io.TextIOBase):
+    """Keeps what is written to it."""
+
+    def __init__(self):
+        self.kept = ""
+
+    def write(self, text):
+        self.kept += text
+        return len(text)
+
+
+def closed():
+    stream = Stream()
+    stream.close()
+    return stream
+
+
+class Broken(Stream):
+    """A pipe that nobody reads."""
+
+    def flush(self):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("other", [None, closed(), Broken()], ids=["None", "closed", "broken"])
+def test_a_report_needs_no_other_stream_and_stops_nobody(other, monkeypatch):
+    stderr = Stream()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(sys, "stdout", other)
+    write_to_stderr("text")
+    assert stderr.kept == "text"
+    monkeypatch.setattr(sys, "stderr", other)
+    write_to_stderr("text")

@@ -186,7 +186,7 @@ def choose(launch: environment.Launch | None, init_method: str | None, store: An
     over_mpi = comm is not None or is_mpi(launch)
     if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
         over_mpi = False
-    elif not over_mpi and launch is None and init_method is None:
+    elif not over_mpi and launch is None and init_method is None and not environment.names_others():
         return Backend.LOOPBACK
     cpu = Backend.MPI if over_mpi else Backend.GLOO
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu

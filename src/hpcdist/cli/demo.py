@@ -76,4 +76,8 @@ def run(args: list[str]) -> int:
     line = [*command(given.ranks), str(script()), *others]
     print("$", *line, flush=True)
     # one thread a rank, because the ranks share the cores
-    return subprocess.run(line, env={"OMP_NUM_THREADS": "1", **AS_ROOT, **os.environ}, check=False).returncode
+    started = subprocess.Popen(line, env={"OMP_NUM_THREADS": "1", **AS_ROOT, **os.environ})
+    try:
+        return started.wait()
+    except KeyboardInterrupt:  # the terminal has interrupted the launcher too, which ends its ranks and clears up
+        return started.wait()

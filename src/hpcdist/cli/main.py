@@ -66,6 +66,8 @@ def main(args: list[str] | None = None) -> int:
         tell(usage() + wrong, sys.stderr)
         return 2
     try:
+        if sys.stdout is None:  # closed by the caller (`>&-`)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
         status = int(importlib.import_module(command.module).run(given[1:]))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, as `head` has

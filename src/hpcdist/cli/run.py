@@ -53,7 +53,7 @@ def run(args: list[str]) -> int:
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
         return 0
     script = Path(given.script)
-    if not script.is_file():
+    if not script.is_file() and not (script / "__main__.py").is_file():
         print(f"python -m hpcdist run: no script {given.script!r} in {os.getcwd()}; expected a path", file=sys.stderr)
         return 2
     sys.path[0:0] = [str(script.resolve().parent)]

@@ -75,14 +75,14 @@ def run_hook(hook: Callable[..., Any], *exception: Any) -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write to stderr, whole, if the launcher that forwards it is still there.
+    """Write to stderr, whole, if that can be done; the caller, who may be about to abort the job, goes on in any case.
 
     While torch's hook for uncaught exceptions runs, ``sys.stderr`` is a buffer that torch prints when the hooks before
     it have returned; ours aborts the job instead. So a buffer is passed over.
     """
     stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-    with suppress(OSError):
+    with suppress(Exception):  # it is None, closed or broken, or of the program's own
         sys.stdout.flush()
-        if stream is not None:
-            stream.write(text)
-            stream.flush()
+    with suppress(Exception):
+        stream.write(text)  # type: ignore[union-attr]  # None is one of the cases
+        stream.flush()  # type: ignore[union-attr]

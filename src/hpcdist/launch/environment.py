@@ -34,6 +34,7 @@ WRONG_FLUX_PMI = (
 )
 
 HYDRAS_OWN = "MPI_LOCALRANKID"
+TORCHRUNS_OWN = "TORCHELASTIC_RUN_ID"
 
 # The first that matches counts. mpirun comes before srun, flux and jsrun, because it is often called inside their
 # allocations. The variables are those of the launchers' manuals: flux-environment(7), IBM's Job Step Manager.
@@ -97,10 +98,12 @@ def is_of_another(environment: Mapping[str, str], rank: int, size: int) -> bool:
 def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Return how this process was started, or None if no known launcher did.
 
-    torchrun counts only with its RANK, WORLD_SIZE and MASTER_ADDR all set, the contract of c10d's ``env://``.
+    torchrun counts only with its RANK, WORLD_SIZE and MASTER_ADDR all set, the contract of c10d's ``env://``. Its
+    workers also have the variables of the launcher that started torchrun itself on each node.
     """
     given = os.environ if environment is None else environment
-    for launcher in LAUNCHERS:
+    is_worker = TORCHRUNS_OWN in given
+    for launcher in sorted(LAUNCHERS, key=lambda each: is_worker and each.name != "torchrun"):
         rank, size = integer(given, launcher.rank), integer(given, launcher.size)
         if rank is None or size is None:
             continue
@@ -114,6 +117,12 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
             launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.remedy
         )
     return None
+
+
+def names_others(environment: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the variables of c10d's ``env://`` say that there are other processes, be they complete or not."""
+    given = os.environ if environment is None else environment
+    return bool(given.get("RANK")) and given.get("WORLD_SIZE", "").strip() not in ("", "1")
 
 
 # the variables that hold the rank on the node; LOCAL_RANK is c10d's own and comes first

@@ -192,11 +192,18 @@ def by_environment(
             raise missing("env", f"environment variable {name} expected, but not set")
         return value
 
+    def number(name: str) -> int:
+        text = variable(name)
+        try:
+            return int(text)
+        except ValueError:
+            raise missing("env", f"environment variable {name} is {text!r}, expected a number") from None
+
     if rank == -1:
-        rank = int(variable("RANK"))
+        rank = number("RANK")
     if world_size == -1:
-        world_size = int(variable("WORLD_SIZE"))
-    host, port = variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
+        world_size = number("WORLD_SIZE")
+    host, port = variable("MASTER_ADDR"), number("MASTER_PORT")
     rank, world_size = required("env", rank, world_size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -9,9 +9,11 @@ before proves that the process has ended, and silence proves nothing.
 from __future__ import annotations
 
 import errno
+import os
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -67,6 +69,7 @@ class ProofOfDeath:
 
     def __init__(self, all_gather: Callable[[Any], list[Any]]) -> None:
         self._listener = socket.create_server((addresses.ALL_INTERFACES, 0), backlog=socket.SOMAXCONN)
+        _proofs.add(self)
         own = addresses.own()
         places = []
         for other, theirs, port in all_gather((machine(), own, self._listener.getsockname()[1])):
@@ -84,3 +87,15 @@ class ProofOfDeath:
     def close(self) -> None:
         """Listen no more."""
         self._listener.close()
+
+
+_proofs: weakref.WeakSet[ProofOfDeath] = weakref.WeakSet()
+
+
+def leave_to_parent() -> None:
+    """Close, in a forked child, what its parent listens on: while the child had it, the parent would count as alive."""
+    for proof in list(_proofs):
+        proof.close()
+
+
+os.register_at_fork(after_in_child=leave_to_parent)

@@ -13,7 +13,15 @@ from datetime import timedelta
 from typing import TypeVar
 
 from stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
-from stores.errors import DistNetworkError, DistStoreError, NoAnswerError, barrier_timeout, queue_empty, wait_timeout
+from stores.errors import (
+    DistNetworkError,
+    DistStoreError,
+    NoAnswerError,
+    barrier_timeout,
+    queue_empty,
+    wait_timeout,
+    wrong_kind,
+)
 from stores.integers import I64, U32, U64
 from stores.tcp.connection import CHUNK, Connection
 from stores.tcp.server.process import ServerProcess, listen, own_address, take_over
@@ -29,6 +37,7 @@ _ONE = _pack(1)
 _CHECK_ONE = _CHECK + _ONE
 _INIT_KEY = b"init/"  # counts the clients; the only key without a leading "/"
 _POLL_S = 0.01
+MAX_PORT = 65535
 _MOST_NAMED = 64  # a wait for more keys than this does not find out which of them are missing
 
 T = TypeVar("T")
@@ -79,6 +88,8 @@ class TCPStore(Store):
         super().__init__()
         if secret is not None and not secret:
             raise ValueError("secret: expected at least one byte (or None for no secret), got nothing")
+        if not hasattr(port, "__index__") or not 0 <= port.__index__() <= MAX_PORT:
+            raise wrong_kind("port", port, f"an int from 0 to {MAX_PORT}")
         self.set_timeout(timeout)
         self._host = host_name
         self._use_libuv = use_libuv
