@@ -288,8 +288,17 @@ def in_form(values, is_complex):
     return values.conj().resolve_conj().conj() if values.numel() % 2 else values.clone()
 
 
-@pytest.mark.parametrize("length", [1, 4, 3001])
-def test_lists_of_complex_tensors_and_of_their_parts(length, rank, size, chooser):
+@pytest.fixture
+def debug_level():
+    """Sets the debug level for one test."""
+    yield dist.set_debug_level
+    dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.mark.parametrize(("length", "level"), [(1, "OFF"), (4, "OFF"), (3001, "OFF"), (3, "DETAIL")])
+def test_lists_of_complex_tensors_and_of_their_parts(length, level, rank, size, chooser, debug_level):
+    debug_level(getattr(dist.DebugLevel, level))
+
     def value(each):
         each = each.detach().resolve_conj()
         return each if each.is_complex() else torch.view_as_complex(each)

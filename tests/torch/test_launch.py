@@ -228,6 +228,26 @@ def test_hundreds_of_worlds_leak_nothing(tmp_path):
     assert run(tmp_path, "mpirun", script) == ["none", "none"]
 
 
+def test_a_world_that_torch_aborts_is_forgotten(tmp_path):
+    script = """
+        import torch, torch.distributed as torch_dist, hpcdist as dist
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        for _ in range(2):
+            torch_dist.init_process_group("hpcdist", store=torch_dist.HashStore(), rank=0, world_size=1)
+            group = torch_dist.new_group([0])
+            _abort_process_group(group)
+            assert torch_dist.is_initialized() and dist.is_initialized()
+            _abort_process_group()
+            assert not torch_dist.is_initialized() and not dist.is_initialized()
+            try:
+                dist.get_rank()
+            except ValueError as error:
+                print(str(error)[:45])
+    """
+    assert run(tmp_path, "alone", script) == ["Default process group has not been initialize"] * 2
+
+
 @pytest.fixture
 def installed(tmp_path):
     """What ``pip install`` says of the package in an environment: its entry points, as pyproject.toml has them."""

@@ -14,11 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hpcdist.backends.gloo import GlooBackend
+from hpcdist.core import backend as backend_module
 from hpcdist.core import queue as queue_module
 from hpcdist.core import work as work_module
+from hpcdist.core.backend import Bootstrap
+from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
+from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 
@@ -504,3 +509,32 @@ def test_the_worker_looks_seldom_while_others_carry_all_calls_out():
         queue.put(lambda: None, []).wait()
     assert max(looks) == queue_module.LONGEST_NAP
     queue.close()
+
+
+class WaitingGroup:
+    """A c10d group that waits for its collective to end when nobody has it any more, as gloo does."""
+
+    def __init__(self):
+        self.gate = Gate()
+
+    def allreduce(self, *_):
+        return SimpleNamespace(wait=self.gate)
+
+    def __del__(self):
+        self.gate.is_open.wait(20)
+
+
+def test_a_c10d_group_is_dropped_without_waiting_for_a_rank_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(backend_module, "DROP_SECONDS", 0.1)
+    monkeypatch.setattr(GlooBackend, "creator", lambda _: WaitingGroup())
+    backend = GlooBackend(Bootstrap(0, 2, timedelta(seconds=30)))
+    gate, tensor = backend.inner.gate, torch.ones(2)
+    work = backend.start(Call(ALL_REDUCE, tensor, tensor, torch.distributed.ReduceOp.SUM))
+    queue = backend.queue
+    queue.hasten()
+    assert gate.has_begun.wait(20)
+    backend.drop("it was aborted")
+    assert queue.running is work
+    with pytest.raises(DistBackendError, match="it was aborted"):
+        work.wait()
+    gate.is_open.set()

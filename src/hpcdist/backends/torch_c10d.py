@@ -128,10 +128,13 @@ class C10dBackend(Backend):
         if row.reduces:
             self.check_reduction(row, call.send.dtype, call.op)
             carry_out = self._reduce
+        held = self.inner  # if ``drop`` on another thread had the last reference, it would wait for this call
         try:
             carry_out(call)
         except RuntimeError as error:
             raise DistBackendError(f"{row.name} on rank {self.rank} of {self.size} failed: {error}") from error
+        finally:
+            del held
 
     def _reduce(self, call: Call) -> None:
         values = self._all_reduced(call.send.reshape(-1), call.op)

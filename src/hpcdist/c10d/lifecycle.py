@@ -109,7 +109,7 @@ def init_process_group(
 def forget_aborted() -> None:
     """Forget a default group that was aborted, so that an init may follow without a destroy, as c10d's may."""
     default = WORLD.default
-    if isinstance(default, ProcessGroup) and not default.backends and default.membership is None:
+    if isinstance(default, ProcessGroup) and default.is_aborted():
         WORLD.clear()
 
 

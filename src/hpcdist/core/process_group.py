@@ -157,3 +157,7 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         reason = f"group {self._name!r} was aborted"
         self.revoke(reason)
         self.drop(reason)
+
+    def is_aborted(self) -> bool:
+        """Tell whether the group has ended for good; one that may be reconfigured waits for that."""
+        return not self.backends and self.membership is None

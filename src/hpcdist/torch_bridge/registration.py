@@ -12,6 +12,7 @@ what                                                  why                       
 ``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
 ``distributed_c10d._get_split_source``                hands C++ a backend made in Python                  2.13.0, 2.14.1
 ``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
+``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
 ====================================================  ==================================================  ==============
 """
 
@@ -55,6 +56,7 @@ def register(creator: Callable[[Any, Any], Any]) -> None:
     keep_recorder_away()
     name_local_groups()
     split_from_none()
+    follow_aborts()
 
 
 def name_local_groups() -> None:
@@ -88,6 +90,24 @@ def split_from_none() -> None:
         return None if isinstance(pg, ProcessGroup) else stock(pg)
 
     setattr(c10d, "_get_split_source", split_source)  # noqa: B010  # for mypy
+
+
+def follow_aborts() -> None:
+    """Forget a world of ours that torch has aborted and forgotten: its groups know only that each of them was aborted.
+
+    torch's destroy ends the default group by ``shutdown``, which forgets it.
+    """
+    if "default" in STOCK:
+        return
+    stock = STOCK["default"] = c10d._update_default_pg
+
+    def update(pg: Any) -> None:
+        stock(pg)
+        default = WORLD.default
+        if pg is None and WORLD.mirror is not None and isinstance(default, ProcessGroup) and default.is_aborted():
+            WORLD.clear()
+
+    setattr(c10d, "_update_default_pg", update)  # noqa: B010  # for mypy
 
 
 def keep_recorder_away() -> None:

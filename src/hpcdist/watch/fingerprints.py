@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.errors import explained
@@ -65,6 +67,9 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
     if tensor is None:
         return Fingerprint(row.name, number, None, None, None, None, None, call.root, None)
     counts = shares(pg, call) if row in EXCHANGES else call.counts
+    if tensor.is_complex() and not row.reduces:  # moved as its real and imaginary parts, which another rank may give
+        tensor = torch.view_as_real(tensor)
+        counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
     # only the root of a scatter sends: the other ranks receive one share of it
     elements: int | None = tensor.numel() * (1 if call.send is not None else pg.size())
     if counts is not None:
