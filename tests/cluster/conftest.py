@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Cluster, why_not
+from tests.cluster.launch import SECONDS
 
 HERE = Path(__file__).parent
 
@@ -16,6 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SECONDS + 60))
             if reason := why_not():
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -17,6 +17,9 @@ from tests.faults.launch import LAUNCHERS, LIBRARY, MPIRUN, Started
 HERE = Path(__file__).parent
 # variables of this process that the ranks get too; Open MPI's mpirun hands on only those that it is told to
 HANDED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
+# of a job that takes 8 s on two cores that have nothing else to do; each rank needs 2 s of a core to import torch and
+# leave Python, and has one for a tenth of the time if 20 others want it
+SECONDS = 240.0
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -77,7 +80,7 @@ def run(
     cluster: Cluster,
     slots: Sequence[int],
     program: Sequence[str],
-    seconds: float = 60,
+    seconds: float = SECONDS,
     options: Sequence[str] = (),
     names_interface: bool = True,
     **more: str,

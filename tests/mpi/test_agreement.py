@@ -39,7 +39,14 @@ def test_a_difference_is_named_on_every_rank(world, rank, size):
     assert tensor.tolist() == [size] * 2
 
 
-@pytest.mark.parametrize(("name", "values"), [(VARIABLE, ("64K", "off")), (OTHER, ("DETAIL", "OFF"))])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        (VARIABLE, ("64K", "off")),
+        (VARIABLE, ("1", "off")),  # the comparison itself must not go by what it compares
+        (OTHER, ("DETAIL", "OFF")),
+    ],
+)
 def test_init_process_group_refuses_ranks_that_differ(name, values, rank, size, monkeypatch):
     if size == 1 or (name == VARIABLE and dist.get_backend() != "mpi"):
         pytest.skip("needs several ranks, of MPI")

@@ -19,6 +19,7 @@ from hpcdist.backends.mpi.node import collectives, slices, window
 from hpcdist.backends.mpi.node.arithmetic import DTYPES
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import locate
+from hpcdist.core import memory_file
 from hpcdist.core.reduction import KIND_OF, KINDS, name_of
 
 SEED = 20
@@ -260,6 +261,14 @@ def test_more_threads_than_cores_are_warned_of(comm):
     assert len(said) == (comm.rank == 0), said
     if said:
         assert f"export OMP_NUM_THREADS={max(1, cores // comm.size)}" in said[0]
+
+
+def test_no_room_in_dev_shm_is_found_before_anybody_writes(comm, monkeypatch):
+    """Of MPICH's window it was found by the rank that wrote to it, which died of SIGBUS."""
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(memory_file, "free", lambda: 7)
+    with pytest.raises(RuntimeError, match=r"has 7 bytes free, and \d+ are needed"):
+        node_shared(comm)
 
 
 @pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND", "mpi") != "mpi", reason="MPI's memory")

@@ -10,14 +10,9 @@ import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from hpcdist.core.backend import Backend
-from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.ranks import by_value, listed
-from hpcdist.core.reduction import MAX
-from hpcdist.core.table import ALL_REDUCE
 
 T = TypeVar("T")
 CALLERS_MISTAKES: dict[str, type[Exception]] = {each.__name__: each for each in (TypeError, ValueError, MismatchError)}
@@ -27,7 +22,8 @@ SHOWN = 60  # characters of a value that the message has
 def check_same(backend: Backend, settings: dict[str, str], call: str = "init_process_group") -> None:
     """Raise on every rank if a setting is not the same on all of them; every rank of the group calls.
 
-    One all_reduce of 16 bytes; only a difference costs more.
+    One all_gather of 32 bytes of each rank; only a difference costs more. Of objects, because the setting that is
+    compared may decide how tensors travel: ranks whose ``HPCDIST_SHM`` is 16 bytes or less share even such small ones.
 
     Args:
         backend: of the group, for CPU tensors.
@@ -38,11 +34,8 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
         DistBackendError: names the setting, its values, and the ranks that have each.
     """
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    extremes = torch.tensor([number, -number], device="cpu")
-    backend.run(Call(ALL_REDUCE, extremes, extremes, MAX))
-    if extremes.tolist() == [number, -number]:
-        return  # the largest is the smallest; a rank for which that is so knows it of all
+    if len(set(backend.objects.all_gather(digest))) == 1:
+        return
     everyone = backend.objects.all_gather(settings)
     differences = []
     for name in settings:

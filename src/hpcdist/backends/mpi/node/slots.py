@@ -46,7 +46,7 @@ class NodeSlots:
         window, failure = None, ""
         try:
             window = NodeWindow(places.node, poll, is_background)
-        except MPI.Exception as error:
+        except (MPI.Exception, OSError) as error:
             failure = str(error)
         failures = [f for f in comm.allgather(failure) if f]
         if window is None or failures:

@@ -43,6 +43,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.core import memory_file
 from hpcdist.core.naps import nap
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -86,6 +87,21 @@ def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
         window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
     info.Free()
     return window
+
+
+def check_room(nbytes: int, told: list[int | None]) -> None:
+    """Raise if /dev/shm has less room than a window needs.
+
+    Args:
+        nbytes: of the window.
+        told: what each rank of the node finds free, None or 0 if it does not know.
+
+    Raises:
+        OSError: it has less.
+    """
+    free = min((each for each in told if each), default=nbytes)
+    if free < nbytes:
+        raise OSError(memory_file.too_little(os.uname().nodename, free, nbytes))
 
 
 def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
@@ -145,7 +161,8 @@ class NodeWindow:
         is_background: tells whether the call under way runs beside the rank's own computation.
 
     Raises:
-        MPI.Exception: the MPI library cannot give shared memory (a full /dev/shm, for one).
+        MPI.Exception: the MPI library cannot give shared memory.
+        OSError: /dev/shm has no room; on every rank of the node.
     """
 
     def __init__(self, node: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
@@ -154,13 +171,15 @@ class NodeWindow:
         self.size = node.size
         self._poll, self._is_background = poll, is_background
         self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
-        places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
-        cores = len(set().union(*(allowed for allowed, _ in places)))  # a launcher may bind each rank to its own
+        places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads(), memory_file.free()))
+        cores = len(set().union(*(allowed for allowed, _, _ in places)))  # a launcher may bind each rank to its own
         if self.rank == 0:
-            warn_of_threads(self.size, sum(threads for _, threads in places), cores)
+            warn_of_threads(self.size, sum(threads for _, threads, _ in places), cores)
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
+        # MPICH gives a window for which there is no room, and the rank that writes to it dies of SIGBUS
+        check_room(self.size * self.segment_bytes, [free for _, _, free in places])
         self._window: MPI.Win | None = allocate_shared(self.segment_bytes, node)
         self._window.Lock_all(MPI.MODE_NOCHECK)
         self._sync = self._window.Sync
