@@ -46,10 +46,13 @@ def several(request, every):
     two.close()
 
 
-@pytest.fixture
-def many(every, monkeypatch):
-    """More nodes than exchange messages with each other, of two ranks and of one."""
-    monkeypatch.setattr(two_level, "MOST_NODES", 1)
+@pytest.fixture(params=["MPI", "messages for large shares"])
+def many(request, every, monkeypatch):
+    """Many nodes, across which MPI reduces all slices or the small ones; of two ranks and of one."""
+    monkeypatch.setattr(two_level, "FEW_NODES", 1)
+    if request.param == "MPI":
+        monkeypatch.setattr(two_level, "MOST_NODES", 1)
+    monkeypatch.setattr(two_level, "LEAST_SHARE", 64)
     places = locate(every, [], layouts(every.size)["one alone"][every.rank])
     two = TwoLevel(places, [], lambda: None, lambda: False)
     yield two

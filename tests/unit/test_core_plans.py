@@ -66,12 +66,24 @@ def test_plans_are_made_once_and_know_the_window():
         assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
     plans.give_up_window()
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
-    plans = Plans(64, Thresholds("64K"))
-    plans.locate(32)  # many nodes: only slices of an all_reduce are large enough
+    plans = Plans(128, Thresholds("64K"))
+    plans.locate(64)  # many nodes: only slices of an all_reduce are large enough
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
     assert plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from == NEVER
-    plans.locate(64)
+    plans.locate(128)
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
+
+
+def test_shares_of_many_nodes_have_a_least_size():
+    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+    from hpcdist.backends.mpi.node.thresholds import LEAST_SHARE, Thresholds
+    from hpcdist.backends.mpi.plans import Plans
+
+    plans = Plans(128, Thresholds())
+    for nodes, is_more in ((16, False), (32, True)):
+        plans.locate(nodes)
+        assert (plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from >= 128 * LEAST_SHARE) == is_more
+        assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from < 128 * LEAST_SHARE
 
 
 @pytest.mark.parametrize("text", ["", "1M"])

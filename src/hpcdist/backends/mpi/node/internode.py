@@ -6,7 +6,7 @@ node, the least that there can be, in two steps, in the tensors' own dtype. Half
 rounded once as a node's sum (not at all if the node has one rank), and the result once, where a ring would round at
 each of its N - 1 steps; it takes as long as a ring.
 
-Many nodes would have many small shares, so `MPI_Allreduce` takes over beyond `thresholds.MOST_NODES` (`MPISlices`).
+On more than `thresholds.FEW_NODES`, `MPI_Allreduce` combines a slice whose shares would be small (`MPISlices`).
 Half types then go through an op of our own, which rounds at each of MPI's steps; so do MIN and MAX of floats, because
 MPI leaves NaN undefined.
 """

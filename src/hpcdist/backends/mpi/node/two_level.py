@@ -28,7 +28,7 @@ from hpcdist.backends.mpi.node.internode import MPISlices, Reducer, Slices
 from hpcdist.backends.mpi.node.messages import TURN_BYTES, Arrivals, Messages, Spans, Turns
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.thresholds import MOST_NODES
+from hpcdist.backends.mpi.node.thresholds import FEW_NODES, LEAST_SHARE, MOST_NODES
 from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES
 from hpcdist.core.reduction import name_of
 
@@ -66,7 +66,7 @@ class TwoLevel:
         self._mates = [r for r in range(self._size) if r != self._local]
         self._owners = min(map(len, ranks))
         self._across: MPI.Intracomm | None = None
-        if places.nodes > MOST_NODES:
+        if places.nodes > FEW_NODES:
             color = self._local if self._local < self._owners else MPI.UNDEFINED
             across = comm.Split(color, key=comm.rank)
             self._across = None if across == MPI.COMM_NULL else MPI.Intracomm(across)
@@ -204,7 +204,8 @@ class TwoLevel:
         return slices
 
     def _slices(self, messages: Messages, own: torch.Tensor, fold: Fold) -> Slices | MPISlices:
-        if self._across is None:
+        nodes = self._places.nodes
+        if self._across is None or (nodes <= MOST_NODES and own.nbytes >= nodes * LEAST_SHARE):
             ranks = [each[self._local] for each in self._places.ranks]
             return Slices(messages, ranks, self._places.here, own, fold)
         reducer = self._reducers.get(fold)
