@@ -105,12 +105,13 @@ def test_calls_of_two_ranks_that_do_not_match(noted, rank, size, device):
 
 
 def test_a_capture_that_a_stream_does_not_leave(noted, device):
-    side, tensor = torch.cuda.Stream(), torch.ones(4, device=device)
+    main, side = torch.cuda.Stream(), torch.cuda.Stream()  # one after the other, because torch has 32 in all
+    tensor = torch.ones(4, device=device)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
 
     def capture():
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=main):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 tensor.mul_(2)
