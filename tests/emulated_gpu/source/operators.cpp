@@ -7,7 +7,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/util/Exception.h>
@@ -29,7 +28,6 @@ constexpr auto CUDA = c10::DeviceType::CUDA;
 
 c10::Device current_device() { return {CUDA, c10::impl::VirtualGuardImpl(CUDA).getDevice().index()}; }
 emulated::Stream* current_stream(c10::Device device) {
-  c10::DeviceGuard on(device);  // as torch's kernels do: a null handle stands for the current device's default stream
   c10::impl::VirtualGuardImpl guard(CUDA);
   return emulated::stream_of(guard.getStreamNativeHandle(guard.getStream(device)));
 }
