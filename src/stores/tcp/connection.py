@@ -28,7 +28,7 @@ from stores.tcp.wire import (
 
 CHUNK = 64 * 1024
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.25
-LONGEST_S = 2e6  # 23 days; Python takes milliseconds of more than 31 bits and cuts them off
+LONGEST_LIMIT_S = 2e6  # 23 days; Python takes milliseconds of more than 31 bits and cuts them off
 
 _u64 = U64.unpack_from
 
@@ -48,7 +48,7 @@ class Connection:
     def set_limit(self, limit: float | None) -> None:
         """Set how long one read or write may take; None is for ever."""
         self.limit = limit
-        self.sock.settimeout(None if limit is None else min(limit, LONGEST_S))
+        self.sock.settimeout(None if limit is None else min(limit, LONGEST_LIMIT_S))
 
     def exchange(self, frame: bytes, size: int) -> bytes:
         """Send a request and return its reply of a known size."""
