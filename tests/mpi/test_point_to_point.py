@@ -177,16 +177,20 @@ def test_groups_have_ranks_of_their_own(rank, size):
 
 
 @pytest.mark.parametrize("numel", [1, 1_000_000])
-def test_messages_that_nobody_has_received_end_with_their_group(numel, rank, size):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_messages_that_nobody_has_received_end_with_their_group(is_late, numel, rank, size):
     if size == 1:
         pytest.skip("needs two ranks")
     for _ in range(3):
         left = dist.new_group()
         if rank == 0:
+            if is_late:
+                time.sleep(0.05)  # the other ranks have destroyed the group by then
             work = dist.isend(torch.full((numel,), -1.0), 1, left)
-        dist.barrier(left)
+        if not is_late:
+            dist.barrier(left)
         dist.destroy_process_group(left)
-        group = dist.new_group()  # on MPICH it may have the context of the group before
+        group = dist.new_group()  # MPI may give it the context of the group before
         tensor = torch.zeros(numel)
         if rank == 0:
             dist.send(torch.full((numel,), 7.0), 1, group)

@@ -21,6 +21,7 @@ from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
+from hpcdist.backends.mpi.retired import retire
 from hpcdist.backends.mpi.roll_call import RollCall
 from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap, Message
@@ -54,6 +55,7 @@ class MPIBackend(Backend):
         self.windows: list[MPIWindow] = []  # the open ones, in the same order on all ranks
         self._bundler: Bundler | None = None
         self._roll_call: RollCall | None = None
+        self._is_closed = False
         # calls go to the parts themselves, not through a method here
         self.run = self.collectives.run  # type: ignore[method-assign]
         self.send = self.point_to_point.send  # type: ignore[method-assign]
@@ -236,9 +238,10 @@ class MPIBackend(Backend):
         self.communicator.close_receives()
 
     def close(self) -> None:
-        """Free the communicator (MPI 7.4.3)."""
+        """Free what the group's calls have made, and the communicator after all ranks have closed (MPI 7.4.3)."""
         super().close()
-        if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
+        if not self._is_closed and not MPI.Is_finalized():
+            self._is_closed = True
             for window in self.windows[::-1]:
                 window.close()
             self.collectives.close()
@@ -247,5 +250,4 @@ class MPIBackend(Backend):
                 self.communicator.close_private()
             if self._bundler is not None:
                 self._bundler.close()
-            if not self.communicator.has_messages():
-                self.comm.Free()
+            retire(self.comm)

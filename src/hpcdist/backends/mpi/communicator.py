@@ -21,7 +21,6 @@ from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.ranks import listed
 
 NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
-LAST_PROBES = 10  # before a communicator is freed; each takes 0.2 µs
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
 # what 5.0.11 reads from another process's memory (large messages within a node) it does not cut to the buffer
 OVERWRITTEN = "; Open MPI may have written beyond that memory too: end the program"
@@ -191,16 +190,6 @@ class Communicator:
         """Look no longer for messages that receives wait for."""
         if self.probed is not None:
             self.probed.close()
-
-    def has_messages(self) -> bool:
-        """Tell whether a message has come that nobody has received.
-
-        MPICH gives a new communicator the context of one that was freed, and a receive on it takes such a message.
-        """
-        try:  # one probe may not see all that has come
-            return any(self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) for _ in range(LAST_PROBES))
-        except MPI.Exception:  # a rank has died
-            return False
 
     # -- calls that block ------------------------------------------------------------------------------
 
