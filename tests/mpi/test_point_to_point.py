@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import weakref
@@ -199,6 +200,54 @@ def test_messages_that_nobody_has_received_end_with_their_group(is_late, numel, 
             dist.recv(tensor, 0, group)
             assert tensor[0].item() == 7
         dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_a_receive_ends_with_its_group(end, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    group, tensor = dist.new_group(), torch.zeros(1_000_000)
+    if rank == 1:
+        work = dist.irecv(tensor, 0, group)
+        dist.destroy_process_group(group) if end == "destroy" else group.abort()
+        with pytest.raises(dist.DistBackendError, match=r"destroyed while this receive waited|was aborted"):
+            work.wait()
+        del work
+    dist.barrier()
+    if rank == 0:
+        dist.isend(torch.ones_like(tensor), 1, group)  # once more it would write there
+    if rank != 1:
+        dist.destroy_process_group(group) if end == "destroy" else group.abort()
+    dist.barrier()
+    dist.barrier()
+    assert tensor.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_what_is_sent_stays_until_it_is_received_though_the_group_ends(end, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    group, tensor = dist.new_group(), torch.full((1_000_000,), 3.0)
+    if rank == 0:
+        sent = weakref.ref(tensor)
+        dist.isend(tensor, 1, group)
+    if rank != 1:
+        del tensor
+        dist.destroy_process_group(group) if end == "destroy" else group.abort()
+        del group
+        gc.collect()
+    if rank == 0:
+        assert sent() is not None
+    dist.barrier()
+    if rank == 1:
+        received = torch.zeros_like(tensor)
+        dist.recv(received, 0, group)
+        assert torch.equal(received, tensor)
+        dist.destroy_process_group(group) if end == "destroy" else group.abort()
+    dist.barrier()
+    dist.destroy_process_group(dist.new_group())  # which lets go of it
+    if rank == 0:
+        assert sent() is None
 
 
 def test_exchanges_do_not_meet_the_messages_of_a_group(rank, size):

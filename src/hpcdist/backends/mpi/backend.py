@@ -6,7 +6,7 @@ It is composed of the communicator, its collectives, its messages and its object
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
-from hpcdist.backends.mpi.retired import retire
+from hpcdist.backends.mpi.retired import keep, retire
 from hpcdist.backends.mpi.roll_call import RollCall
 from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap, Message
@@ -233,9 +233,10 @@ class MPIBackend(Backend):
         return type(self)(comm, self.collectives.plans.thresholds)
 
     def drop(self, reason: str) -> None:
-        """End the queue and what looks for messages; the communicator stays."""
+        """End the queue, and receives that wait for a message; the communicator stays."""
         super().drop(reason)
-        self.communicator.close_receives()
+        self._end_receives(reason)
+        keep(self.unfinished)
 
     def close(self) -> None:
         """Free what the group's calls have made, and the communicator after all ranks have closed (MPI 7.4.3)."""
@@ -245,9 +246,19 @@ class MPIBackend(Backend):
             for window in self.windows[::-1]:
                 window.close()
             self.collectives.close()
-            self.communicator.close_receives()
+            self._end_receives("the group was destroyed while this receive waited for a message")
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 self.communicator.close_private()
             if self._bundler is not None:
                 self._bundler.close()
-            retire(self.comm)
+            retire(self.comm, self.unfinished)
+
+    def _end_receives(self, reason: str) -> None:
+        """Cancel the receives that wait for a message, which could be written to memory that is no longer theirs."""
+        ends = not MPI.Is_finalized() and not self.communicator.is_revoked()  # which ends them by itself
+        for work in list(self.unfinished) if ends else ():
+            if not work.is_completed():
+                with suppress(MPI.Exception):  # it has just ended, or the communicator is revoked
+                    work._interrupt(reason)
+                work.is_completed()
+        self.communicator.close_receives()
