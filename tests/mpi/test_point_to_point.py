@@ -210,7 +210,7 @@ def test_a_receive_ends_with_its_group(end, rank, size):
     if rank == 1:
         work = dist.irecv(tensor, 0, group)
         dist.destroy_process_group(group) if end == "destroy" else group.abort()
-        with pytest.raises(dist.DistBackendError, match=r"destroyed while this receive waited|was aborted"):
+        with pytest.raises(dist.DistBackendError, match=rf"was {end}ed"):
             work.wait()
         del work
     dist.barrier()

@@ -31,7 +31,7 @@ SPEAKERS = {
     "drop",
     "interrupt",
     "_interrupt",
-    "_end_receives",
+    "end_receives",
 }
 MADE_BY = (BUILTIN | OURS | SPEAKERS | {"UnpicklingError"}) - NOT_TEXTS
 # functions that compose a message for others to raise

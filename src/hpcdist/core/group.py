@@ -5,6 +5,7 @@ What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 from hpcdist.core import errors
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
+from hpcdist.core.naps import nap
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -64,6 +66,7 @@ class Group:
     Attributes:
         ranks: the global rank of each rank of the group, in order.
         backends: the backend that carries each device type; empty once the group is destroyed.
+        left: the backends of a group that is destroyed or aborted, on which a call of another thread may still block.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
@@ -102,6 +105,7 @@ class Group:
             if backend is not self.cpu and backend.peer is None:
                 backend.peer = self.cpu
         self.journal = Journal(self._name)
+        self.left: list[Backend] = []
         self.known = CallCache()
         self.coalescing: list[Call] | None = None  # the calls held back by a coalescing manager
 
@@ -227,20 +231,36 @@ class Group:
         self._ended = self._forget()
 
     def close(self) -> None:
-        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done."""
+        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.
+
+        Receives that wait for a message raise. Other calls of other threads are waited for.
+        """
         try:
             with self.journal.during("destroy_process_group"):
+                for backend in dict.fromkeys(self.backends.values()):
+                    backend.end_receives(f"group {self._name!r} was destroyed")
+                self._await_other_threads()
                 # the CPU's last: the others met over it
                 for backend in reversed(dict.fromkeys(self.backends.values())):
                     backend.close()
         finally:
             self._forget()
 
+    def _await_other_threads(self) -> None:
+        """Return when no other thread is in a call on the group that only its end or the watchdog's takes it out of."""
+        began = time.monotonic()
+        while any(not each.is_own() for each in self.journal.blocked()):
+            if all(backend.ends_waits for backend in self.backends.values()):
+                return
+            nap(time.monotonic() - began)
+
     def _forget(self) -> dict[Backend, None]:
         """Have no communicators any more; return those that there were."""
         forgotten = dict.fromkeys(self.backends.values())
         if forgotten:
             RING.past += self.sequence
+            if self.journal.blocked():
+                self.left = [backend for backend in forgotten if not backend.ends_waits]
         self.backends, self.cpu, self.carriers = {}, None, {}
         self.known.clear()
         return forgotten

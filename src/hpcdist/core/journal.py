@@ -10,6 +10,7 @@ its own to ``further``. Whoever looks and then sets makes no call in between, at
 
 from __future__ import annotations
 
+import sys
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcdist.core import hooks
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
 
     from hpcdist.core.table import Row
@@ -111,6 +114,17 @@ class Blocked:
     def __exit__(self, *_: object) -> None:
         """Blocks no longer."""
         self.call[0].further.remove(self)
+
+    def is_own(self) -> bool:
+        """Tell whether it blocks this thread: in a function that this one, a signal's handler say, was called from."""
+        if self.thread:
+            return self.thread == get_ident()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if any(each is self.call for each in frame.f_locals.values()):
+                return True
+            frame = frame.f_back
+        return False
 
 
 class Journal:

@@ -76,7 +76,10 @@ class Supervised(ABC):
         """
         return False
 
-    def foretell(self, reason: str) -> None:  # noqa: B027  # nothing to do is the answer of most
+    def end_receives(self, reason: str) -> None:  # noqa: B027  # nothing to do is the answer of most
+        """Make receives raise that wait for a message, of other threads too: no rank sends one any more."""
+
+    def foretell(self, reason: str) -> None:  # noqa: B027  # as above
         """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
 
     def interrupts_all(self) -> bool:

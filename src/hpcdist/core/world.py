@@ -53,6 +53,7 @@ class World:
         self.made_locally: dict[tuple[int, ...], int] = {}  # by their members alone, per set of ranks
         self.store: Store | None = None
         self.mirror: Mirror | None = None
+        self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
 
     def add(self, group: Group) -> None:
         """Register a group under its name."""
@@ -62,16 +63,16 @@ class World:
 
     def remove(self, group: Group) -> None:
         """Forget a group."""
-        self.groups.pop(group.group_name, None)
+        self._leave(self.groups.pop(group.group_name, None))
         if self.mirror is not None:
             self.mirror.remove(group)
 
     def discard(self, group: Group) -> None:
         """Forget a group that its own ``shutdown`` ends, of which the mirror knows already."""
         if group is self.default:
-            self.__init__()  # type: ignore[misc]
+            self._begin_anew()
         elif self.groups.get(group.group_name) is group:
-            del self.groups[group.group_name]
+            self._leave(self.groups.pop(group.group_name))
 
     def count(self) -> int:
         """Return how many groups all ranks have made together, also those that the mirror's owner made."""
@@ -100,9 +101,25 @@ class World:
     def clear(self) -> None:
         """Forget everything, so that the next init starts anew."""
         mirror = self.mirror
-        self.__init__()  # type: ignore[misc]
+        self._begin_anew()
         if mirror is not None:
             mirror.clear()
+
+    def _begin_anew(self) -> None:
+        for group in self.groups.values():
+            self._leave(group)
+        left = self._left
+        self.__init__()  # type: ignore[misc]
+        self._left = left
+
+    def _leave(self, group: Group | None) -> None:
+        if group is not None and group.left:
+            self._left.append(group)
+
+    def watched(self) -> list[Group]:
+        """Return the groups, and those that are no more but on which a call of another thread still blocks."""
+        self._left = [group for group in self._left if group.journal.blocked()]
+        return [*self.groups.values(), *self._left]
 
     def end(self) -> None:
         """Let no thread begin a call any more: this process ends."""

@@ -94,9 +94,9 @@ def under_way() -> Iterator[UnderWay]:
     The end of a group waits for its devices. It is left out while one of them has a call, because to end that call
     ends the wait, and MPI's part of the end could not be taken out of it.
     """
-    for group in list(WORLD.groups.values()):
+    for group in WORLD.watched():
         blocked = group.journal.blocked()
-        backends = dict.fromkeys(list(group.backends.values()))
+        backends = dict.fromkeys(list(group.backends.values()) or group.left)
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:

@@ -248,7 +248,7 @@ def last_call() -> Call | None:
     deadline = time.monotonic() + CALL_SECONDS
     while True:
         time.sleep(SHORTEST_NAP)  # also before the first look: who was about to begin one has begun by then
-        blocked = [each for group in list(WORLD.groups.values()) for each in group.journal.blocked()]
+        blocked = [each for group in WORLD.watched() for each in group.journal.blocked()]
         if not blocked:
             return None
         if time.monotonic() >= deadline:

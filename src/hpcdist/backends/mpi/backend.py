@@ -133,6 +133,17 @@ class MPIBackend(Backend):
         """Cancel a blocked receive, or revoke the communicator (ULFM); False if this MPI can do neither."""
         return self.communicator.interrupt(reason, is_current)
 
+    def end_receives(self, reason: str) -> None:
+        """Cancel the receives that wait for a message; under a revocation they end by themselves."""
+        if MPI.Is_finalized() or self.communicator.is_revoked():
+            return
+        self.communicator.cancel(reason)
+        for work in list(self.unfinished):
+            if not work.is_completed():
+                with suppress(MPI.Exception):  # it has just ended
+                    work._interrupt(reason)
+                work.is_completed()
+
     def foretell(self, reason: str) -> None:
         """Raise with this reason when the communicator is revoked (ULFM)."""
         if ulfm.is_tolerant():
@@ -235,7 +246,8 @@ class MPIBackend(Backend):
     def drop(self, reason: str) -> None:
         """End the queue, and receives that wait for a message; the communicator stays."""
         super().drop(reason)
-        self._end_receives(reason)
+        self.end_receives(reason)
+        self.communicator.close_receives()
         keep(self.unfinished)
 
     def close(self) -> None:
@@ -246,19 +258,9 @@ class MPIBackend(Backend):
             for window in self.windows[::-1]:
                 window.close()
             self.collectives.close()
-            self._end_receives("the group was destroyed while this receive waited for a message")
+            self.communicator.close_receives()
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 self.communicator.close_private()
             if self._bundler is not None:
                 self._bundler.close()
             retire(self.comm, self.unfinished)
-
-    def _end_receives(self, reason: str) -> None:
-        """Cancel the receives that wait for a message, which could be written to memory that is no longer theirs."""
-        ends = not MPI.Is_finalized() and not self.communicator.is_revoked()  # which ends them by itself
-        for work in list(self.unfinished) if ends else ():
-            if not work.is_completed():
-                with suppress(MPI.Exception):  # it has just ended, or the communicator is revoked
-                    work._interrupt(reason)
-                work.is_completed()
-        self.communicator.close_receives()

@@ -207,17 +207,23 @@ class Communicator:
             reason: what it raises.
             is_current: whether it is the journal's ``current``, which alone may be the receive that blocks.
         """
-        request = self.receiving if is_current else None
-        if request is not None:
-            self.interruption = reason
-            with suppress(MPI.Exception):  # it may just have ended
-                request.Cancel()
+        if is_current and self.cancel(reason):
             return True
         if ulfm.is_tolerant() and self.comm != MPI.COMM_NULL:
             self.interruption = reason
             self.revoke()
             return True
         return False
+
+    def cancel(self, reason: str) -> bool:
+        """Make a receive that blocks raise; False if none does."""
+        request = self.receiving
+        if request is None:
+            return False
+        self.interruption = reason
+        with suppress(MPI.Exception):  # it may just have ended
+            request.Cancel()
+        return True
 
     def check_cancelled(self, status: MPI.Status) -> None:
         """Raise why a receive was interrupted, unless its message came at the last moment."""

@@ -1,0 +1,93 @@
+"""A group that ends while another thread of the rank is in a call on it: the call raises, passes or is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import FIRST, LAUNCHERS, PLAIN, Job
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+PROGRAM = """
+import json, os, sys, threading, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+
+def tell(event, **more):
+    line = json.dumps({"rank": rank, "event": event, "pid": os.getpid(), **more})
+    os.write(1, f"\\n{line}\\n".encode())
+
+def call(how, tag):
+    try:
+        how(torch.ones(3), 0, tag)
+    except RuntimeError as error:
+        tell("raised", text=str(error))
+    else:
+        tell("passed")
+
+def recv(tensor, src, tag):
+    dist.recv(tensor, src, group, tag)
+
+def irecv(tensor, src, tag):
+    dist.irecv(tensor, src, group, tag).wait()
+
+def reduce(tensor, *_):
+    dist.all_reduce(tensor, group=group)
+
+end, what = sys.argv[1:]
+dist.init_process_group()
+rank = dist.get_rank()
+group = dist.new_group(timeout=timedelta(seconds=3))
+dist.barrier()
+threads = []
+if rank == 1:
+    ways = (recv, recv, irecv) if what == "receive" else (reduce,)
+    threads = [threading.Thread(target=call, args=(how, tag)) for tag, how in enumerate(ways)]
+    for each in threads:
+        each.start()
+        time.sleep(0.3)
+else:
+    time.sleep(1.5)
+    if what == "late":
+        reduce(torch.ones(3))
+if rank == 1 or what == "late":
+    dist.destroy_process_group(group) if end == "destroy" else group.abort()
+    tell("ended")
+for each in threads:
+    each.join()
+if what == "absent":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_receives_raise(end: str, launcher: str, program: Path) -> None:
+    with Job(launcher, 2, [end, "receive"], program) as job:
+        raised = job.wait("raised", 3, 30)
+        assert len(raised) == 3, job.stderr()
+        assert all(f"was {end}ed" in each["text"] for each in raised), raised
+        assert job.finish(30) == 0, job.stderr()
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_destroy_waits_for_a_collective(launcher: str, program: Path) -> None:
+    with Job(launcher, 2, ["destroy", "late"], program) as job:
+        assert job.finish(60) == 0, job.stderr()
+        events = [each["event"] for each in job.wait("ended", 2, 1) + job.wait("passed", 1, 1)]
+        assert events == ["ended", "ended", "passed"], job.stderr()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_a_collective_that_a_rank_never_makes(end: str, launcher: str, program: Path) -> None:
+    with Job(launcher, 2, [end, "absent"], program) as job:
+        if launcher in PLAIN:  # nothing takes a thread out of MPI
+            assert job.finish(3 + 20) != 0, job.stderr()
+        else:
+            raised = job.wait("raised", 1, 3 + 15)
+            assert len(raised) == 1, job.stderr()
+        if launcher in PLAIN or end == "destroy":
+            assert "rank 0 has not entered all_reduce" in job.stderr(), job.stderr()
