@@ -96,6 +96,39 @@ def test_a_death_while_a_communicator_is_made_does_not_keep_others_from_being_ma
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize("step", ["create", "open_by_name"])
+def test_a_death_while_the_nodes_window_is_made(step: str, launcher: str, tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import json, os, sys, warnings\n"
+        "import torch\n"
+        "import hpcdist as dist\n"
+        "from hpcdist.core import memory_file\n"
+        "warnings.simplefilter('error')\n"  # that of a node that cannot share memory, which is another matter
+        "dist.init_process_group()\n"
+        "create, names = memory_file.create, []\n"
+        "def note(nbytes):\n"
+        "    descriptor, name = create(nbytes)\n"
+        "    names.append(name)\n"
+        "    return descriptor, name\n"
+        "def die(_):\n"
+        "    for name in names: memory_file.remove(name)\n"  # which a killed rank leaves behind, with no memory
+        "    os.kill(os.getpid(), 9)\n"
+        "if dist.get_rank() == 1: memory_file.create = note; setattr(memory_file, sys.argv[1], die)\n"
+        "tensor = torch.ones(1 << 20)\n"
+        "try: dist.all_reduce(tensor)\n"
+        "except dist.DistBackendError as error: assert 'rank 1 of the group died' in str(error), error\n"
+        "else: sys.exit('all_reduce returned')\n"
+        "dist.shrink_group([1])\n"
+        "dist.all_reduce(tensor.fill_(1))\n"
+        "assert tensor.eq(2).all(), tensor\n"
+        "print(json.dumps({'rank': dist.get_rank(), 'event': 'went on', 'pid': os.getpid()}), flush=True)\n"
+    )
+    with Job(launcher, 3, [step], program) as job:
+        assert len(job.wait("went on", 2, 60)) == 2, job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_others_go_on_in_a_smaller_group(launcher: str, fault: str) -> None:
     with Job(launcher, 4, [fault, "all_reduce"], FAULT_SHRINK="1") as job:

@@ -226,6 +226,17 @@ def test_ten_thousand_mixed_calls(comm, always):
     dist.destroy_process_group(group)
 
 
+def test_a_rank_may_destroy_a_group_that_others_keep(comm, always):
+    group = dist.new_group()
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, group=group)
+    for rank in range(comm.size):
+        if rank == comm.rank:
+            dist.destroy_process_group(group)
+        dist.all_reduce(tensor)  # on the default group, while those after this one have the other group
+    assert tensor[-1] == comm.size ** (comm.size + 1)
+
+
 def test_a_thousand_groups_leave_nothing(comm, always):
     """As many as fit in 8 s, at most 1,000: Open MPI on crowded cores takes 0.1 s for one window."""
 

@@ -323,6 +323,6 @@ class Collectives:
         return run
 
     def close(self) -> None:
-        """Free the window; every rank of the communicator calls it."""
+        """Leave the node's window."""
         self._calls.clear()
         self.node.close(self._communicator.is_revoked())

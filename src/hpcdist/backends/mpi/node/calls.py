@@ -61,7 +61,11 @@ class NodeCalls:
         return self._places
 
     def connect(self) -> bool:
-        """Make what the calls need; every rank calls, and all return False if a node cannot share memory."""
+        """Make what the calls need; every rank calls, and all return False if a node cannot share memory.
+
+        Raises:
+            MPI.Exception: a rank has died (ULFM).
+        """
         places = self._places
         assert places is not None
         try:
@@ -69,6 +73,8 @@ class NodeCalls:
                 self.shared = NodeShared(places, self._poll, self._is_background)
             else:
                 self.shared = TwoLevel(places, self._derived, self._poll, self._is_background)
+        except MPI.Exception:  # which is a RuntimeError: a rank has died
+            raise
         except RuntimeError as error:
             warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
             return False
@@ -88,7 +94,7 @@ class NodeCalls:
         SHARED_CALLS[row](shared, send, recv, op, root)
 
     def close(self, is_revoked: bool) -> None:
-        """Free what was made; every rank of the communicator calls it.
+        """Free what was made.
 
         After a revocation it is left to the end of the process: freeing it would wait for the dead.
         """

@@ -207,5 +207,5 @@ class NodeShared:
         self._exchange(block, put, get, self.size, width)
 
     def close(self) -> None:
-        """Free the window; collective over the node, once or often."""
+        """Leave the window, once or often."""
         self._slots.close()

@@ -23,7 +23,7 @@ Step = Callable[[int, int, int], None]
 class NodeSlots:
     """Holds a communicator's window on each node, cut into slots, and what is kept between calls.
 
-    Construction and `close` are collective over the group's communicator.
+    Construction is collective over the group's communicator.
 
     Args:
         places: where the group's ranks are; the window takes over the communicator of the node.
@@ -128,7 +128,7 @@ class NodeSlots:
         return scratch
 
     def close(self) -> None:
-        """Free the window; collective over the node, once or often."""
+        """Leave the window, once or often."""
         self._plans.clear()
         self.slots = []
         self.window.close()

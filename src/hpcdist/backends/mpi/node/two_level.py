@@ -439,7 +439,7 @@ class TwoLevel:
         self._exchange(share, chunk, put, get)
 
     def close(self) -> None:
-        """Free the window and the communicators made here; collective over the communicator, once or often."""
+        """Leave the window, and free the communicators made here, once or often."""
         if self._comm == MPI.COMM_NULL:
             return
         for reducer in self._reducers.values():

@@ -1,7 +1,9 @@
 """Shared window of a node: memory that its ranks share, and the flags by which they know what has been written.
 
 Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
-imitated on one machine. One `MPI_Win_allocate_shared` gives every rank a segment that its node mates can load from:
+imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its node mates
+map too. It is no window of MPI's, because MPI_Win_free waits for all ranks of the node, so that a rank which destroys a
+group would wait for one that keeps it.
 
     | flag (one page) | slot 0 | slot 1 | slot 2 |
 
@@ -11,9 +13,9 @@ increments. All ranks of a group run the same collectives in the same order, so 
 says: "whatever I publish in step t lies in the window, and I have finished every read that I make before step t".
 Three slots, because a rank then writes chunk c+1 while a slower mate still reads chunk c-1 and the next one is due.
 
-Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model; the window is in a lock_all epoch):
-- publishing: data stores, `MPI_Win_sync` (a full processor barrier in Open MPI, MPICH and Intel MPI), flag store. No
-  processor can show the flag before the data.
+Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model):
+- publishing: data stores, `MPI_Win_sync` (a full processor barrier in Open MPI, MPICH and Intel MPI, whatever window it
+  is called on: `barrier` has one of this process alone), flag store. No processor can show the flag before the data.
 - consuming: flag load until it reached the step, `MPI_Win_sync`, data loads. No load of data is taken before the flag.
 - reusing: a slot is written only after every node mate's flag passed the step that follows its reads of that slot; a
   mate's loads are complete before its later `MPI_Win_sync`, hence before the flag that permits the overwrite.
@@ -38,11 +40,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.datatypes import address
 from hpcdist.core import memory_file
 from hpcdist.core.naps import nap
 
@@ -87,6 +91,44 @@ def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
         window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
     info.Free()
     return window
+
+
+@cache
+def barrier() -> Callable[[], None]:
+    """Return what is a full memory barrier of the processor."""
+    window = allocate_shared(1, MPI.COMM_SELF)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    return window.Sync
+
+
+def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]:
+    """Return memory of so many bytes of each rank of a node, zero, which all of them share; every rank of it calls.
+
+    Raises:
+        OSError: a rank cannot make its segment, or not map another's; on every rank of the node.
+    """
+    name, failure = "", None
+    segments: list[torch.UntypedStorage] = []
+    try:
+        try:
+            descriptor, name = memory_file.create(nbytes)
+            os.close(descriptor)
+        except OSError as error:
+            failure = str(error)
+        names = node.allgather(name)
+        try:
+            for each in names if all(names) else ():
+                os.close(memory_file.open_by_name(each))  # torch would make a file that is not there
+                path = str(memory_file.FOLDER / each)
+                segments.append(torch.UntypedStorage.from_file(path, True, nbytes))  # type: ignore[arg-type]
+        except (OSError, RuntimeError) as error:
+            failure = str(error)
+        failures = [each for each in node.allgather(failure) if each is not None]
+    finally:
+        memory_file.remove(name)
+    if failures:
+        raise OSError(failures[0])
+    return segments
 
 
 def check_room(nbytes: int, told: list[int | None]) -> None:
@@ -161,8 +203,8 @@ class NodeWindow:
         is_background: tells whether the call under way runs beside the rank's own computation.
 
     Raises:
-        MPI.Exception: the MPI library cannot give shared memory.
-        OSError: /dev/shm has no room; on every rank of the node.
+        MPI.Exception: the MPI library has no windows.
+        OSError: /dev/shm has no room, or the ranks do not see the same; on every rank of the node.
     """
 
     def __init__(self, node: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
@@ -178,23 +220,19 @@ class NodeWindow:
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
-        # MPICH gives a window for which there is no room, and the rank that writes to it dies of SIGBUS
+        # a file takes no memory yet: if there is no room, the rank that writes to it dies of SIGBUS
         check_room(self.size * self.segment_bytes, [free for _, _, free in places])
-        self._window: MPI.Win | None = allocate_shared(self.segment_bytes, node)
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        self._sync = self._window.Sync
-        queried: list[Any] = [self._window.Shared_query(r)[0] for r in range(self.size)]
-        buffers = [memoryview(buffer) for buffer in queried]
+        self._sync = barrier()
+        self._memory = map_segments(self.segment_bytes, node)
+        mapped: list[Any] = [address(each.data_ptr(), each.nbytes()) for each in self._memory]
+        buffers = [memoryview(each) for each in mapped]
         self._flags = [buffer[:8].cast("q") for buffer in buffers]
         self._mates = [flag for r, flag in enumerate(self._flags) if r != self.rank]
         self._own = self._flags[self.rank]
-        self._own[0] = 0
         self.segments: list[torch.Tensor] = [
             torch.frombuffer(buffer, dtype=torch.uint8)[PAGE_BYTES : self.segment_bytes] for buffer in buffers
         ]
         self.step = 0
-        self._sync()
-        node.Barrier()
 
     def publish(self) -> int:
         """Count one step and tell the node mates that this rank's part of it lies in its segment.
@@ -228,13 +266,10 @@ class NodeWindow:
             stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._poll)
 
     def close(self) -> None:
-        """Free the window and its communicator; collective over the node, once or often."""
-        if self._window is None:
+        """Leave the memory, and free the communicator, once or often."""
+        if self.node == MPI.COMM_NULL:
             return
-        window, self._window = self._window, None
-        self.segments = []
+        self.segments, self._memory = [], []
         self._flags, self._mates = [], []
         self._own = memoryview(bytearray(8)).cast("q")
-        window.Unlock_all()
-        window.Free()
         self.node.Free()
