@@ -38,11 +38,17 @@ def a_receive_past_the_timeout_of_its_group_raises() -> None:
             dist.irecv(values, 1, group).wait()
         with pytest.raises(dist.DistBackendError, match="irecv from rank 1"):
             dist.exchange({1: torch.full((4,), 6.0)}, {1: values, 0: torch.zeros(1)}, group)
+        with pytest.raises(dist.DistBackendError, match="recv_object_list from rank 1"):
+            dist.recv_object_list([None], 1, group)
         dist.recv(values, 1)  # and what comes later is received
         assert values.tolist() == [7.0] * 4
+        objects = [None]
+        assert dist.recv_object_list(objects, 1, group) == 1
+        assert objects == ["here"]
     if rank == 1:
-        time.sleep(6)
+        time.sleep(8)
         dist.send(torch.full((4,), 7.0), 0)
+        dist.send_object_list(["here"], 0, group)
         values = torch.zeros(4)
         dist.exchange({}, {0: values}, group)  # what was sent before the other side gave up
         assert values.tolist() == [6.0] * 4

@@ -33,6 +33,9 @@ def recv(tensor, src, tag):
 def irecv(tensor, src, tag):
     dist.irecv(tensor, src, group, tag).wait()
 
+def objects(_, src, tag):
+    dist.recv_object_list([None], src, group)
+
 def reduce(tensor, *_):
     dist.all_reduce(tensor, group=group)
 
@@ -43,7 +46,7 @@ group = dist.new_group(timeout=timedelta(seconds=3))
 dist.barrier()
 threads = []
 if rank == 1:
-    ways = (recv, recv, irecv) if what == "receive" else (reduce,)
+    ways = {"receive": (recv, recv, irecv), "objects": (objects,)}.get(what, (reduce,))
     threads = [threading.Thread(target=call, args=(how, tag)) for tag, how in enumerate(ways)]
     for each in threads:
         each.start()
@@ -63,11 +66,13 @@ if what == "absent":
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-@pytest.mark.parametrize("end", ["destroy", "abort"])
-def test_receives_raise(end: str, launcher: str, program: Path) -> None:
-    with Job(launcher, 2, [end, "receive"], program) as job:
-        raised = job.wait("raised", 3, 30)
-        assert len(raised) == 3, job.stderr()
+@pytest.mark.parametrize(
+    ("end", "what", "count"), [("destroy", "receive", 3), ("abort", "receive", 3), ("destroy", "objects", 1)]
+)
+def test_receives_raise(end: str, what: str, count: int, launcher: str, program: Path) -> None:
+    with Job(launcher, 2, [end, what], program) as job:
+        raised = job.wait("raised", count, 30)
+        assert len(raised) == count, job.stderr()
         assert all(f"was {end}ed" in each["text"] for each in raised), raised
         assert job.finish(30) == 0, job.stderr()
 

@@ -247,11 +247,11 @@ class Group:
             self._forget()
 
     def _await_other_threads(self) -> None:
-        """Return when no other thread is in a call on the group that only its end or the watchdog's takes it out of."""
+        """Return when no other thread is in a call on the group, unless its library ends such a call by itself."""
+        if all(backend.ends_waits for backend in self.backends.values()):
+            return
         began = time.monotonic()
         while any(not each.is_own() for each in self.journal.blocked()):
-            if all(backend.ends_waits for backend in self.backends.values()):
-                return
             nap(time.monotonic() - began)
 
     def _forget(self) -> dict[Backend, None]:

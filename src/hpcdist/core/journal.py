@@ -116,7 +116,7 @@ class Blocked:
         self.call[0].further.remove(self)
 
     def is_own(self) -> bool:
-        """Tell whether it blocks this thread: in a function that this one, a signal's handler say, was called from."""
+        """Tell whether it blocks the thread that asks, as it does if a signal's handler that interrupted it asks."""
         if self.thread:
             return self.thread == get_ident()
         frame: FrameType | None = sys._getframe(1)

@@ -118,8 +118,10 @@ class World:
 
     def watched(self) -> list[Group]:
         """Return the groups, and those that are no more but on which a call of another thread still blocks."""
-        self._left = [group for group in self._left if group.journal.blocked()]
-        return [*self.groups.values(), *self._left]
+        for group in list(self._left):
+            if not group.journal.blocked():
+                self._left.remove(group)
+        return list(self.groups.values()) + self._left
 
     def end(self) -> None:
         """Let no thread begin a call any more: this process ends."""

@@ -85,7 +85,7 @@ class Communicator:
         self.private: MPI.Intracomm | None = None
         self.interruption: str | None = None
         self.probed: probed.ProbedReceives | None = None
-        self.receiving: MPI.Request | probed.ProbedReceive | None = None
+        self.receiving: MPI.Request | probed.ProbedReceive | probed.AwaitedMessage | None = None
         self.is_checked = ulfm.is_tolerant()
         self.left_by: str | None = None
         self._has_revoked = False
@@ -185,6 +185,23 @@ class Communicator:
         if self.probed is not None:
             return self.probed.begin(buffer, source, tag, is_waited_for)
         return self.comm.Irecv(buffer, source, tag)
+
+    def match(self, src: int | None, tag: int) -> tuple[MPI.Message, MPI.Status]:
+        """Wait for a message and match it (MPI 3.8.2); unlike MPI_Mprobe, past the timeout it can be cancelled."""
+        source = MPI.ANY_SOURCE if src is None else src
+        awaited = self.probed.expect(source, tag) if self.probed else probed.AwaitedMessage(self.comm, source, tag)
+        if self.receiving is None:  # else another thread's receive blocks
+            self.receiving = awaited
+        try:
+            probed.wait_until(lambda: awaited.is_cancelled or awaited.is_matched())
+        finally:
+            awaited.Cancel()
+            if self.receiving is awaited:
+                self.receiving = None
+        if awaited.message is None:
+            reason, self.interruption = self.interruption, None
+            raise DistBackendError(reason)
+        return awaited.message, awaited.status
 
     def close_receives(self) -> None:
         """Look no longer for messages that receives wait for."""

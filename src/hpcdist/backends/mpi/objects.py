@@ -128,7 +128,8 @@ class MPIObjects(Objects):
 
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
-        with self._communicator.translating("recv_object"), self._receiving:
-            comm = self._communicator.probed or self._comm
-            received, sender = parts.receive(comm, MPI.ANY_SOURCE if src is None else src, TAG)
+        communicator = self._communicator
+        with communicator.translating("recv_object"), self._receiving:
+            message, status = communicator.match(src, TAG)
+            received, sender = parts.receive_matched(communicator.probed or self._comm, message, status)
         return unpacked(*received, weights_only=weights_only), sender

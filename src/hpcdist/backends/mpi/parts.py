@@ -58,10 +58,16 @@ def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[An
     return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
 
 
-def receive(comm: MPI.Intracomm | ProbedReceives, src: int, tag: int) -> tuple[Parts, int]:
+def receive(comm: MPI.Intracomm, src: int, tag: int) -> tuple[Parts, int]:
     """Receive parts; return them and their sender. One thread at a time may receive on a communicator."""
     status = MPI.Status()
-    message = comm.Mprobe(src, tag, status)
+    return receive_matched(comm, comm.Mprobe(src, tag, status), status)
+
+
+def receive_matched(
+    comm: MPI.Intracomm | ProbedReceives, message: MPI.Message, status: MPI.Status
+) -> tuple[Parts, int]:
+    """Receive parts of which the first message, their lengths, was matched; the rest as ``receive``."""
     src, tag = status.Get_source(), status.Get_tag()
     table = bytearray(status.Get_count(BYTE))
     message.Recv((table, BYTE))

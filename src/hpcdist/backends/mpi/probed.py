@@ -53,6 +53,32 @@ def wait_until(condition: Callable[[], bool]) -> None:
             nap(time.monotonic() - began)
 
 
+class AwaitedMessage:
+    """A message that a rank waits for by matched probe, so that another thread can end the wait.
+
+    Attributes:
+        status: where a probe describes the message.
+        message: the matched one.
+        is_cancelled: whether the wait is to end without it.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, source: int, tag: int) -> None:
+        self._comm, self._source, self._tag = comm, source, tag
+        self.status = MPI.Status()
+        self.message: MPI.Message | None = None
+        self.is_cancelled = False
+
+    def is_matched(self) -> bool:
+        """Tell whether the message has been matched; look for it otherwise."""
+        if self.message is None:
+            self.message = self._comm.Improbe(self._source, self._tag, self.status)
+        return self.message is not None
+
+    def Cancel(self) -> None:
+        """Give the wait up, unless the message has been matched."""
+        self.is_cancelled = self.message is None
+
+
 class ProbedReceive:
     """A receive that begins once its message is there; in place of an MPI_Request.
 
@@ -66,6 +92,7 @@ class ProbedReceive:
         message: the matched one.
         request: what receives it.
         error: why there is none.
+        is_cancelled: whether it was given up.
     """
 
     def __init__(
@@ -76,7 +103,7 @@ class ProbedReceive:
         self.message: MPI.Message | None = None
         self.request: MPI.Request | None = None
         self.error: MPI.Exception | None = None
-        self._is_cancelled = False
+        self.is_cancelled = False
 
     def takes(self, source: int, tag: int) -> bool:
         """Tell whether a message from a rank with a tag, MPI_ANY_TAG for some tag, may be for this receive."""
@@ -91,7 +118,7 @@ class ProbedReceive:
 
     def Test(self, status: MPI.Status) -> bool:
         """Tell whether the message has been received; look for it otherwise."""
-        if self._is_cancelled:
+        if self.is_cancelled:
             status.Set_cancelled(True)
             return True
         return self.is_matched() and bool(self.request.Test(status))  # type: ignore[union-attr]  # it has a buffer
@@ -103,7 +130,7 @@ class ProbedReceive:
 
     def Cancel(self) -> None:
         """Give the receive up, unless its message has been matched."""
-        self._is_cancelled = self._queue.drop(self)
+        self.is_cancelled = self._queue.drop(self)
 
 
 class ProbedReceives:
@@ -138,15 +165,9 @@ class ProbedReceives:
             self._pursue()
         return made
 
-    def Mprobe(self, source: int, tag: int, status: MPI.Status) -> MPI.Message:
-        """Wait for a message that no earlier receive takes, and match it (MPI 3.8.2)."""
-        made = self._add(None, source, tag, status)
-        try:
-            wait_until(made.is_matched)
-        finally:
-            self.drop(made)
-        assert made.message is not None
-        return made.message
+    def expect(self, source: int, tag: int) -> ProbedReceive:
+        """Wait for a message that no earlier receive takes, to match it only; to be cancelled if it has not come."""
+        return self._add(None, source, tag, MPI.Status())
 
     def Recv(self, buffer: list[Any], source: int, tag: int) -> None:
         """Receive."""
