@@ -47,7 +47,8 @@ dist.barrier()
 threads = []
 if rank == 1:
     ways = {"receive": (recv, recv, irecv), "objects": (objects,)}.get(what, (reduce,))
-    threads = [threading.Thread(target=call, args=(how, tag)) for tag, how in enumerate(ways)]
+    is_daemon = what == "daemon"
+    threads = [threading.Thread(target=call, args=(how, tag), daemon=is_daemon) for tag, how in enumerate(ways)]
     for each in threads:
         each.start()
         time.sleep(0.3)
@@ -58,6 +59,8 @@ else:
 if rank == 1 or what == "late":
     dist.destroy_process_group(group) if end == "destroy" else group.abort()
     tell("ended")
+if what == "daemon":
+    sys.exit()
 for each in threads:
     each.join()
 if what == "absent":
@@ -96,3 +99,11 @@ def test_a_collective_that_a_rank_never_makes(end: str, launcher: str, program: 
             assert len(raised) == 1, job.stderr()
         if launcher in PLAIN or end == "destroy":
             assert "rank 0 has not entered all_reduce" in job.stderr(), job.stderr()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_daemon_in_a_collective_keeps_no_rank(launcher: str, program: Path) -> None:
+    with Job(launcher, 2, ["destroy", "daemon"], program) as job:
+        assert job.finish(60) == 0, job.stderr()
+        said = "a thread is still in all_reduce" in job.stderr()
+        assert said if launcher in PLAIN else job.events("raised"), job.stderr()

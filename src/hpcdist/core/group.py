@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hpcdist.core.call import Call
 
 UNGROUPED = nullcontext()
+DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon
 
 
 class ParentsBackend:
@@ -66,7 +67,8 @@ class Group:
     Attributes:
         ranks: the global rank of each rank of the group, in order.
         backends: the backend that carries each device type; empty once the group is destroyed.
-        left: the backends of a group that is destroyed or aborted, on which a call of another thread may still block.
+        left: the backends of a group that is no more, on which another thread may still be in a call.
+        is_watched: whether the watchdog looks at such calls: not if only daemons are in them.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
@@ -106,6 +108,7 @@ class Group:
                 backend.peer = self.cpu
         self.journal = Journal(self._name)
         self.left: list[Backend] = []
+        self.is_watched = True
         self.known = CallCache()
         self.coalescing: list[Call] | None = None  # the calls held back by a coalescing manager
 
@@ -215,7 +218,7 @@ class Group:
 
     def revoke(self, reason: str) -> None:
         """Make calls under way raise: on all ranks if the library can do so, else on this one if it can."""
-        for backend in dict.fromkeys(self.backends.values()):
+        for backend in dict.fromkeys(self.backends.values()) or self.left:
             if not backend.revoke(reason):
                 backend.interrupt(reason)
                 for work in backend.pending():
@@ -233,34 +236,43 @@ class Group:
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.
 
-        Receives that wait for a message raise. Other calls of other threads are waited for.
+        Receives that wait for a message raise. Other calls of other threads are waited for; a daemon that is in one is
+        left in it if the library cannot end it, and the communicators with it.
         """
+        reason = f"group {self._name!r} was destroyed"
         try:
             with self.journal.during("destroy_process_group"):
                 for backend in dict.fromkeys(self.backends.values()):
-                    backend.end_receives(f"group {self._name!r} was destroyed")
-                self._await_other_threads()
+                    backend.end_receives(reason)
+                if not self._await_other_threads():
+                    self.revoke(reason)
+                    self.drop(reason)
                 # the CPU's last: the others met over it
                 for backend in reversed(dict.fromkeys(self.backends.values())):
                     backend.close()
         finally:
             self._forget()
 
-    def _await_other_threads(self) -> None:
-        """Return when no other thread is in a call on the group, unless its library ends such a call by itself."""
+    def _await_other_threads(self) -> bool:
+        """Wait until no other thread is in a call on the group; False if a daemon stays in one."""
         if all(backend.ends_waits for backend in self.backends.values()):
-            return
+            return True  # the library ends such a call by itself
         began = time.monotonic()
-        while any(not each.is_own() for each in self.journal.blocked()):
-            nap(time.monotonic() - began)
+        while others := [each for each in self.journal.blocked() if not each.is_own()]:
+            waited = time.monotonic() - began
+            if waited > DAEMON_SECONDS and not any(each.is_lasting() for each in others):
+                return False
+            nap(waited)
+        return True
 
     def _forget(self) -> dict[Backend, None]:
         """Have no communicators any more; return those that there were."""
         forgotten = dict.fromkeys(self.backends.values())
         if forgotten:
             RING.past += self.sequence
-            if self.journal.blocked():
-                self.left = [backend for backend in forgotten if not backend.ends_waits]
+            blocked = self.journal.blocked()
+            self.left = [backend for backend in forgotten if blocked and not backend.ends_waits]
+            self.is_watched = any(each.is_lasting() for each in blocked)
         self.backends, self.cpu, self.carriers = {}, None, {}
         self.known.clear()
         return forgotten

@@ -11,6 +11,7 @@ its own to ``further``. Whoever looks and then sets makes no call in between, at
 from __future__ import annotations
 
 import sys
+import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
@@ -125,6 +126,14 @@ class Blocked:
                 return True
             frame = frame.f_back
         return False
+
+    def is_lasting(self) -> bool:
+        """Tell whether Python's end waits for its thread, another than the one that asks: it is no daemon's.
+
+        If the thread is unknown, that of any other thread is the answer.
+        """
+        others = (each for each in threading.enumerate() if each.ident != get_ident())
+        return any(not each.daemon for each in others if self.thread in (0, each.ident))
 
 
 class Journal:

@@ -113,7 +113,7 @@ class World:
         self._left = left
 
     def _leave(self, group: Group | None) -> None:
-        if group is not None and group.left:
+        if group is not None and group.journal.blocked():
             self._left.append(group)
 
     def watched(self) -> list[Group]:

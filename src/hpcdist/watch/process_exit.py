@@ -141,6 +141,11 @@ class ProcessExit:
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
         WORLD.end()
+        if (
+            last_call() is not None and self.backend.interrupts_all()
+        ):  # under ULFM those that end would wait for this one
+            for group in WORLD.watched():
+                group.revoke("this process ends")
         if (last := last_call()) is not None:
             text = (
                 f"a thread is still in {last.name}: this process ends without MPI_Finalize, which could crash under it"
