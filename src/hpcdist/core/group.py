@@ -30,11 +30,15 @@ class ParentsBackend:
     """Backend in a forked child, which refuses all calls: the MPI, sockets and threads are its parent's."""
 
     has_groups = False
+    ends_waits = True  # nothing here waits for the parent's calls
     peer = queue = None
 
     def __init__(self, inner: Backend) -> None:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner = inner  # kept: what ends with its last reference would be ended for the parent
+
+    def end_receives(self, reason: str) -> None:
+        """Leave the parent's receives as they are."""
 
     def close(self) -> None:
         """Leave the communicator as it is."""
