@@ -259,6 +259,8 @@ def check_device(device_id: torch.device | int | None) -> torch.device | None:
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Free a group's communicators; every rank of it calls this. One that was aborted is forgotten.
 
+    On this rank, receives that wait for a message raise, and calls of other threads but daemons are waited for.
+
     Args:
         group: the group; None or the default group destroys all, and ``init_process_group`` may follow.
 

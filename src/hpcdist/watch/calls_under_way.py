@@ -96,7 +96,8 @@ def under_way() -> Iterator[UnderWay]:
     """
     for group in WORLD.watched():
         blocked = group.journal.blocked()
-        backends = dict.fromkeys(list(group.backends.values()) or group.left * group.is_watched)
+        left = group.left if group.is_watched else []
+        backends = dict.fromkeys(list(group.backends.values()) or left)
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
