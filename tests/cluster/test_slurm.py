@@ -45,4 +45,6 @@ def test_ranks_of_two_hosts_meet(slurm: Slurm, init_method: str, backend: str) -
     done = slurm.srun("-c", PROGRAM, init_method)
     told = sorted(re.findall("<.*?>", done.stdout))
     assert told == [f"<6 of 4 on n{host} by {backend}>" for host in (1, 1, 2, 2)], done.stderr
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr
+    done = slurm.srun("-c", PROGRAM.replace("dist.destroy_process_group()", ""), init_method)
+    assert done.returncode == 0, done.stderr

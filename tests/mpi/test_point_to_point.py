@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.retired import KEPT
 
 from .expected import MOVING, same, values
 
@@ -245,7 +246,8 @@ def test_what_is_sent_stays_until_it_is_received_though_the_group_ends(end, rank
         assert torch.equal(received, tensor)
         dist.destroy_process_group(group) if end == "destroy" else group.abort()
     dist.barrier()
-    dist.destroy_process_group(dist.new_group())  # which lets go of it
+    for _ in range(KEPT + 1):  # the last of them lets go of it
+        dist.destroy_process_group(dist.new_group())
     if rank == 0:
         assert sent() is None
 

@@ -251,7 +251,7 @@ class MPIBackend(Backend):
         keep(self.unfinished)
 
     def close(self) -> None:
-        """Free what the group's calls have made, and the communicator after all ranks have closed (MPI 7.4.3)."""
+        """Free what the group's calls have made, and later the communicator (MPI 7.4.3, ``retired``)."""
         super().close()
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True

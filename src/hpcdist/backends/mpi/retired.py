@@ -1,10 +1,12 @@
-"""Communicators of destroyed groups: each is freed once all of its ranks have destroyed their group.
+"""Communicators of destroyed groups: each is freed only when many others have been destroyed after it.
 
-MPI gives a new communicator the context of one that was freed. If a rank freed one while another may still send on it,
-such a message would meet the new one, whose receive takes it; Open MPI, which numbers messages, also holds back the
-first message that is sent on the new one. So a rank that destroys a group enters a barrier that it does not wait for,
-and frees the communicator after that has ended, when it destroys another group. Memory that MPI may still read or write
-for a message under way is kept until then.
+MPI gives a new communicator the context of one that was freed. If a rank freed one at once, while another may still
+send on it, such a message would meet the new one, whose receive takes it; Open MPI, which numbers messages, also holds
+back the first message that is sent on the new one. Memory that MPI may still read or write for a message under way is
+kept until the message has ended.
+
+A barrier that is not waited for (MPI_Ibarrier) would tell when all ranks have destroyed their group. But if a rank
+never does, it is still under way in MPI_Finalize, which need not take that.
 """
 
 from __future__ import annotations
@@ -15,34 +17,28 @@ from mpi4py import MPI
 
 from hpcdist.core.supervised import Unfinished
 
+KEPT = 64  # communicators; MPICH has 2,048 in all
 PROBES = 10  # one may not see all that has come; each takes 0.2 µs
-RETIRED: deque[tuple[Unfinished, MPI.Intracomm | None, MPI.Request]] = deque()
+RETIRED: deque[tuple[Unfinished, MPI.Intracomm | None]] = deque()
 
 
 def retire(comm: MPI.Intracomm, unfinished: Unfinished) -> None:
-    """Free a communicator as soon as all of its ranks have called this and its messages have ended.
-
-    Those that were retired before are freed now, if they can be.
-    """
-    for _ in range(len(RETIRED)):
+    """Free a communicator later, when its messages have ended; free those that were retired long before."""
+    RETIRED.append((unfinished, comm))
+    for _ in range(len(RETIRED) - KEPT):
         earlier = RETIRED.popleft()
         if not free(*earlier):
             RETIRED.append(earlier)
-    try:
-        RETIRED.append((unfinished, comm, comm.Ibarrier()))
-    except MPI.Exception:  # it is revoked
-        comm.Free()
-        keep(unfinished)
 
 
 def keep(unfinished: Unfinished) -> None:
     """Keep the memory of the messages under way of a communicator that is not freed, until they have ended."""
     if unfinished:
-        RETIRED.append((unfinished, None, MPI.REQUEST_NULL))
+        RETIRED.append((unfinished, None))
 
 
-def free(unfinished: Unfinished, comm: MPI.Intracomm | None, request: MPI.Request) -> bool:
-    """Free a communicator if nothing comes on it any more; tell whether nothing is left to do.
+def free(unfinished: Unfinished, comm: MPI.Intracomm | None) -> bool:
+    """Free a communicator if none of its messages is under way; tell whether nothing is left to do.
 
     One with messages that nobody has received stays: its context would be given to the next one with them.
     """
@@ -50,14 +46,11 @@ def free(unfinished: Unfinished, comm: MPI.Intracomm | None, request: MPI.Reques
         work.is_completed()  # which lets go of it
     if unfinished:
         return False
-    if comm is None:
-        return True
-    try:
-        if not request.Test():
-            return False
-        has_messages = any(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) for _ in range(PROBES))
-    except MPI.Exception:  # a rank has died
-        return True
-    if not has_messages:
-        comm.Free()
+    if comm is not None:
+        try:
+            has_messages = any(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) for _ in range(PROBES))
+        except MPI.Exception:  # it is revoked, or a rank has died
+            has_messages = False
+        if not has_messages:
+            comm.Free()
     return True

@@ -14,11 +14,13 @@ through the group's window on every rank, even between neighbours: MPI makes the
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import memmove
 from typing import Any
 
@@ -29,7 +31,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, address, memory, message, run
 from hpcdist.backends.mpi.node.places import Places
-from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, allocate_shared, alone, stall
+from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op
 from hpcdist.core import reduction
 from hpcdist.core.errors import DistBackendError
@@ -37,6 +39,39 @@ from hpcdist.core.remote_memory import RemoteMemory
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
+RETRY_SECONDS = 0.001  # between two tries to make a window, at most
+MAKING = threading.Lock()  # held by the thread that makes a window
+
+
+@contextmanager
+def alone(comm: MPI.Intracomm) -> Iterator[None]:
+    """Let no other thread of the ranks' processes make a window meanwhile; every rank of the communicator calls.
+
+    Each creation of a window starts UCX in Open MPI 5.0.11, and ends it again, without a lock: two threads that make
+    windows for two groups crash the process ("double free or corruption"). A rank that waited for the lock could wait
+    for a rank that waits for the lock of another process; so each tries to take its own, and they go on if all have it.
+    """
+    while True:
+        has_lock = MAKING.acquire(False)
+        try:
+            if all(comm.allgather(has_lock)):
+                yield
+                return
+        finally:
+            if has_lock:
+                MAKING.release()
+        time.sleep(random.uniform(0, RETRY_SECONDS))
+
+
+def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
+    """Return a window with a segment of so many bytes for each rank of a node; every rank of it calls."""
+    info = MPI.Info.Create()
+    # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
+    info.Set("alloc_shared_noncontig", "true")
+    with alone(node):
+        window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+    info.Free()
+    return window
 
 
 class MPIWindow(RemoteMemory):

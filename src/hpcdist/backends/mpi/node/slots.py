@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
 from hpcdist.backends.mpi.node.places import Places
@@ -46,7 +45,7 @@ class NodeSlots:
         window, failure = None, ""
         try:
             window = NodeWindow(places.node, poll, is_background)
-        except (MPI.Exception, OSError) as error:
+        except OSError as error:
             failure = str(error)
         failures = [f for f in comm.allgather(failure) if f]
         if window is None or failures:

@@ -3,7 +3,7 @@
 Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
 imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its node mates
 map too. It is no window of MPI's, because MPI_Win_free waits for all ranks of the node, so that a rank which destroys a
-group would wait for one that keeps it.
+group would wait for one that keeps it, and because MPICH over libfabric ends in an error if a window is left.
 
     | flag (one page) | slot 0 | slot 1 | slot 2 |
 
@@ -13,12 +13,12 @@ increments. All ranks of a group run the same collectives in the same order, so 
 says: "whatever I publish in step t lies in the window, and I have finished every read that I make before step t".
 Three slots, because a rank then writes chunk c+1 while a slower mate still reads chunk c-1 and the next one is due.
 
-Why this is correct memory ordering (MPI-4.1 chapter 12.7, unified model):
-- publishing: data stores, `MPI_Win_sync` (a full processor barrier in Open MPI, MPICH and Intel MPI, whatever window it
-  is called on: `barrier` has one of this process alone), flag store. No processor can show the flag before the data.
-- consuming: flag load until it reached the step, `MPI_Win_sync`, data loads. No load of data is taken before the flag.
+Why this is correct memory ordering, as MPI_Win_sync would be (MPI-4.1 chapter 12.7, unified model):
+- publishing: data stores, `barrier` (a full one of the processor), flag store. No processor can show the flag before
+  the data.
+- consuming: flag load until it reached the step, `barrier`, data loads. No load of data is taken before the flag.
 - reusing: a slot is written only after every node mate's flag passed the step that follows its reads of that slot; a
-  mate's loads are complete before its later `MPI_Win_sync`, hence before the flag that permits the overwrite.
+  mate's loads are complete before its later `barrier`, hence before the flag that permits the overwrite.
 - tearing: the counter is written and read by one 8-byte move (memoryview of format "q" on an aligned address), and it
   only grows, so a stale value delays and never misleads.
 - the compiler cannot move any of it: each load, store and barrier is a separate call of the interpreter.
@@ -34,13 +34,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,47 +55,24 @@ SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length 
 CROWDED_SPINS = 5  # with more ranks than cores the mate most likely waits for this very core
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
-RETRY_SECONDS = 0.001  # between two tries to make a window, at most
-MAKING = threading.Lock()  # held by the thread that makes a window
 
 
-@contextmanager
-def alone(comm: MPI.Intracomm) -> Iterator[None]:
-    """Let no other thread of the ranks' processes make a window meanwhile; every rank of the communicator calls.
-
-    Each creation of a window starts UCX in Open MPI 5.0.11, and ends it again, without a lock: two threads that make
-    windows for two groups crash the process ("double free or corruption"). A rank that waited for the lock could wait
-    for a rank that waits for the lock of another process; so each tries to take its own, and they go on if all have it.
-    """
-    while True:
-        has_lock = MAKING.acquire(False)
-        try:
-            if all(comm.allgather(has_lock)):
-                yield
-                return
-        finally:
-            if has_lock:
-                MAKING.release()
-        time.sleep(random.uniform(0, RETRY_SECONDS))
-
-
-def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
-    """Return a window with a segment of so many bytes for each rank of a node; every rank of it calls."""
-    info = MPI.Info.Create()
-    # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
-    info.Set("alloc_shared_noncontig", "true")
-    with alone(node):
-        window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
-    info.Free()
-    return window
-
-
-@cache
 def barrier() -> Callable[[], None]:
-    """Return what is a full memory barrier of the processor."""
-    window = allocate_shared(1, MPI.COMM_SELF)
-    window.Lock_all(MPI.MODE_NOCHECK)
-    return window.Sync
+    """Return what is a full memory barrier of the processor.
+
+    What comes before a release stays before it, what comes after an acquisition after it, and the second acquisition
+    follows the first release.
+    """
+    lock = threading.Lock()
+    acquire, release = lock.acquire, lock.release
+
+    def fence() -> None:
+        acquire()
+        release()
+        acquire()
+        release()
+
+    return fence
 
 
 def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]:
@@ -203,7 +177,6 @@ class NodeWindow:
         is_background: tells whether the call under way runs beside the rank's own computation.
 
     Raises:
-        MPI.Exception: the MPI library has no windows.
         OSError: /dev/shm has no room, or the ranks do not see the same; on every rank of the node.
     """
 
