@@ -190,16 +190,23 @@ class Communicator:
         """Wait for a message and match it (MPI 3.8.2); unlike MPI_Mprobe, past the timeout it can be cancelled."""
         source = MPI.ANY_SOURCE if src is None else src
         awaited = self.probed.expect(source, tag) if self.probed else probed.AwaitedMessage(self.comm, source, tag)
-        if self.receiving is None:  # else another thread's receive blocks
+        is_first = self.receiving is None  # else another thread's receive blocks
+        if is_first:
             self.receiving = awaited
         try:
             probed.wait_until(lambda: awaited.is_cancelled or awaited.is_matched())
+        except KeyboardInterrupt:  # the watchdog may have cancelled the wait for it
+            if is_first:
+                self.interruption = None
+            raise
         finally:
             awaited.Cancel()
-            if self.receiving is awaited:
+            if is_first:
                 self.receiving = None
+        reason = self.interruption
+        if is_first:
+            self.interruption = None  # also if the message came at the last moment
         if awaited.message is None:
-            reason, self.interruption = self.interruption, None
             raise DistBackendError(reason)
         return awaited.message, awaited.status
 

@@ -8,8 +8,8 @@ On one node that is the only window. On several, MPI_Win_create opens the segmen
 the user's has an MPI_Win_create of its own. All are in one passive epoch (MPI_Win_lock_all) until they are closed.
 
 Ordering: a call is complete at the target when it returns (MPI_Win_flush; on a node a copy). Only its sender writes a
-counter, so a signal is a store of the sender's count, after an MPI_Win_sync, as in ``node.window``. Atomic calls go
-through the group's window on every rank, even between neighbours: MPI makes them atomic within one window only.
+counter, so a signal is a store of the sender's count, after an MPI_Win_sync. Atomic calls go through the group's window
+on every rank, even between neighbours: MPI makes them atomic within one window only.
 """
 
 from __future__ import annotations
