@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from hpcdist.cli.doctor.supervision import supervise
 from hpcdist.core.ranks import listed
 from hpcdist.launch import topology
 from tests import programs
+from tests.ports import free_port
 
 
 def levels(findings):
@@ -127,9 +127,7 @@ def test_a_connection_is_made_refused_and_answered_by_somebody_else():
         assert isinstance(network.connect("127.0.0.1", port, b"word"), float)
         assert isinstance(network.exchange("127.0.0.1", echo, b"word"), float)
         assert network.connect("127.0.0.1", port, b"warp") == "somebody else answers there"
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    assert "refused" in str(network.connect("127.0.0.1", port, b"word"))
+    assert "refused" in str(network.connect("127.0.0.1", free_port(), b"word"))
 
 
 def speeds(latency, bandwidth, backend="mpi"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 
 import pytest
 
+from tests.ports import free_port
 from tests.programs import BIN, ROOT, mpirun, output, run, start
 
 TRAIN = ROOT / "slurm/jobs/train_digits.py"
@@ -58,8 +58,7 @@ def test_training_without_a_launcher(scheme, tmp_path, short_accuracy):
     if scheme == "file":
         url = f"file://{tmp_path}/rendezvous"
     else:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        url = f"tcp://127.0.0.1:{free_port()}"
     command = [sys.executable, TRAIN, *SHORT, "--init-method", url, "--world-size", "4", "--rank"]
     ranks = [start([*command, r]) for r in range(4)]
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 
 import pytest
 
+from tests.ports import free_port
 from tests.programs import BIN, mpirun, output, run, start
 
 CYCLES = """
@@ -72,11 +72,7 @@ def program(tmp_path):
 
 
 def test_the_next_world_meets_where_the_last_one_did(program, tmp_path):
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    command = [sys.executable, program, tmp_path / "rendezvous", *ports]
+    command = [sys.executable, program, tmp_path / "rendezvous", *(free_port() for _ in range(4))]
     ranks = [start([*command], MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
     try:
         outputs = [output(each, timeout=90) for each in ranks]

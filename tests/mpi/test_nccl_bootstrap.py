@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 import pytest
@@ -14,6 +13,7 @@ from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.library import load
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import devices
+from tests.ports import free_port
 
 LIMIT = timedelta(seconds=20)
 
@@ -34,12 +34,7 @@ def comm(world):
 @pytest.fixture
 def store(comm, rank, size):
     """A TCPStore of torch's on a free port that rank 0 tells over MPI."""
-    port = None
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    port = comm.bcast(port)
+    port = comm.bcast(free_port() if rank == 0 else None)
     if rank == 0:
         made = TCPStore("127.0.0.1", port, size, True, LIMIT, wait_for_workers=False)
         comm.Barrier()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tests.ports import SLURM_PORTS, free_port
 from tests.slurm.supervisor import descendants
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -40,7 +41,9 @@ UNFINISHED = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "RE
 SLURM_CONF = """\
 ClusterName=hpcdist
 SlurmctldHost={hostname}(127.0.0.1)
-SlurmctldPort={controller_port}
+SlurmctldPort={port}
+# srun's own listeners: not where a client of an ended server may still try to connect
+SrunPortRange={srun_ports}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -85,15 +88,6 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "slurmd starts jobs as other users, which takes root"
     return ""
-
-
-def free_ports(count: int) -> list[int]:
-    """Find TCP ports that nobody listens on, all open at once so that they differ."""
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def wait_until(condition, timeout=15):
@@ -274,11 +268,11 @@ class Cluster:
                 (self.folder / node / name).mkdir(parents=True)
         (self.folder / "state").mkdir()
         hostname = socket.gethostname().partition(".")[0]
-        controller_port, *ports = free_ports(1 + len(NODES))
-        lines = [SLURM_CONF.format(folder=self.folder, hostname=hostname, controller_port=controller_port)]
-        for node, port in zip(NODES, ports, strict=True):
-            facts = f"NodeHostname={hostname} Port={port} CPUs={CPUS_PER_NODE} Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
-            lines.append(f"NodeName={node} NodeAddr={node} {facts}")
+        srun = f"{SLURM_PORTS.start}-{SLURM_PORTS.stop - 1}"
+        lines = [SLURM_CONF.format(folder=self.folder, hostname=hostname, port=free_port(), srun_ports=srun)]
+        for node in NODES:
+            facts = f"CPUs={CPUS_PER_NODE} Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
+            lines.append(f"NodeName={node} NodeAddr={node} NodeHostname={hostname} Port={free_port()} {facts}")
         lines.append(f"PartitionName=test Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
         (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={name}\n" for name in GPU_FILES))
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")

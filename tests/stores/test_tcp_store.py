@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import stores
+from tests.ports import free_port
 from tests.stores import store_workers
 from tests.stores.deadlines import ends_at
 from tests.stores.store_contract import StoreContract
@@ -150,9 +151,7 @@ def test_the_server_of_a_name_is_reached_at_every_address():
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_nobody_there_is_an_error_at_the_deadline(seconds):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # no try begins after the deadline: the last pause, up to 0.25 s, is left out
     ends_at(
         seconds,
@@ -164,9 +163,7 @@ def test_nobody_there_is_an_error_at_the_deadline(seconds):
 
 
 def test_a_client_may_come_before_the_server():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     early = []
     thread = threading.Thread(target=lambda: early.append(stores.TCPStore("127.0.0.1", port).get("k")))
     thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import urllib.request
 
@@ -14,6 +13,7 @@ from torch.distributed.debug import _store
 
 import hpcdist as dist
 from hpcdist.c10d import debug_server
+from tests.ports import free_port
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -34,12 +34,6 @@ def test_its_ranks_find_each_other_by_a_store_of_torchs(rank, size):
         assert [store.get(f"rank{r}") for r in range(size)] == [str(r).encode() for r in range(size)]
     assert not any(name in os.environ for name in VARIABLES)
     dist.barrier()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def page(port, seconds=20):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import textwrap
 
 import pytest
 
 from tests import programs
+from tests.ports import free_port
 from tests.programs import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -295,9 +295,7 @@ def test_a_program_that_never_heard_of_hpcdist(tmp_path, installed):
         dist.init_process_group("gloo")
         os.write(1, f"{dist.get_backend()} {'mpi4py.MPI' in sys.modules}\\n".encode())
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    lines = run(tmp_path, "mpirun", script, str(port), **installed)
+    lines = run(tmp_path, "mpirun", script, str(free_port()), **installed)
     missing = (
         "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
     )

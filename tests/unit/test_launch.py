@@ -10,6 +10,7 @@ import torch.distributed as td
 
 import hpcdist
 from hpcdist.launch import environment, rendezvous, slurm_step
+from tests.ports import free_port
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -104,10 +105,7 @@ def test_two_jobs_on_one_node_find_their_own_store(monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_two_processes_find_each_other(scheme, tmp_path):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
     found = [None, None]
 
     def look(rank):

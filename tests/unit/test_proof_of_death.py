@@ -15,6 +15,7 @@ import pytest
 from hpcdist.launch import addresses
 from hpcdist.watch.proof_of_death import AT_ONCE, ProofOfDeath, answers
 from hpcdist.watch.side_channel import machine
+from tests.ports import free_port
 
 LISTENS = """
 import socket
@@ -44,8 +45,7 @@ def process():
 
 def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
     port = int(process.stdout.readline())
-    with socket.create_server(("", 0)) as unused:
-        refusing = unused.getsockname()[1]
+    refusing = free_port()
     places = [
         (machine(), (), port),
         ("another machine", (UNREACHABLE,), port),
