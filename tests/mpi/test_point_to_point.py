@@ -54,6 +54,31 @@ def test_any_source_and_tags(rank, size):
             work.wait()
 
 
+@pytest.mark.parametrize("count", [100, 1_000_000])
+@pytest.mark.parametrize("late", ["sender", "receiver", "receiver from anyone"])
+def test_messages_move_while_a_rank_waits_outside_mpi(rank, size, late, count):
+    """The late rank begins its message, and waits for it only after what the other does next."""
+    if size < 2:
+        pytest.skip("needs two ranks")
+    others = dist.new_group(range(2), backend="gloo")  # whose barrier makes no call of MPI
+    if rank == 0:
+        work = dist.isend(values(0, count, torch.float32), 1)
+        if late != "sender":
+            work.wait()
+        dist.barrier(others)
+        work.wait()
+    elif rank == 1:
+        received = torch.zeros(count)
+        work = dist.irecv(received, None if late == "receiver from anyone" else 0)
+        if late == "sender":
+            work.wait()
+        dist.barrier(others)
+        work.wait()
+        assert same(received, values(0, count, torch.float32))
+    if rank < 2:
+        dist.destroy_process_group(others)
+
+
 def test_futures_of_messages_end_though_nobody_waits(rank, size):
     if size < 2:
         pytest.skip("needs two ranks")

@@ -212,6 +212,21 @@ def test_a_rank_that_computes_on_the_same_node_need_not_enter_mpi(rank, size):
         dist.barrier()
 
 
+def test_a_rank_that_waits_outside_mpi_is_reached(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    others = dist.new_group(backend="gloo")  # whose barrier makes no call of MPI
+    with dist.Window(torch.zeros(300_000), torch.float32) as window:
+        if rank == 0:
+            window.put(torch.ones(300_000), size - 1)
+            window.accumulate(torch.ones(4), size - 1, 0, ReduceOp.SUM)
+        dist.barrier(others)
+        if rank == size - 1:
+            assert window.tensor[:5].tolist() == [2, 2, 2, 2, 1]
+        dist.barrier()
+    dist.destroy_process_group(others)
+
+
 WRONG = [
     (lambda w, n: w.put(torch.zeros(3), n), ValueError, "there is no rank"),
     (lambda w, n: w.put(torch.zeros(3), -1), ValueError, r"no rank -1 in the group \(0 to"),

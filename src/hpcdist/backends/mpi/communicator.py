@@ -177,13 +177,13 @@ class Communicator:
 
     # -- receives ------------------------------------------------------------------------------------
 
-    def begin_receive(self, buffer: list[Any], src: int | None, tag: int, is_waited_for: bool) -> Any:
+    def begin_receive(self, buffer: list[Any], src: int | None, tag: int) -> Any:
         """Begin to receive by MPI_Irecv, or by matched probe if this MPI may hang in a receive from any rank."""
         if src is None and self.probed is None and probed.is_needed():
             self.probed = probed.ProbedReceives(self.comm)
         source = MPI.ANY_SOURCE if src is None else src
         if self.probed is not None:
-            return self.probed.begin(buffer, source, tag, is_waited_for)
+            return self.probed.begin(buffer, source, tag)
         return self.comm.Irecv(buffer, source, tag)
 
     def match(self, src: int | None, tag: int) -> tuple[MPI.Message, MPI.Status]:

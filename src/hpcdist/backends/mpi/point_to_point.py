@@ -48,7 +48,7 @@ class PointToPoint:
             if src is not None and self._communicator.probed is None:
                 request = self._comm.Irecv(message(tensor), src, tag)
             else:
-                request = self._communicator.begin_receive(message(tensor), src, tag, False)
+                request = self._communicator.begin_receive(message(tensor), src, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("irecv", error) from error
         return self._begun(request, tensor, [tensor], finish)
@@ -67,7 +67,7 @@ class PointToPoint:
         communicator = self._communicator
         status = MPI.Status()
         try:
-            communicator.receiving = request = communicator.begin_receive(buffer, src, tag, True)
+            communicator.receiving = request = communicator.begin_receive(buffer, src, tag)
             request.Wait(status)
         except MPI.Exception as error:
             raise communicator.failure("recv", error) from error

@@ -4,8 +4,7 @@ MPICH 5.0.2 over UCX never ends a receive with MPI_ANY_SOURCE if the message cam
 was made (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); MPI_Test itself hangs then. MPI_Improbe finds that message, and
 the receive of a matched message ends. Over libfabric (``MPICH_CH4_NETMOD=ofi``) nothing hangs.
 
-MPI knows nothing of such a receive until then, so that a thread looks for its message while nobody waits for it: the
-sender of a large one blocks until it is received, and this rank may be in a call that needs the sender.
+MPI knows nothing of such a receive until then. While nobody waits for it, the progress thread looks for its message.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from mpi4py import MPI
 from hpcdist.core.naps import nap
 
 SPINS = 1000  # probes before the first nap
-LOOK_SECONDS = 1e-3  # between two looks of the thread for messages
-IDLE_LOOKS = 16  # while no receive waits, before the thread sleeps until one does: to wake it takes 20 µs
 
 
 def netmod(version: str, chosen: str | None) -> str:
@@ -123,6 +120,10 @@ class ProbedReceive:
             return True
         return self.is_matched() and bool(self.request.Test(status))  # type: ignore[union-attr]  # it has a buffer
 
+    def Get_status(self) -> bool:
+        """Tell whether the message has been received, or the receive was cancelled; look for it otherwise."""
+        return self.is_cancelled or (self.is_matched() and self.request.Get_status())  # type: ignore[union-attr]
+
     def Wait(self, status: MPI.Status) -> bool:
         """Wait until the message has been received, or the receive was cancelled."""
         wait_until(lambda: self.Test(status))
@@ -145,25 +146,18 @@ class ProbedReceives:
         self._waiting: list[ProbedReceive] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._alarm = threading.Event()  # set to wake the thread
-        self._thread: threading.Thread | None = None
-        self._key = MPI.KEYVAL_INVALID  # of what ends the thread before MPI
 
-    def begin(self, buffer: list[Any], source: int, tag: int, is_waited_for: bool = False) -> Any:
+    def begin(self, buffer: list[Any], source: int, tag: int) -> Any:
         """Begin to receive; return the request.
 
         Args:
             buffer: what mpi4py receives to.
             source, tag: of the message; MPI_ANY_SOURCE and MPI_ANY_TAG too.
-            is_waited_for: the caller waits for the request at once, and so looks for its message.
         """
         with self._lock:
             if source != MPI.ANY_SOURCE and not any(each.takes(source, tag) for each in self._waiting):
                 return self._comm.Irecv(buffer, source, tag)
-        made = self._add(buffer, source, tag, MPI.Status())
-        if made.request is None and not is_waited_for:
-            self._pursue()
-        return made
+        return self._add(buffer, source, tag, MPI.Status())
 
     def expect(self, source: int, tag: int) -> ProbedReceive:
         """Wait for a message that no earlier receive takes, to match it only; to be cancelled if it has not come."""
@@ -171,7 +165,7 @@ class ProbedReceives:
 
     def Recv(self, buffer: list[Any], source: int, tag: int) -> None:
         """Receive."""
-        self.begin(buffer, source, tag, is_waited_for=True).Wait(MPI.Status())
+        self.begin(buffer, source, tag).Wait(MPI.Status())
 
     def match(self) -> None:
         """Give the messages that have come to the receives that they are for."""
@@ -189,11 +183,8 @@ class ProbedReceives:
 
     def close(self) -> None:
         """Look for no more messages, before the communicator is freed."""
-        self._stop()
-        if self._thread is not None:
-            MPI.COMM_SELF.Delete_attr(self._key)
-            MPI.Comm.Free_keyval(self._key)
-            self._thread = None
+        with self._lock:
+            self._is_closed = True
 
     def _add(self, buffer: list[Any] | None, source: int, tag: int, status: MPI.Status) -> ProbedReceive:
         made = ProbedReceive(self, buffer, source, tag, status)
@@ -226,28 +217,3 @@ class ProbedReceives:
             self._waiting.remove(each)
             return True
         return False
-
-    def _pursue(self) -> None:
-        """Have the thread look for messages until no receive waits."""
-        if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            self._thread = threading.Thread(target=self._serve, name="hpcdist-receives", daemon=True)
-            self._key = MPI.Comm.Create_keyval(delete_fn=self._stop)
-            MPI.COMM_SELF.Set_attr(self._key, None)  # MPI_Finalize begins with deleting it (MPI 11.2.4)
-            self._thread.start()
-        self._alarm.set()
-
-    def _stop(self, *_: object) -> None:
-        with self._lock:
-            self._is_closed = True
-        self._alarm.set()
-
-    def _serve(self) -> None:
-        idle = 0  # looks since a receive has waited
-        while not self._is_closed:
-            time.sleep(LOOK_SECONDS)
-            self._alarm.clear()
-            self.match()
-            idle = 0 if self._waiting else idle + 1
-            if idle >= IDLE_LOOKS:
-                self._alarm.wait()
-                idle = 0

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.probed import ProbedReceive
 from hpcdist.backends.mpi.process import ulfm
+from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.naps import nap
 from hpcdist.core.supervised import Unfinished
@@ -33,11 +34,12 @@ class Requests:
         spare: the Works of some that have ended: to make one and to drop it takes 1 µs.
     """
 
-    __slots__ = ("communicator", "spare", "unfinished")
+    __slots__ = ("__weakref__", "communicator", "spare", "unfinished")
 
     def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
         self.communicator, self.unfinished = communicator, unfinished
         self.spare: deque[RequestWork] = deque()
+        PROGRESS.follow(self)
 
     def begun(
         self,
@@ -61,17 +63,30 @@ class Requests:
         except IndexError:
             work = RequestWork(self)
         work._request, work._buffer, work._result, work._when_done = request, tensor, result, finish
-        work._done, work._call, work._error, work._reason = False, None, None, None
+        work._done, work._call, work._error, work._reason, work._has_ended = False, None, None, None, False
         self.unfinished.hold(work)
+        if PROGRESS.is_asleep:
+            PROGRESS.wake()
         return work
+
+    def drive(self) -> bool:
+        """Drive MPI if a message is under way; tell whether one is."""
+        probed = self.communicator.probed
+        if probed is not None:
+            probed.match()
+        return any(work._is_under_way() for work in list(self.unfinished))  # type: ignore[attr-defined]  # RequestWork
 
 
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete."""
 
-    __slots__ = ("_buffer", "_reason", "_request", "_requests", "_status", "_turn", "_when_done")
+    __slots__ = (
+        *("_buffer", "_has_ended", "_is_driven", "_reason", "_request", "_requests", "_status", "_turn", "_when_done"),
+    )
 
     _buffer: torch.Tensor | None
+    _has_ended: bool  # though nobody has completed the request
+    _is_driven: bool  # by the progress thread, which has the turn meanwhile
     _reason: str | None  # why it was cancelled
     _request: MPI.Request | ProbedReceive
     _when_done: Callable[[], None] | None
@@ -81,6 +96,7 @@ class RequestWork(Work):
         self._requests = requests
         self._status = MPI.Status()
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
+        self._is_driven = False
 
     def _carry_out(self) -> bool:
         """Complete the request, if no other thread blocks on the group, as ``_await`` and ``_block`` do."""
@@ -114,12 +130,28 @@ class RequestWork(Work):
         return True
 
     def _poll(self) -> None:
-        if self._turn.acquire(False):
+        if self._turn.acquire(self._is_driven):  # not if another thread waits
             try:
                 if not self._done:
                     self._complete(self._request.Test)
             finally:
                 self._turn.release()
+
+    def _is_under_way(self) -> bool:
+        """Tell whether the message is under way; drives MPI, and completes nothing (MPI_Request_get_status, 3.7.6)."""
+        if self._has_ended:
+            return False
+        if not self._turn.acquire(False):  # another thread waits for it, in MPI
+            return True
+        self._is_driven = True
+        try:
+            self._has_ended = self._done or self._request.Get_status()
+        except MPI.Exception:  # raised again for who waits
+            self._has_ended = True
+        finally:
+            self._is_driven = False
+            self._turn.release()
+        return not self._has_ended
 
     def _interrupt(self, reason: str) -> bool:
         """Cancel a receive, which ends its wait (MPI 3.8.4); a send cannot be taken back."""

@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import memmove
 from typing import Any
 
@@ -32,6 +32,7 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, address, memory, message, run
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
+from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op
 from hpcdist.core import reduction
 from hpcdist.core.errors import DistBackendError
@@ -136,6 +137,17 @@ class MPIWindow(RemoteMemory):
         self._addresses = {mate: each.data_ptr() for mate, each in self._mapped.items()}
         self._sync()
         communicator.comm.Barrier()  # all is zero on all ranks
+        if len(self._windows) > 1:  # what others do to this rank's memory may be messages to it
+            PROGRESS.follow(self)
+            PROGRESS.wake()
+
+    def drive(self) -> bool:
+        """Drive MPI, for the progress thread; False once the window is closed."""
+        if not self._windows:
+            return False
+        with suppress(MPI.Exception):  # the communicator is revoked
+            self._communicator.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        return True
 
     def put(self, tensor: torch.Tensor, dst: int, offset: int) -> None:
         """Copy on a node; MPI_Put and MPI_Win_flush to another one, and to memory of the user's."""

@@ -1,0 +1,103 @@
+"""Progress thread: moves messages while their rank is in no call of MPI.
+
+MPI need not move a message but inside its calls (MPI 3.7.4), and neither Open MPI nor MPICH does: while a rank that has
+begun to receive computes, or waits for a file, a store or a GPU, the sender of a large message blocks, and if the rank
+waits for what that sender does next, both wait for ever. So a thread drives MPI while messages are under way, or a
+window is open to which a one-sided call may be a message. It completes none: what follows a message (a copy, an error)
+happens on the thread that waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from mpi4py import MPI
+
+LOOK_SECONDS = 2e-3  # between two looks; shorter naps of many ranks can starve a crowded machine (``core.naps``)
+IDLE_LOOKS = 8  # with no message under way, before the thread sleeps until one begins: to wake it takes 20 µs
+
+
+class Source(Protocol):
+    """What has messages: those of a communicator, or a window."""
+
+    def drive(self) -> bool:
+        """Drive MPI if a message is under way, or may be; tell whether one is."""
+
+
+class Progress:
+    """The thread of this process, and whose messages it looks after.
+
+    Attributes:
+        is_asleep: whether to call ``wake`` after a message was begun.
+    """
+
+    def __init__(self) -> None:
+        self.is_asleep = True
+        self._followed: list[weakref.ref[Source]] = []
+        self._lock = threading.Lock()  # held while the thread is in MPI
+        self._alarm = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+
+    def follow(self, source: Source) -> None:
+        """Look after the messages of a source as long as there is it; ``wake`` says that it has some."""
+        with self._lock:
+            self._followed.append(weakref.ref(source))
+
+    def wake(self) -> None:
+        """Have the thread look after messages, if this MPI takes calls of several threads."""
+        self.is_asleep = False
+        with self._lock:
+            if self._thread is None and not self._is_stopped and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+                self._thread = threading.Thread(target=self._serve, name="hpcdist-progress", daemon=True)
+                key = MPI.Comm.Create_keyval(delete_fn=self.stop)
+                MPI.COMM_SELF.Set_attr(key, None)  # MPI_Finalize begins with deleting it (MPI 11.2.4)
+                self._thread.start()
+        self._alarm.set()
+
+    def stop(self, *_: object) -> None:
+        """Make no more calls of MPI."""
+        with self._lock:
+            self._is_stopped = True
+        self._alarm.set()
+
+    def leave_to_parent(self) -> None:
+        """Make no calls of MPI, in a forked child, which has not the thread: it may have held the lock."""
+        self._lock = threading.Lock()
+        self._is_stopped, self.is_asleep = True, False
+
+    def _serve(self) -> None:
+        idle = 0
+        while not self._is_stopped:
+            time.sleep(LOOK_SECONDS)
+            idle = 0 if self._look() else idle + 1
+            if idle >= IDLE_LOOKS:
+                self._alarm.clear()
+                self.is_asleep = True
+                if not self._look():  # none was begun before ``is_asleep`` was set
+                    self._alarm.wait()
+                self.is_asleep, idle = False, 0
+
+    def _look(self) -> bool:
+        """Drive MPI if a message is under way; tell whether one is."""
+        with self._lock:
+            if self._is_stopped:
+                return False
+            is_any = False
+            for reference in list(self._followed):
+                source = reference()
+                if source is None:
+                    self._followed.remove(reference)
+                else:
+                    is_any |= source.drive()
+            return is_any
+
+
+PROGRESS = Progress()
+atexit.register(PROGRESS.stop)  # before the end of Python ends the thread in the middle of a call
+os.register_at_fork(after_in_child=PROGRESS.leave_to_parent)

@@ -1,0 +1,58 @@
+"""The progress thread: which messages it drives, when it sleeps, and what a forked child has of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("mpi4py.MPI")
+
+from hpcdist.backends.mpi.progress import Progress  # needs an MPI library
+
+
+class Messages:
+    """A number of looks for which messages are under way."""
+
+    def __init__(self, looks):
+        self.looks, self.seen = looks, 0
+
+    def drive(self):
+        self.seen += 1
+        self.looks -= 1
+        return self.looks > 0
+
+
+def test_every_source_is_driven_and_a_dropped_one_forgotten():
+    progress = Progress()
+    first, second, dropped = Messages(3), Messages(2), Messages(9)
+    for each in (first, second, dropped):
+        progress.follow(each)
+    del each, dropped
+    gc.collect()
+    assert [progress._look() for _ in range(3)] == [True, True, False]
+    assert (first.seen, second.seen) == (3, 3)
+    assert len(progress._followed) == 2
+    progress.stop()
+    assert not progress._look()
+    assert first.seen == 3
+
+
+def test_a_forked_child_makes_no_calls_though_its_parent_was_in_one():
+    progress = Progress()
+    os.register_at_fork(after_in_child=progress.leave_to_parent)
+    with progress._lock:
+        child = os.fork()
+        if child == 0:
+            progress.stop()
+            os._exit(7 if progress.is_asleep else 0)
+    deadline = time.monotonic() + 10
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
