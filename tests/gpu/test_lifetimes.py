@@ -358,6 +358,27 @@ def test_a_thread_that_has_chosen_no_device_starts_no_context(backend, rank, siz
     dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+def test_a_strided_receive_may_be_waited_for_on_another_stream(backend, rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group(backend=backend)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        tensor = torch.full((COUNT, 2), float(rank), device=device)[:, 0]
+        if rank < 2:
+            work = (dist.irecv if rank else dist.isend)(tensor, 1 - rank, group=group)
+    with torch.cuda.stream(second):
+        if rank < 2:
+            work.wait()
+            del work  # and what the message was received into
+        with torch.cuda.stream(first):
+            overwrite(device)
+        assert rank != 1 or bool((tensor.cpu() == 0).all())
+    torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+
+
 def test_a_work_inside_a_capture_has_not_ended(rank, size, device):
     before = dist.all_reduce(torch.ones(1, device=device), async_op=True)
     before.wait()

@@ -248,6 +248,8 @@ class StagedBackend(Backend):
                 self._to_device(target, tensor)
             if finish is not None:
                 finish()
+                # the stream need not be the one on which ``tensor``, dropped after this, was allocated
+                self._cuda.current_stream(tensor.device).synchronize()
 
         return self.inner.irecv(target, src, tag, arrived)
 
