@@ -1,7 +1,7 @@
 """Progress thread: moves messages while their rank is in no call of MPI.
 
-MPI need not move a message but inside its calls (MPI 3.7.4), and neither Open MPI nor MPICH does: while a rank that has
-begun to receive computes, or waits for a file, a store or a GPU, the sender of a large message blocks, and if the rank
+MPI need not move messages outside its calls (MPI 3.7.4), and neither Open MPI nor MPICH does. While a rank that has
+begun to receive computes, or waits for a file, a store or a GPU, the sender of a large message blocks; if the rank
 waits for what that sender does next, both wait for ever. So a thread drives MPI while messages are under way, or a
 window is open to which a one-sided call may be a message. It completes none: what follows a message (a copy, an error)
 happens on the thread that waits for it.
@@ -45,7 +45,7 @@ class Progress:
         self._is_stopped = False
 
     def follow(self, source: Source) -> None:
-        """Look after the messages of a source as long as there is it; ``wake`` says that it has some."""
+        """Look after the messages of a source as long as it exists; ``wake`` says that it has some."""
         with self._lock:
             self._followed.append(weakref.ref(source))
 
