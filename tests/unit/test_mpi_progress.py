@@ -33,9 +33,9 @@ def test_every_source_is_driven_and_a_dropped_one_forgotten():
         progress.follow(each)
     del each, dropped
     gc.collect()
+    assert len(progress._sources) == 2  # though the thread has not looked
     assert [progress._look() for _ in range(3)] == [True, True, False]
     assert (first.seen, second.seen) == (3, 3)
-    assert len(progress._followed) == 2
     progress.stop()
     assert not progress._look()
     assert first.seen == 3

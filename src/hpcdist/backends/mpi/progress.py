@@ -38,7 +38,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.is_asleep = True
-        self._followed: list[weakref.ref[Source]] = []
+        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
         self._lock = threading.Lock()  # held while the thread is in MPI
         self._alarm = threading.Event()
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class Progress:
     def follow(self, source: Source) -> None:
         """Look after the messages of a source as long as it exists; ``wake`` says that it has some."""
         with self._lock:
-            self._followed.append(weakref.ref(source))
+            self._sources.add(source)
 
     def wake(self) -> None:
         """Have the thread look after messages, if this MPI takes calls of several threads."""
@@ -89,12 +89,8 @@ class Progress:
             if self._is_stopped:
                 return False
             is_any = False
-            for reference in list(self._followed):
-                source = reference()
-                if source is None:
-                    self._followed.remove(reference)
-                else:
-                    is_any |= source.drive()
+            for source in list(self._sources):
+                is_any |= source.drive()
             return is_any
 
 
