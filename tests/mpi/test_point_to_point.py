@@ -228,9 +228,8 @@ def test_messages_that_nobody_has_received_end_with_their_group(is_late, numel, 
 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])
-def test_a_receive_ends_with_its_group(end, rank, size):
-    if size == 1:
-        pytest.skip("needs two ranks")
+@pytest.mark.usefixtures("every")
+def test_a_receive_ends_with_its_group(end, rank):
     group, tensor = dist.new_group(), torch.zeros(1_000_000)
     if rank == 1:
         work = dist.irecv(tensor, 0, group)
@@ -249,9 +248,8 @@ def test_a_receive_ends_with_its_group(end, rank, size):
 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])
-def test_what_is_sent_stays_until_it_is_received_though_the_group_ends(end, rank, size):
-    if size == 1:
-        pytest.skip("needs two ranks")
+@pytest.mark.usefixtures("every")
+def test_what_is_sent_stays_until_it_is_received_though_the_group_ends(end, rank):
     group, tensor = dist.new_group(), torch.full((1_000_000,), 3.0)
     if rank == 0:
         sent = weakref.ref(tensor)
