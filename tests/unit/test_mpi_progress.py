@@ -1,4 +1,4 @@
-"""The progress thread: which messages it drives, when it sleeps, and what a forked child has of it."""
+"""The progress thread: whose messages it drives, and what a forked child has of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("mpi4py.MPI")
 
-from hpcdist.backends.mpi.progress import Progress  # needs an MPI library
+from hpcdist.backends.mpi.progress import PROGRESS, Progress  # needs an MPI library
 
 
 class Messages:
@@ -42,13 +42,11 @@ def test_every_source_is_driven_and_a_dropped_one_forgotten():
 
 
 def test_a_forked_child_makes_no_calls_though_its_parent_was_in_one():
-    progress = Progress()
-    os.register_at_fork(after_in_child=progress.leave_to_parent)
-    with progress._lock:
+    with PROGRESS._lock:
         child = os.fork()
         if child == 0:
-            progress.stop()
-            os._exit(7 if progress.is_asleep else 0)
+            PROGRESS.stop()
+            os._exit(7 if PROGRESS.is_asleep else 0)
     deadline = time.monotonic() + 10
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -72,7 +72,7 @@ class Requests:
     def drive(self) -> bool:
         """Drive MPI if a message is under way; tell whether one is."""
         probed = self.communicator.probed
-        if probed is not None:
+        if probed is not None:  # a probed receive may stand behind a message at which ``any`` stops
             probed.match()
         return any(work._is_under_way() for work in list(self.unfinished))  # type: ignore[attr-defined]  # RequestWork
 

@@ -146,6 +146,7 @@ class MPIWindow(RemoteMemory):
         if not self._windows:
             return False
         with suppress(MPI.Exception):  # the communicator is revoked
+            # on MPI_COMM_SELF it would not drive MPICH's network: a put took as long as its target slept
             self._communicator.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         return True
 
