@@ -16,7 +16,7 @@ pytest.importorskip("mpi4py")
 import hpcdist as dist
 from hpcdist.backends.mpi.node import thresholds
 from hpcdist.backends.mpi.node.collectives import NodeShared
-from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
 from hpcdist.backends.mpi.process import runtime
 from tests.mpi.test_shared_memory import node_shared
 
@@ -63,19 +63,20 @@ def test_a_file_stands_in_for_the_table(tmp_path):
     thresholds.write(path, "Some MPI", 8, dict.fromkeys(names, NEVER))
     measured = Thresholds(path)
     for ranks, at in ((2, 1 << 14), (3, 1 << 14), (5, NEVER), (64, NEVER)):
-        assert measured.of("all_reduce", torch.float32, "SUM", 1, ranks, "Some MPI", False) == at
+        assert measured.of("all_reduce", torch.float32, "SUM", 1, ranks, "Some MPI", Network.UNKNOWN) == at
     thresholds.write(path, "Some MPI", thresholds.NODES[True], {"all_reduce": 1 << 13})
     measured = Thresholds(path)
-    assert measured.of("all_reduce", torch.float32, "SUM", 1, 2, "Some MPI", False) == 1 << 14
-    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", False) == 1 << 13
-    assert measured.of("broadcast", torch.float32, None, 4, 4, "Some MPI", False) == NEVER
-    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", True) == 1 << 13
+    assert measured.of("all_reduce", torch.float32, "SUM", 1, 2, "Some MPI", Network.UNKNOWN) == 1 << 14
+    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", Network.UNKNOWN) == 1 << 13
+    assert measured.of("broadcast", torch.float32, None, 4, 4, "Some MPI", Network.UNKNOWN) == NEVER
+    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", Network.RDMA) == 1 << 13
+    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", Network.FAST) == 1 << 13
     several = thresholds.BYTES["MPICH"][thresholds.NODES[False]]  # what the file does not tell
-    assert measured.of("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI", False) == several["all_reduce"]
+    assert measured.of("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI", Network.UNKNOWN) == several["all_reduce"]
     table = thresholds.BYTES["Open MPI"][2]
-    assert measured.of("broadcast", torch.float32, None, 1, 2, "Open MPI", False) == table["broadcast"]
-    assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 1, 2, "Some MPI", False) == NEVER
-    assert measured.of("all_reduce", torch.float32, "SUM", 1, 1, "Some MPI", False) == NEVER
+    assert measured.of("broadcast", torch.float32, None, 1, 2, "Open MPI", Network.UNKNOWN) == table["broadcast"]
+    assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 1, 2, "Some MPI", Network.UNKNOWN) == NEVER
+    assert measured.of("all_reduce", torch.float32, "SUM", 1, 1, "Some MPI", Network.UNKNOWN) == NEVER
     for content in ("not JSON", "[]", '{"Some MPI": {"two": {}}}'):
         wrong = tmp_path / "wrong.json"
         wrong.write_text(content)
@@ -105,7 +106,7 @@ def test_a_window_is_made_only_on_first_use(comm, monkeypatch):
     assert node.shared is None
     dist.all_reduce(torch.ones(4 << 20), group=group)
     library = runtime.load().get_vendor()[0]
-    at = Thresholds().of("all_reduce", torch.float32, "SUM", 1, comm.size, library, False)
+    at = Thresholds().of("all_reduce", torch.float32, "SUM", 1, comm.size, library, Network.UNKNOWN)
     assert (node.shared is not None) == (at <= 16 << 20)
     if isinstance(node.shared, NodeShared):  # on one host
         assert node.shared.window.segment_bytes <= 8 << 20

@@ -87,18 +87,36 @@ def test_shares_of_many_nodes_have_a_least_size():
 
 
 @pytest.mark.parametrize("text", ["", "1M"])
-def test_mpi_keeps_the_collectives_of_nodes_of_one_rank_on_a_network_that_was_not_measured(text):
-    from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+@pytest.mark.parametrize("kind", ["FAST", "RDMA"])
+def test_mpi_keeps_the_collectives_of_nodes_of_one_rank_unless_the_network_is_slow(text, kind):
+    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+    from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
     from hpcdist.backends.mpi.plans import Plans
 
     plans = Plans(4, Thresholds(text))
-    plans.locate(4, has_rdma=True)
+    plans.locate(4, Network[kind])
     for row, op in ((ALL_REDUCE, ReduceOp.SUM), (BROADCAST, None), (ALL_GATHER_SINGLE, None)):
         assert plans.of(row, torch.float32, op).shared_from == (1 << 20 if text else NEVER)
-    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 1 << 20
+    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 1 << (20 if text else 19)
     assert plans.of(BROADCAST, torch.bfloat16, None).shared_from == (1 << 20 if text else NEVER)
-    plans.locate(2, has_rdma=True)
+    plans.locate(2, Network[kind])  # nodes of two ranks: shared memory halves what they send
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
+    plans.locate(4, Network.SLOW)
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
+    assert plans.of(BROADCAST, torch.float32, None).shared_from == (1 << 20 if text else 64 << 10)
+
+
+def test_before_the_nodes_are_known_the_least_threshold_of_all_holds():
+    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+    from hpcdist.backends.mpi.node.thresholds import BYTES, Network, Thresholds
+
+    known, unknown = Thresholds(), Network.UNKNOWN
+    for library in BYTES:
+        for name, op in (("all_reduce", "SUM"), ("broadcast", None), ("reduce_scatter_single", "SUM")):
+            for dtype in (torch.float32, torch.bfloat16):
+                least = known.of(name, dtype, op, 0, 4, library, unknown)
+                for nodes, kind in ((1, unknown), (2, unknown), *((4, kind) for kind in Network)):
+                    assert known.of(name, dtype, op, nodes, 4, library, kind) >= least, (name, dtype, nodes, kind)
 
 
 def test_messages_to_oneself_keep_their_order_by_tag():

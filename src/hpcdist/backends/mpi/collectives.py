@@ -96,8 +96,7 @@ class Collectives:
         if self.node.shared is not None:
             return True
         if not self.plans.nodes:
-            places = self.node.locate()
-            self.plans.locate(places.nodes, places.has_rdma)
+            self.plans.locate(*self.node.locate())
         elif self.node.connect():
             return True
         else:

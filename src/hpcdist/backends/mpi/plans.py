@@ -1,8 +1,8 @@
 """Plan cache: how the collectives of one row, dtype and op are carried out on one communicator.
 
-A plan follows from what every rank of the group knows: the row, the dtype, the op, the number of ranks, the MPI library
-and the thresholds that the ranks have agreed on. Nothing of one rank's tensors or process enters it, so ranks never
-make different calls (``core.call_cache`` keeps what follows from this rank's tensors).
+A plan follows from what every rank of the group knows: the row, the dtype, the op, the number of ranks, the MPI
+library, and the thresholds and kind of network that the ranks have agreed on. Nothing of one rank's tensors or process
+enters it, so ranks never make different calls (``core.call_cache`` keeps what follows from this rank's tensors).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.core.reduction import name_of
 from hpcdist.core.table import Row
@@ -46,7 +46,7 @@ class Plans:
         self.size = size
         self.thresholds = thresholds
         self.nodes = 0  # that its ranks are on; not known yet
-        self.has_rdma = False
+        self.network = Network.UNKNOWN
         self._has_window = True
         self._made: dict[tuple[Row, torch.dtype, int], Plan] = {}
 
@@ -66,15 +66,15 @@ class Plans:
         if lasts and self._has_window:
             name = None if op is None else name_of(op)
             library = MPI.get_vendor()[0]
-            shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.size, library, self.has_rdma)
+            shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.size, library, self.network)
         made = Plan(reduction, shared_from)
         if lasts:
             self._made[row, dtype, id(op)] = made
         return made
 
-    def locate(self, nodes: int, has_rdma: bool = False) -> None:
-        """Take note of the number of nodes, and whether any has RDMA, the same on all ranks."""
-        self.nodes, self.has_rdma = nodes, has_rdma
+    def locate(self, nodes: int, network: Network = Network.UNKNOWN) -> None:
+        """Take note of the number of nodes, and of the network between them, the same on all ranks."""
+        self.nodes, self.network = nodes, network
         self._made.clear()
 
     def give_up_window(self) -> None:

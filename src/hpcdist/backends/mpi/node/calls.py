@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.node import network
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
+from hpcdist.backends.mpi.node.thresholds import Network
 from hpcdist.backends.mpi.node.two_level import TwoLevel
 from hpcdist.core.buffers import overlap
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SINGLE, Row
@@ -55,10 +57,10 @@ class NodeCalls:
         self._places: Places | None = None
         self.shared: NodeShared | TwoLevel | None = None
 
-    def locate(self) -> Places:
-        """Find out which ranks share a node; every rank calls."""
+    def locate(self) -> tuple[int, Network]:
+        """Find out which ranks share a node; every rank calls. Return the number of nodes and the network's kind."""
         self._places = locate(self._comm, self._derived)
-        return self._places
+        return self._places.nodes, network.between(self._places, self._derived)
 
     def connect(self) -> bool:
         """Make what the calls need; every rank calls, and all return False if a node cannot share memory.

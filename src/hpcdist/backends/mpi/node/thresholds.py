@@ -8,10 +8,11 @@ measurements: ``python -m hpcdist bench --explain`` prints what holds for the pr
 table's place: the name of such a file, a number of bytes (suffix K or M) for every collective, or "off".
 
 Bytes are those of the larger of the two buffers. The table is what two machines agree on where they do, with 2 and 4
-ranks; on several nodes what loses least on 2 of 2 ranks and on 4 of 1, at 200 Mbit/s, 1 Gbit/s and as fast as one
-machine's processors carry TCP (docs/explanation/performance.md). An MPI library that was not measured gets the row of
-MPICH, whose algorithms most libraries inherit. On nodes of one rank the faster the network, the better MPI's own
-collectives compare, so with RDMA, which was not measured, MPI keeps all of them but half types, whose bytes it doubles.
+ranks; on several nodes what loses least on 2 of 2 ranks at 200 Mbit/s, 1 Gbit/s and as fast as one machine's processors
+carry TCP, and on 4 nodes of one rank by the kind of network (``network``; docs/explanation/performance.md). An MPI
+library that was not measured gets the row of MPICH, whose algorithms most libraries inherit. On nodes of one rank the
+faster the network, the better MPI's own collectives compare, so with RDMA, which was not measured, MPI keeps all of
+them but half types, whose bytes it doubles.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
 other. So the environment is read once, when the default group is made; its ranks compare what they found
@@ -24,6 +25,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -37,9 +39,20 @@ KIB, MIB = 1 << 10, 1 << 20
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": 1 << 30}
 STAND_IN = "MPICH"
 
+
+class Network(IntEnum):
+    """Kind of network between nodes of one rank."""
+
+    UNKNOWN = 0  # or of no matter
+    SLOW = 1  # its cables set the pace
+    FAST = 2  # the processors do
+    RDMA = 3
+
+
 # library -> number of ranks on one node, or which nodes -> collective -> bytes
 Measured = dict[str, dict[int | str, dict[str, int]]]
 NODES = {False: "nodes of several ranks", True: "nodes of one rank"}
+ON_FAST = "nodes of one rank, fast network"
 
 BYTES: Measured = {
     "Open MPI": {
@@ -62,10 +75,16 @@ BYTES: Measured = {
             "reduce_scatter_single": 1 * MIB,
         },
         NODES[True]: {
-            "all_reduce": 4 * MIB,
-            "broadcast": 1 * MIB,
+            "all_reduce": 1 * MIB,
+            "broadcast": 64 * KIB,
             "all_gather_single": 1 * MIB,
             "reduce_scatter_single": 1 * MIB,
+        },
+        ON_FAST: {
+            "all_reduce": NEVER,
+            "broadcast": NEVER,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": 4 * MIB,
         },
     },
     "MPICH": {
@@ -88,10 +107,16 @@ BYTES: Measured = {
             "reduce_scatter_single": 1 * MIB,
         },
         NODES[True]: {
-            "all_reduce": 4 * MIB,
-            "broadcast": 256 * KIB,
+            "all_reduce": 1 * MIB,
+            "broadcast": 64 * KIB,
             "all_gather_single": 16 * MIB,
-            "reduce_scatter_single": 16 * MIB,
+            "reduce_scatter_single": 4 * MIB,
+        },
+        ON_FAST: {
+            "all_reduce": NEVER,
+            "broadcast": NEVER,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": NEVER,
         },
     },
     "Intel MPI": {
@@ -111,6 +136,7 @@ BYTES: Measured = {
 }
 
 HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
+HALF_BYTES_ON_FAST = 512 * KIB  # there, and with RDMA, on nodes of one rank
 MOST_NODES = 32  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 # Beyond so many nodes, smaller shares are left to MPI, because every node sends one to every other. Measured at 100
 # Mbit/s: all_reduce on 18 nodes of 2 ranks takes 1.2 times as long as with MPI between the nodes if shares have 29 KiB,
@@ -230,7 +256,7 @@ class Thresholds:
         return by_ranks[min(by_ranks, key=lambda ranks: max(ranks / size, size / ranks))]
 
     def of(
-        self, name: str, dtype: torch.dtype, op: str | None, nodes: int, ranks: int, library: str, has_rdma: bool
+        self, name: str, dtype: torch.dtype, op: str | None, nodes: int, ranks: int, library: str, network: Network
     ) -> int:
         """Return from how many bytes on hpcdist carries a collective out itself; ``NEVER`` if it does not.
 
@@ -238,11 +264,10 @@ class Thresholds:
             name: the row's name, such as "all_reduce".
             dtype: the tensors' dtype.
             op: the reduction's name, None if nothing is reduced.
-            nodes: that the ranks are on; if it is 0, the least for any number of nodes.
+            nodes: that the ranks are on; if it is 0, the least for any number of nodes and any network.
             ranks: of the group.
             library: name of the MPI library as ``mpi4py.MPI.get_vendor`` gives it.
-            has_rdma: whether a node has a card for RDMA, which the table does not know: then MPI carries out the calls
-                of nodes of one rank, but for half types, unless the setting's file has them.
+            network: between nodes of one rank.
         """
         if ranks == 1 or op == "PREMUL_SUM" or (op is not None and dtype not in DTYPES):
             return NEVER
@@ -251,7 +276,7 @@ class Thresholds:
         if nodes <= 1:
             found.append(self._within(name, is_half, ranks, library))
         if nodes != 1:
-            found.append(self._across(name, is_half, nodes, ranks, library, has_rdma))
+            found.append(self._across(name, is_half, nodes, ranks, library, network))
         return min(found)
 
     def _within(self, name: str, is_half: bool, ranks: int, library: str) -> int:
@@ -262,20 +287,30 @@ class Thresholds:
             return self._everywhere
         return HALF_BYTES if is_half else table[name]
 
-    def _across(self, name: str, is_half: bool, nodes: int, ranks: int, library: str, has_rdma: bool) -> int:
+    def _across(self, name: str, is_half: bool, nodes: int, ranks: int, library: str, network: Network) -> int:
         is_flat = nodes == ranks
         too_many = nodes > MOST_NODES and (is_flat or name != "all_reduce")
-        if too_many or (ranks > MOST_RANKS and name != "all_reduce"):
-            return NEVER
-        told = list(self._told(library))
-        if has_rdma and is_flat and not is_half and self._everywhere is None:
-            told = [self._table.get(library, {})] if self._table is not BYTES else []
-        kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
-        least = min(next((each[kind] for each in told if kind in each), {}).get(name, NEVER) for kind in kinds)
-        if least == NEVER:
+        if too_many or (ranks > MOST_RANKS and name != "all_reduce") or name not in BYTES[STAND_IN][ON_FAST]:
             return NEVER
         if self._everywhere is not None:
             return self._everywhere
+        kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
+        least = min(self._between(kind, name, is_half, library, network) for kind in kinds)
+        if least == NEVER:
+            return NEVER
         if nodes > FEW_NODES and name != "all_reduce":  # that one has MPI reduce small shares
             least = max(least, ranks * LEAST_SHARE)
         return least // HALF_PART if is_half else least
+
+    def _between(self, kind: str, name: str, is_half: bool, library: str, network: Network) -> int:
+        """Return what is known of a kind of nodes; the setting's file holds for any network."""
+        own = {} if self._table is BYTES else self._table.get(library, {})
+        if kind in own:
+            return own[kind].get(name, NEVER)
+        if kind == NODES[True] and network > Network.SLOW:
+            if is_half:
+                return HALF_PART * HALF_BYTES_ON_FAST
+            if network is Network.RDMA:
+                return NEVER
+            kind = ON_FAST
+        return BYTES.get(library, {}).get(kind, BYTES[STAND_IN][kind])[name]
