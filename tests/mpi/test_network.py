@@ -18,6 +18,7 @@ from hpcdist.backends.mpi.process import ulfm
 def places(every, monkeypatch):
     """Each rank on a node of its own, by node keys; no rank knows the network."""
     monkeypatch.setattr(network, "KNOWN", [])
+    monkeypatch.setattr(ulfm, "is_tolerant", lambda: False)
     found = locate(every, [], str(every.rank))
     yield found._replace(has_rdma=False)  # whatever this machine has
     found.node.Free()
@@ -56,12 +57,17 @@ def test_of_several_kinds_the_slowest_holds(places, monkeypatch):
     assert network.KNOWN == [Network.SLOW]
 
 
-def test_nothing_is_measured_with_rdma_or_ulfm_or_if_ranks_share_a_node(places, every, monkeypatch):
+def test_nothing_is_measured_with_rdma_or_if_ranks_share_a_node(places, every, monkeypatch):
     monkeypatch.setattr(network, "speed", None)
     assert network.between(places._replace(has_rdma=True), []) == Network.RDMA
-    monkeypatch.setattr(ulfm, "is_tolerant", lambda: True)
-    assert network.between(places, []) == Network.SLOW  # hpcdist's own collectives can be revoked
     together = locate(every, [], "one")
     assert network.between(together, []) == Network.UNKNOWN
     together.node.Free()
     assert network.KNOWN == []
+
+
+def test_under_ulfm_the_network_counts_as_slow_on_all_ranks(places, monkeypatch):
+    """hpcdist's own collectives can be revoked; also if only one rank took it for on, all would make the same calls."""
+    monkeypatch.setattr(network, "speed", None)
+    monkeypatch.setattr(ulfm, "is_tolerant", lambda: places.comm.rank == 0)
+    assert network.between(places, []) == Network.SLOW

@@ -1,7 +1,7 @@
 """Network between nodes of one rank: its kind, which decides who carries out their large collectives.
 
 hpcdist's own collectives send the fewest bytes and keep every cable busy, but take more of the processors' time than
-MPI's. If cables of 1 Gbit/s set the pace, they take half of MPI's time; if the processors do, up to twice of it
+MPI's. If cables of 1 Gbit/s set the pace, they take half of MPI's time; if the processors do, up to 2.5 times of it
 (docs/explanation/performance.md). So before its first large collective a group whose nodes have no card for RDMA sends
 2 to 6 MiB around a ring. A process measures once, and its other groups take over what it knows, because groups that
 reduce the same values should get the same bits.
@@ -25,6 +25,7 @@ FAST = 300e6
 MESSAGES = 37  # of a trial: 2 MiB, so that the burst that a shaper lets pass (256 KiB) hardly counts
 TRIALS = 3  # the best one counts: other work on the processors can only make a trial slower
 KNOWN: list[Network] = []  # what this process has found, once
+NOBODY_KNOWS = max(Network) + 1  # the slowest kind that a rank knows holds
 
 
 def between(places: Places, made: list[MPI.Comm]) -> Network:
@@ -38,15 +39,15 @@ def between(places: Places, made: list[MPI.Comm]) -> Network:
         return Network.UNKNOWN
     if places.has_rdma:
         return Network.RDMA
+    known = KNOWN[0] if KNOWN else NOBODY_KNOWS
     if ulfm.is_tolerant():  # which revokes hpcdist's own collectives at once, a large blocking one of MPI not always
-        return Network.SLOW
-    agreed = array("i", [KNOWN[0] if KNOWN else max(Network)])
+        known = Network.SLOW
+    agreed = array("i", [known])
     places.comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
-    found = Network(agreed[0])
-    if found is max(Network):  # nobody knows
-        found = Network.FAST if speed(places.comm, made) >= FAST else Network.SLOW
-    KNOWN[:] = [found]
-    return found
+    if agreed[0] == NOBODY_KNOWS:
+        agreed[0] = Network.FAST if speed(places.comm, made) >= FAST else Network.SLOW
+    KNOWN[:] = [Network(agreed[0])]
+    return KNOWN[0]
 
 
 def speed(comm: MPI.Intracomm, made: list[MPI.Comm]) -> float:
