@@ -76,7 +76,7 @@ BYTES: Measured = {
         },
         NODES[True]: {
             "all_reduce": 1 * MIB,
-            "broadcast": 64 * KIB,
+            "broadcast": 1 * MIB,
             "all_gather_single": 1 * MIB,
             "reduce_scatter_single": 1 * MIB,
         },
@@ -108,7 +108,7 @@ BYTES: Measured = {
         },
         NODES[True]: {
             "all_reduce": 1 * MIB,
-            "broadcast": 64 * KIB,
+            "broadcast": 256 * KIB,
             "all_gather_single": 16 * MIB,
             "reduce_scatter_single": 4 * MIB,
         },
