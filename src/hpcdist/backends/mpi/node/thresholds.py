@@ -136,7 +136,7 @@ BYTES: Measured = {
 }
 
 HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
-HALF_BYTES_ON_FAST = 512 * KIB  # half types from so many on, if nodes of one rank have a fast network or RDMA
+HALF_ON_FAST = 2 * MIB  # what they take the quarter of if nodes of one rank have a fast network or RDMA
 MOST_NODES = 32  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 # Beyond so many nodes, smaller shares are left to MPI, because every node sends one to every other. Measured at 100
 # Mbit/s: all_reduce on 18 nodes of 2 ranks takes 1.2 times as long as with MPI between the nodes if shares have 29 KiB,
@@ -309,8 +309,8 @@ class Thresholds:
             return own[kind].get(name, NEVER)
         if kind == NODES[True] and network > Network.SLOW:
             if is_half:
-                return HALF_PART * HALF_BYTES_ON_FAST
+                return HALF_ON_FAST
             if network is Network.RDMA:
                 return NEVER
             kind = ON_FAST
-        return BYTES.get(library, {}).get(kind, BYTES[STAND_IN][kind])[name]
+        return next(told[kind] for told in self._told(library) if kind in told)[name]
