@@ -14,8 +14,9 @@ pytest.importorskip("mpi4py")
 from mpi4py import MPI
 
 import hpcdist as dist
-from hpcdist.backends.mpi.node import messages, two_level
+from hpcdist.backends.mpi.node import internode, messages, two_level
 from hpcdist.backends.mpi.node.places import locate
+from hpcdist.backends.mpi.node.thresholds import Network
 from hpcdist.backends.mpi.node.two_level import TwoLevel
 from tests.mpi.test_shared_memory import REDUCIBLE, assert_same, expected, random_calls, values
 
@@ -35,15 +36,24 @@ def layouts(ranks: int) -> dict[str, list[str]]:
     }
 
 
-@pytest.fixture(params=["pairs", "one alone", "interleaved", "each alone"], scope="module")
+LAYOUTS = ["pairs", "one alone", "interleaved", "each alone", "each alone, fast network"]
+
+
+@pytest.fixture(params=LAYOUTS, scope="module")
 def several(request, every):
+    layout, _, is_fast = request.param.partition(", ")
     made = []
-    places = locate(every, made, layouts(every.size)[request.param][every.rank])
+    places = locate(every, made, layouts(every.size)[layout][every.rank])
     if places.nodes == 1:
         pytest.skip("these ranks are on one node")
-    two = TwoLevel(places, made, lambda: None, lambda: False)
-    yield two
-    two.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_fast:  # messages that are long for these tensors: several pieces, each added up in blocks
+            patch.setattr(two_level, "LONG", messages.LONG._replace(turn=64 << 10, message=64 << 10))
+            patch.setattr(internode, "FOLD_BYTES", 10_000)
+        network = Network.FAST if is_fast else Network.UNKNOWN
+        two = TwoLevel(places, made, lambda: None, lambda: False, network)
+        yield two
+        two.close()
 
 
 @pytest.fixture(params=["MPI", "messages for large shares"])
@@ -190,7 +200,7 @@ def test_poll_leaves_a_call(several, every, row):
     if every.size > 2:
         pytest.skip("two ranks show it, and what is left behind is the two's")
     two = TwoLevel(locate(every, [], str(every.rank)), [], give_up if every.rank == 0 else lambda: None, lambda: False)
-    before = len(messages.ABANDONED)
+    before, inbox = len(messages.ABANDONED), two._inbox
     if every.rank == 0:
         send, recv = torch.ones(600_000), torch.empty(300_000)
         calls = {
@@ -202,6 +212,7 @@ def test_poll_leaves_a_call(several, every, row):
         with pytest.raises(GivenUp):
             calls[row]()
         assert len(messages.ABANDONED) == before + 1
+        assert two._inbox is not inbox  # MPI may still write to that one
     every.Barrier()
     # the communicator is left as a lost group's is: freeing it would wait for the messages
 
@@ -252,10 +263,10 @@ def test_memory_of_messages_that_were_left_is_kept(every):
             every.Send(torch.ones(8).numpy(), 0, messages.TAG)
 
 
-@pytest.mark.parametrize("slack", [0, 2 * messages.TURNS_AHEAD])
+@pytest.mark.parametrize("slack", [0, 2 * messages.SHORT.ahead])
 def test_turns_are_taken_in_order_and_not_too_far_ahead(every, slack):
     """A ring of three places: one is written again when it has been read, and a turn sent ``slack`` after another."""
-    count, nbytes, empty = 24, 3 * messages.MESSAGE_BYTES + 5, 5
+    count, nbytes, empty = 24, 3 * messages.SHORT.message + 5, 5
     after, before = (every.rank + 1) % every.size, (every.rank - 1) % every.size
     outgoing = [torch.full((nbytes,), turn + 32 * every.rank, dtype=torch.uint8) for turn in range(count)]
     places = torch.zeros(3, nbytes, dtype=torch.uint8)
@@ -266,12 +277,12 @@ def test_turns_are_taken_in_order_and_not_too_far_ahead(every, slack):
         assert time.monotonic() < end, f"{turns.done} turns have come, {turns.left} have left"
 
     def sends(turn):
-        assert turn - turns.done < messages.TURNS_AHEAD
+        assert turn - turns.done < messages.SHORT.ahead
         length = 0 if turn == empty else nbytes
         return [(after, outgoing[turn].data_ptr(), length)] if turn <= len(read) + slack else None
 
     def receives(turn):
-        assert turn - turns.done < 2 * messages.TURNS_AHEAD
+        assert turn - turns.done < 2 * messages.SHORT.ahead
         length = 0 if turn == empty else nbytes
         return [(before, places[turn % 3].data_ptr(), length)] if turn < len(read) + 3 else None
 
@@ -280,7 +291,7 @@ def test_turns_are_taken_in_order_and_not_too_far_ahead(every, slack):
             read.append(places[len(read) % 3].unique().tolist())
 
     call = messages.Messages(every, poll)
-    turns = messages.Turns(call, count, sends, receives, then)
+    turns = messages.Turns(call, messages.SHORT, count, sends, receives, then)
     turns.advance()
     assert (turns.left, turns.done) == (0, 0)
     call.wait(lambda: turns.done == count)

@@ -93,17 +93,30 @@ def test_mpi_keeps_the_collectives_of_nodes_of_one_rank_unless_the_network_is_sl
     from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
     from hpcdist.backends.mpi.plans import Plans
 
-    plans = Plans(4, Thresholds(text))
-    plans.locate(4, Network[kind])
+    plans = Plans(8, Thresholds(text))
+    plans.locate(8, Network[kind])
     for row, op in ((ALL_REDUCE, ReduceOp.SUM), (BROADCAST, None), (ALL_GATHER_SINGLE, None)):
         assert plans.of(row, torch.float32, op).shared_from == (1 << 20 if text else NEVER)
     assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 1 << (20 if text else 19)
     assert plans.of(BROADCAST, torch.bfloat16, None).shared_from == (1 << 20 if text else NEVER)
-    plans.locate(2, Network[kind])  # nodes of two ranks: shared memory halves what they send
+    plans.locate(4, Network[kind])  # nodes of two ranks: shared memory halves what they send
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
-    plans.locate(4, Network.SLOW)
+    plans.locate(8, Network.SLOW)
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
     assert plans.of(BROADCAST, torch.float32, None).shared_from <= 1 << 20
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5])
+def test_long_messages_pay_between_three_or_four_nodes_of_a_fast_network(nodes):
+    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+    from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
+
+    known = Thresholds()
+    for library in ("Open MPI", "MPICH", "another"):
+        for name, op in (("all_reduce", "SUM"), ("broadcast", None)):
+            found = known.of(name, torch.float32, op, nodes, nodes, library, Network.FAST)
+            assert (found <= 16 << 20) == (nodes in (3, 4)), (library, name)
+            assert known.of(name, torch.float32, op, nodes, nodes, library, Network.RDMA) == NEVER
 
 
 def test_before_the_nodes_are_known_the_least_threshold_of_all_holds():

@@ -55,12 +55,14 @@ class NodeCalls:
         self._poll = poll
         self._is_background = is_background
         self._places: Places | None = None
+        self._network = Network.UNKNOWN
         self.shared: NodeShared | TwoLevel | None = None
 
     def locate(self) -> tuple[int, Network]:
         """Find out which ranks share a node; every rank calls. Return the number of nodes and the network's kind."""
         self._places = locate(self._comm, self._derived)
-        return self._places.nodes, network.between(self._places, self._derived)
+        self._network = network.between(self._places, self._derived)
+        return self._places.nodes, self._network
 
     def connect(self) -> bool:
         """Make what the calls need; every rank calls, and all return False if a node cannot share memory.
@@ -74,7 +76,7 @@ class NodeCalls:
             if places.nodes == 1:
                 self.shared = NodeShared(places, self._poll, self._is_background)
             else:
-                self.shared = TwoLevel(places, self._derived, self._poll, self._is_background)
+                self.shared = TwoLevel(places, self._derived, self._poll, self._is_background, self._network)
         except MPI.Exception:  # which is a RuntimeError: a rank has died
             raise
         except RuntimeError as error:

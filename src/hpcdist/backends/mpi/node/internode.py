@@ -21,13 +21,13 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import DATATYPES
 from hpcdist.backends.mpi.node.arithmetic import Fold
-from hpcdist.backends.mpi.node.messages import TURN_BYTES, Messages, Spans, Turns
+from hpcdist.backends.mpi.node.messages import Inbox, Messages, Pipeline, Spans, Turns
 from hpcdist.backends.mpi.node.window import LINE_BYTES
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op
 from hpcdist.core.buffers import as_bytes
 
-EARLY = 4  # pieces whose shares go before the first sums
+FOLD_BYTES = 256 << 10  # of a share that are added up at a time: those of four nodes stay in a core's second cache
 
 
 class Slices:
@@ -38,22 +38,34 @@ class Slices:
 
     Args:
         messages: of the call.
+        pipeline: of the call.
+        inbox: memory for the shares that arrive.
         ranks: who has this slice on each node, as ranks of the communicator of the messages.
         here: index of this rank's node.
         values: the slice, contiguous; its sum over this node goes in, and the result comes out.
         fold: combines the nodes' sums.
     """
 
-    def __init__(self, messages: Messages, ranks: Sequence[int], here: int, values: torch.Tensor, fold: Fold) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        pipeline: Pipeline,
+        inbox: Inbox,
+        ranks: Sequence[int],
+        here: int,
+        values: torch.Tensor,
+        fold: Fold,
+    ) -> None:
         nodes, length, line = len(ranks), values.numel(), max(1, LINE_BYTES // values.itemsize)
         self._messages, self._ranks, self._here, self._values, self._fold = messages, ranks, here, values, fold
-        self._pieces = max(1, -(-values.nbytes // (nodes * TURN_BYTES)))
+        self._pieces = max(1, -(-values.nbytes // (nodes * pipeline.turn)))
         self._share = -(-length // (self._pieces * nodes * line)) * line  # elements
-        self._early = min(EARLY, self._pieces)
-        self._inbox = torch.empty(self._early, nodes, self._share, dtype=values.dtype, device="cpu")
-        self._scratch = fold.scratch(self._share) if fold.needs_scratch(nodes) else None
+        self._early = min(pipeline.early, self._pieces)
+        self._inbox = inbox.take(self._early, nodes - 1, self._share, values.dtype)
+        self._block = FOLD_BYTES // values.itemsize
+        self._scratch = fold.scratch(min(self._share, self._block)) if fold.needs_scratch(nodes) else None
         self._reduced = self._folded = 0  # elements that the node has reduced; pieces added up
-        self._turns = Turns(messages, 2 * self._pieces * (nodes - 1), self._sends, self._receives, self._add)
+        self._turns = Turns(messages, pipeline, 2 * self._pieces * (nodes - 1), self._sends, self._receives, self._add)
         self._turns.advance()
 
     def _turn(self, turn: int) -> tuple[int, bool, int]:
@@ -85,10 +97,10 @@ class Slices:
     def _receives(self, turn: int) -> Spans | None:
         piece, is_sum, distance = self._turn(turn)
         node = (self._here - distance) % len(self._ranks)
-        if self._turns.left < self._end_of(piece, False) if is_sum else self._folded <= piece - EARLY:
+        if self._turns.left < self._end_of(piece, False) if is_sum else self._folded <= piece - self._early:
             return None
         part = self._part(piece, node if is_sum else self._here)
-        place = part if is_sum else self._inbox[piece % EARLY, node]
+        place = part if is_sum else self._inbox[piece % self._early, -distance]
         return [(self._ranks[node], place.data_ptr(), part.nbytes)]
 
     def _bound(self, piece: int) -> int:
@@ -106,10 +118,11 @@ class Slices:
             and self._reduced >= self._bound(self._folded)
             and self._turns.done >= self._end_of(self._folded, False)
         ):
-            own, nodes = self._part(self._folded, self._here), len(self._ranks)
-            inbox = self._inbox[self._folded % EARLY, :, : own.numel()]
-            others = (inbox[(self._here + distance) % nodes] for distance in range(1, nodes))
-            self._fold.reduce([own, *others], own, self._scratch)
+            own = self._part(self._folded, self._here)
+            inbox = self._inbox[self._folded % self._early, :, : own.numel()]
+            for low in range(0, own.numel(), self._block):
+                parts = [part[low : low + self._block] for part in (own, *inbox)]
+                self._fold.reduce(parts, parts[0], self._scratch)
             self._folded += 1
 
     def wait(self, length: int) -> None:

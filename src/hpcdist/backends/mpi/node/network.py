@@ -15,7 +15,7 @@ from array import array
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE
-from hpcdist.backends.mpi.node.messages import MESSAGE_BYTES, TAG
+from hpcdist.backends.mpi.node.messages import SHORT, TAG
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.thresholds import MOST_NODES, Network
 from hpcdist.backends.mpi.process import ulfm
@@ -58,7 +58,7 @@ def speed(comm: MPI.Intracomm, made: list[MPI.Comm]) -> float:
     comm = MPI.Intracomm(comm.Dup())
     made.append(comm)
     following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent, received = bytearray(MESSAGE_BYTES), bytearray(MESSAGE_BYTES)
+    sent, received = bytearray(SHORT.message), bytearray(SHORT.message)
 
     def seconds(messages: int) -> float:
         begun = time.perf_counter()
@@ -69,7 +69,7 @@ def speed(comm: MPI.Intracomm, made: list[MPI.Comm]) -> float:
         return slowest[0]
 
     seconds(1)  # which connects the ranks
-    nbytes, best = MESSAGES * MESSAGE_BYTES, 0.0
+    nbytes, best = MESSAGES * SHORT.message, 0.0
     for _ in range(TRIALS):
         best = max(best, nbytes / seconds(MESSAGES))
         if best >= FAST:

@@ -12,7 +12,9 @@ ranks; on several nodes what loses least on 2 of 2 ranks at 200 Mbit/s, 1 Gbit/s
 carry TCP, and on 4 nodes of one rank by the kind of network (``network``; docs/explanation/performance.md). An MPI
 library that was not measured gets the row of MPICH, whose algorithms most libraries inherit. On nodes of one rank the
 faster the network, the better MPI's own collectives compare, so with RDMA, which was not measured, MPI keeps all of
-them but half types, whose bytes it doubles.
+them but half types, whose bytes it doubles. On a fast network without RDMA, 3 or 4 nodes gain by long messages
+(`messages.LONG`); 2 nodes, with a core for each rank, and 8 nodes gained with one MPI or collective what they lost
+with another, and more were not measured.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
 other. So the environment is read once, when the default group is made; its ranks compare what they found
@@ -53,6 +55,7 @@ class Network(IntEnum):
 Measured = dict[str, dict[int | str, dict[str, int]]]
 NODES = {False: "nodes of several ranks", True: "nodes of one rank"}
 ON_FAST = "nodes of one rank, fast network"
+FEW_ON_FAST = "3 or 4 nodes of one rank, fast network"
 
 BYTES: Measured = {
     "Open MPI": {
@@ -83,6 +86,12 @@ BYTES: Measured = {
         ON_FAST: {
             "all_reduce": NEVER,
             "broadcast": NEVER,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": 4 * MIB,
+        },
+        FEW_ON_FAST: {
+            "all_reduce": 16 * MIB,
+            "broadcast": 4 * MIB,
             "all_gather_single": NEVER,
             "reduce_scatter_single": 4 * MIB,
         },
@@ -118,6 +127,12 @@ BYTES: Measured = {
             "all_gather_single": NEVER,
             "reduce_scatter_single": NEVER,
         },
+        FEW_ON_FAST: {
+            "all_reduce": 16 * MIB,
+            "broadcast": 16 * MIB,
+            "all_gather_single": NEVER,
+            "reduce_scatter_single": NEVER,
+        },
     },
     "Intel MPI": {
         2: {
@@ -137,6 +152,7 @@ BYTES: Measured = {
 
 HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
 HALF_ON_FAST = 2 * MIB  # what they take the quarter of if nodes of one rank have a fast network or RDMA
+NODES_ON_FAST = 4  # that exchange long messages on a fast network
 MOST_NODES = 32  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 # Beyond so many nodes, smaller shares are left to MPI, because every node sends one to every other. Measured at 100
 # Mbit/s: all_reduce on 18 nodes of 2 ranks takes 1.2 times as long as with MPI between the nodes if shares have 29 KiB,
@@ -295,14 +311,14 @@ class Thresholds:
         if self._everywhere is not None:
             return self._everywhere
         kinds = [kind for each, kind in NODES.items() if nodes == 0 or each == is_flat]
-        least = min(self._between(kind, name, is_half, library, network) for kind in kinds)
+        least = min(self._between(kind, name, is_half, nodes, library, network) for kind in kinds)
         if least == NEVER:
             return NEVER
         if nodes > FEW_NODES and name != "all_reduce":  # that one has MPI reduce small shares
             least = max(least, ranks * LEAST_SHARE)
         return least // HALF_PART if is_half else least
 
-    def _between(self, kind: str, name: str, is_half: bool, library: str, network: Network) -> int:
+    def _between(self, kind: str, name: str, is_half: bool, nodes: int, library: str, network: Network) -> int:
         """Return what is known of a kind of nodes; the setting's file holds for any network."""
         own = {} if self._table is BYTES else self._table.get(library, {})
         if kind in own:
@@ -312,5 +328,5 @@ class Thresholds:
                 return HALF_ON_FAST
             if network is Network.RDMA:
                 return NEVER
-            kind = ON_FAST
+            kind = FEW_ON_FAST if 2 < nodes <= NODES_ON_FAST else ON_FAST
         return next(told[kind] for told in self._told(library) if kind in told)[name]

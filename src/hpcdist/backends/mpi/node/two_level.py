@@ -6,7 +6,8 @@ the network is the least that there can be:
 - all_reduce: the node's ranks reduce a slice each, reduce it across nodes (`internode`), and collect all slices.
 - reduce_scatter: a node reduces the blocks of all ranks, and sends each to its rank, which adds up those of all nodes.
 - all_gather: each rank sends its block to one rank of each other node in turn, which hands it to its mates.
-- broadcast: the root's mates pass a slice each along a chain of nodes, chunk by chunk.
+- broadcast: the root's mates pass a slice each along a chain of nodes, chunk by chunk; or, on a few nodes that a fast
+  network joins, the root sends long chunks down a binomial tree.
 
 Local rank r of a node of p ranks has to do with the ranks of other nodes whose local rank modulo p is r: nodes may have
 unequal numbers of ranks. The levels overlap: while chunks move in the node, messages make progress, also where a rank
@@ -25,10 +26,10 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.arithmetic import Fold, Scratch, fold_of
 from hpcdist.backends.mpi.node.internode import MPISlices, Reducer, Slices
-from hpcdist.backends.mpi.node.messages import TURN_BYTES, Arrivals, Messages, Spans, Turns
+from hpcdist.backends.mpi.node.messages import LONG, SHORT, Arrivals, Inbox, Messages, Pipeline, Spans, Turns
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.thresholds import FEW_NODES, LEAST_SHARE, MOST_NODES
+from hpcdist.backends.mpi.node.thresholds import FEW_NODES, LEAST_SHARE, MOST_NODES, NODES_ON_FAST, Network
 from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES
 from hpcdist.core.reduction import name_of
 
@@ -47,17 +48,24 @@ class TwoLevel:
         made: takes each communicator as soon as it is made.
         poll: called every few milliseconds of waiting; what it raises leaves the collective.
         is_background: tells whether the call under way runs beside the rank's own computation.
+        network: between nodes of one rank.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
     """
 
     def __init__(
-        self, places: Places, made: list[MPI.Comm], poll: Callable[[], None], is_background: Callable[[], bool]
+        self,
+        places: Places,
+        made: list[MPI.Comm],
+        poll: Callable[[], None],
+        is_background: Callable[[], bool],
+        network: Network = Network.UNKNOWN,
     ) -> None:
         comm = places.comm
         self.rank = comm.Get_rank()
         self._places, self._poll, self._is_background = places, poll, is_background
+        self._is_fast = places.is_flat and network is Network.FAST and places.nodes <= NODES_ON_FAST
         self._slots = None if places.is_flat else NodeSlots(places, poll, is_background)
         self._comm = MPI.Intracomm(comm.Dup())
         made.append(self._comm)
@@ -72,6 +80,7 @@ class TwoLevel:
             self._across = None if across == MPI.COMM_NULL else MPI.Intracomm(across)
             made += [] if self._across is None else [self._across]
         self._reducers: dict[Fold, Reducer] = {}
+        self._inbox = Inbox()
 
     # -- what all calls share ------------------------------------------------------------------------
 
@@ -87,6 +96,7 @@ class TwoLevel:
             messages.finish()
         except BaseException:
             messages.abandon(memory)
+            self._inbox = Inbox()
             raise
         finally:
             if window is not None:
@@ -145,9 +155,20 @@ class TwoLevel:
         nodes, here = self._places.nodes, self._places.here
         return [(here + k) % nodes for k in range(1, nodes)]
 
+    def _pipeline(self, block: int) -> Pipeline:
+        """Return how to send blocks of so many bytes; the same on all ranks."""
+        return LONG if self._is_fast and block >= LONG.message else SHORT
+
     def _chunk(self, block: int, pieces: int) -> int:
         """Return the bytes of a chunk if a slot takes so many of them; the same on all ranks."""
+        if self._pipeline(block) is LONG:
+            return LONG.message
         return min(block, CHUNK_BYTES, SLOT_BYTES // pieces // LINE_BYTES * LINE_BYTES)
+
+    def _chunk_of_turn(self, block: int) -> tuple[Pipeline, int]:
+        """Return how to send blocks of so many bytes in turns, and the bytes of a chunk; the same on all ranks."""
+        pipeline, chunk = self._pipeline(block), self._chunk(block, self._places.comm.Get_size())
+        return pipeline, min(chunk, pipeline.turn) if self._places.is_flat else chunk
 
     # -- all_reduce ----------------------------------------------------------------------------------
 
@@ -207,7 +228,8 @@ class TwoLevel:
         nodes = self._places.nodes
         if self._across is None or (nodes <= MOST_NODES and own.nbytes >= nodes * LEAST_SHARE):
             ranks = [each[self._local] for each in self._places.ranks]
-            return Slices(messages, ranks, self._places.here, own, fold)
+            pipeline = self._pipeline(own.nbytes // nodes)
+            return Slices(messages, pipeline, self._inbox, ranks, self._places.here, own, fold)
         reducer = self._reducers.get(fold)
         if reducer is None:
             reducer = self._reducers[fold] = Reducer(self._across, fold)
@@ -250,16 +272,14 @@ class TwoLevel:
         inner, outer = self._levels(send.dtype, name_of(op))
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
         block, item, ranks = recv.nbytes, recv.itemsize, self._places.comm.Get_size()
-        chunk = self._chunk(block, ranks)
-        if self._places.is_flat:
-            chunk = min(chunk, TURN_BYTES)
+        pipeline, chunk = self._chunk_of_turn(block)
         others = self._other_nodes()
         away = [rank for node in others for rank in self._wards(node)]
         mine = [*away, *self._wards(self._places.here)]  # blocks that this rank reduces: those of others, and its own
         foreign = [rank for rank in range(ranks) if rank not in set(mine)]
         source, numel, width = send.data_ptr(), recv.numel(), chunk // item
-        count, rows = -(-block // chunk), min(AHEAD, -(-block // chunk))
-        inbox = torch.empty(rows, len(others), width, dtype=recv.dtype, device="cpu")
+        count, rows = -(-block // chunk), min(pipeline.early, -(-block // chunk))
+        inbox = self._inbox.take(rows, len(others), width, recv.dtype)
         is_sent_as_it_is = not self._mates and inner is outer
         stages = torch.empty(rows, 0 if is_sent_as_it_is else len(away), width, dtype=recv.dtype, device="cpu")
         scratch = self._scratch(inner, self._size, width)
@@ -312,7 +332,7 @@ class TwoLevel:
             messages.progress()
 
         with self._messages(send, recv, inbox, stages) as messages:
-            turns = Turns(messages, count * len(others), sends, receives, add)
+            turns = Turns(messages, pipeline, count * len(others), sends, receives, add)
             turns.advance()
             self._exchange(block, chunk, put, get)
             messages.wait(lambda: folded == count)
@@ -322,9 +342,7 @@ class TwoLevel:
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
         """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather)."""
         block, source, target = send.nbytes, send.data_ptr(), recv.data_ptr()
-        chunk = self._chunk(block, self._places.comm.Get_size())
-        if self._places.is_flat:
-            chunk = min(chunk, TURN_BYTES)
+        pipeline, chunk = self._chunk_of_turn(block)
         own = target + self.rank * block
         if own != source:
             memmove(own, source, block)
@@ -348,7 +366,7 @@ class TwoLevel:
                 low, size = spans[index]
                 return [(rank, target + rank * block + low, size) for rank in self._wards(others[-1 - distance])]
 
-            turns = Turns(messages, len(spans) * len(others), sends, receives)
+            turns = Turns(messages, pipeline, len(spans) * len(others), sends, receives)
             turns.advance()
 
             def put(turn: int, offset: int, length: int) -> None:
@@ -372,18 +390,18 @@ class TwoLevel:
         """Copy `tensor` of one rank to all (MPI_Bcast)."""
         size, target, ranks, here = tensor.nbytes, tensor.data_ptr(), self._places.ranks, self._places.here
         first = next(node for node, those in enumerate(ranks) if root in those)
-        following = (here + 1) % len(ranks)
+        before, following = self._neighbors(first)
         share = -(-size // (self._owners * LINE_BYTES)) * LINE_BYTES
         chunk = self._chunk(share, self._owners)
         begin, end = self._bounds(share, self._local, size)
-        after = ranks[following][self._local] if begin < end and following != first else None
+        after = [ranks[node][self._local] for node in following] if begin < end else []
         spans = [(low, min(chunk, end - low)) for low in range(begin, end, chunk)]
 
         with self._messages(tensor) as messages:
 
             def pass_on(index: int) -> None:
-                if after is not None and index < len(spans):
-                    messages.send(after, target + spans[index][0], spans[index][1])
+                for rank in after if index < len(spans) else []:
+                    messages.send(rank, target + spans[index][0], spans[index][1])
 
             if here == first:
                 self._broadcast_in_node(tensor, ranks[here].index(root), share, chunk, pass_on, messages)
@@ -394,15 +412,25 @@ class TwoLevel:
                 pass_on(incoming.done - 1)
                 incoming.allow(incoming.done + AHEAD)
 
-            before = ranks[here - 1]
+            senders = ranks[before]
             places = [(target + low, length) for low, length in spans]
-            incoming = Arrivals(messages, before[self._local % len(before)], places, arrived)
+            incoming = Arrivals(messages, senders[self._local % len(senders)], places, arrived)
             incoming.allow(AHEAD)
 
             def wait(nbytes: int) -> None:
                 messages.wait(lambda: incoming.done * chunk >= nbytes or incoming.done == len(spans))
 
             self._collect_slices(tensor.view(-1).view(torch.uint8), share, wait if spans else None)
+
+    def _neighbors(self, first: int) -> tuple[int, list[int]]:
+        """Return the node that a broadcast from the first node comes from, and those that it goes on to."""
+        nodes, here = self._places.nodes, self._places.here
+        distance = (here - first) % nodes
+        if not self._is_fast:
+            return here - 1, [(here + 1) % nodes] if distance + 1 < nodes else []
+        lowest = distance & -distance if distance else 1 << (nodes - 1).bit_length()
+        steps = [1 << bit for bit in reversed(range(lowest.bit_length() - 1))]
+        return (here - lowest) % nodes, [(here + step) % nodes for step in steps if distance + step < nodes]
 
     def _broadcast_in_node(
         self,
