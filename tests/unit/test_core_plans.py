@@ -174,3 +174,12 @@ def test_a_groups_calls_are_counted_and_those_that_are_refused_are_not(group):
     group.close()
     with pytest.raises(ValueError, match="initialized"):  # no live group at all in this process
         group.allreduce([torch.ones(2)])
+
+
+@pytest.mark.parametrize(("nodes", "nbytes"), [(0, 64 << 10), (2, 1 << 20), (3, 64 << 10), (4, 64 << 10), (5, 1 << 20)])
+def test_small_broadcasts_take_the_chain_between_three_or_four_nodes_of_a_slow_network(nodes, nbytes):
+    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
+    from hpcdist.backends.mpi.node.thresholds import Network, Thresholds
+
+    found = Thresholds().of("broadcast", torch.float32, None, nodes, nodes or 4, "Open MPI", Network.SLOW)
+    assert found == nbytes

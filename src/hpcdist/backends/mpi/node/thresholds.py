@@ -54,6 +54,7 @@ class Network(IntEnum):
 # library -> number of ranks on one node, or which nodes -> collective -> bytes
 Measured = dict[str, dict[int | str, dict[str, int]]]
 NODES = {False: "nodes of several ranks", True: "nodes of one rank"}
+FEW_ON_SLOW = "3 or 4 nodes of one rank, slow network"
 ON_FAST = "nodes of one rank, fast network"
 FEW_ON_FAST = "3 or 4 nodes of one rank, fast network"
 
@@ -80,6 +81,12 @@ BYTES: Measured = {
         NODES[True]: {
             "all_reduce": 1 * MIB,
             "broadcast": 1 * MIB,
+            "all_gather_single": 1 * MIB,
+            "reduce_scatter_single": 1 * MIB,
+        },
+        FEW_ON_SLOW: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 64 * KIB,
             "all_gather_single": 1 * MIB,
             "reduce_scatter_single": 1 * MIB,
         },
@@ -121,6 +128,12 @@ BYTES: Measured = {
             "all_gather_single": 16 * MIB,
             "reduce_scatter_single": 4 * MIB,
         },
+        FEW_ON_SLOW: {
+            "all_reduce": 1 * MIB,
+            "broadcast": 256 * KIB,
+            "all_gather_single": 16 * MIB,
+            "reduce_scatter_single": 4 * MIB,
+        },
         ON_FAST: {
             "all_reduce": NEVER,
             "broadcast": NEVER,
@@ -152,7 +165,7 @@ BYTES: Measured = {
 
 HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
 HALF_ON_FAST = 2 * MIB  # what they take the quarter of if nodes of one rank have a fast network or RDMA
-NODES_ON_FAST = 4  # that exchange long messages on a fast network
+NODES_ON_FAST = 4  # that exchange long messages on a fast network; a chain of more is no way for a small broadcast
 MOST_NODES = 32  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 # Beyond so many nodes, smaller shares are left to MPI, because every node sends one to every other. Measured at 100
 # Mbit/s: all_reduce on 18 nodes of 2 ranks takes 1.2 times as long as with MPI between the nodes if shares have 29 KiB,
@@ -329,4 +342,6 @@ class Thresholds:
             if network is Network.RDMA:
                 return NEVER
             kind = FEW_ON_FAST if 2 < nodes <= NODES_ON_FAST else ON_FAST
+        elif kind == NODES[True] and nodes in (0, 3, NODES_ON_FAST):
+            kind = FEW_ON_SLOW
         return next(told[kind] for told in self._told(library) if kind in told)[name]

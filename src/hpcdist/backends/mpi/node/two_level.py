@@ -393,6 +393,8 @@ class TwoLevel:
         before, following = self._neighbors(first)
         share = -(-size // (self._owners * LINE_BYTES)) * LINE_BYTES
         chunk = self._chunk(share, self._owners)
+        if self._places.is_flat and self._pipeline(share) is SHORT:
+            chunk = min(chunk, SHORT.message)  # no window limits it, and a longer one needs a handshake
         begin, end = self._bounds(share, self._local, size)
         after = [ranks[node][self._local] for node in following] if begin < end else []
         spans = [(low, min(chunk, end - low)) for low in range(begin, end, chunk)]
