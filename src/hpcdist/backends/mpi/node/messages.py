@@ -53,7 +53,7 @@ class Pipeline(NamedTuple):
 
     Attributes:
         turn: most bytes to one node in a turn.
-        message: most bytes of a message of a turn.
+        message: most bytes of a message of a turn, and of a broadcast between nodes of one rank.
         ahead: turns that are sent before the first of them has come from the other side.
         early: pieces of a reduction that arrive before the first of them is added up.
     """

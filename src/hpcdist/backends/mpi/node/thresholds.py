@@ -14,7 +14,7 @@ library that was not measured gets the row of MPICH, whose algorithms most libra
 faster the network, the better MPI's own collectives compare, so with RDMA, which was not measured, MPI keeps all of
 them but half types, whose bytes it doubles. On a fast network without RDMA, 3 or 4 nodes gain by long messages
 (`messages.LONG`); 2 nodes, with a core for each rank, and 8 nodes gained with one MPI or collective what they lost
-with another, and more were not measured.
+with another, and more were not measured. On a slow one, Open MPI's small broadcasts go down a chain of 3 or 4 nodes.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
 other. So the environment is read once, when the default group is made; its ranks compare what they found
@@ -54,9 +54,9 @@ class Network(IntEnum):
 # library -> number of ranks on one node, or which nodes -> collective -> bytes
 Measured = dict[str, dict[int | str, dict[str, int]]]
 NODES = {False: "nodes of several ranks", True: "nodes of one rank"}
-FEW_ON_SLOW = "3 or 4 nodes of one rank, slow network"
 ON_FAST = "nodes of one rank, fast network"
-FEW_ON_FAST = "3 or 4 nodes of one rank, fast network"
+# what differs from that with 3 or 4 nodes
+FEW = {NODES[True]: "3 or 4 nodes of one rank, slow network", ON_FAST: "3 or 4 nodes of one rank, fast network"}
 
 BYTES: Measured = {
     "Open MPI": {
@@ -84,24 +84,14 @@ BYTES: Measured = {
             "all_gather_single": 1 * MIB,
             "reduce_scatter_single": 1 * MIB,
         },
-        FEW_ON_SLOW: {
-            "all_reduce": 1 * MIB,
-            "broadcast": 64 * KIB,
-            "all_gather_single": 1 * MIB,
-            "reduce_scatter_single": 1 * MIB,
-        },
+        FEW[NODES[True]]: {"broadcast": 64 * KIB},
         ON_FAST: {
             "all_reduce": NEVER,
             "broadcast": NEVER,
             "all_gather_single": NEVER,
             "reduce_scatter_single": 4 * MIB,
         },
-        FEW_ON_FAST: {
-            "all_reduce": 16 * MIB,
-            "broadcast": 4 * MIB,
-            "all_gather_single": NEVER,
-            "reduce_scatter_single": 4 * MIB,
-        },
+        FEW[ON_FAST]: {"all_reduce": 16 * MIB, "broadcast": 4 * MIB},
     },
     "MPICH": {
         2: {
@@ -128,24 +118,13 @@ BYTES: Measured = {
             "all_gather_single": 16 * MIB,
             "reduce_scatter_single": 4 * MIB,
         },
-        FEW_ON_SLOW: {
-            "all_reduce": 1 * MIB,
-            "broadcast": 256 * KIB,
-            "all_gather_single": 16 * MIB,
-            "reduce_scatter_single": 4 * MIB,
-        },
         ON_FAST: {
             "all_reduce": NEVER,
             "broadcast": NEVER,
             "all_gather_single": NEVER,
             "reduce_scatter_single": NEVER,
         },
-        FEW_ON_FAST: {
-            "all_reduce": 16 * MIB,
-            "broadcast": 16 * MIB,
-            "all_gather_single": NEVER,
-            "reduce_scatter_single": NEVER,
-        },
+        FEW[ON_FAST]: {"all_reduce": 16 * MIB, "broadcast": 16 * MIB},
     },
     "Intel MPI": {
         2: {
@@ -165,7 +144,7 @@ BYTES: Measured = {
 
 HALF_PART = 4  # half types from a quarter of it on: MPI would send them in float32
 HALF_ON_FAST = 2 * MIB  # what they take the quarter of if nodes of one rank have a fast network or RDMA
-NODES_ON_FAST = 4  # that exchange long messages on a fast network; a chain of more is no way for a small broadcast
+MOST_OF_FEW = 4  # nodes of one rank: more exchange no long messages, and their chain is too long for small broadcasts
 MOST_NODES = 32  # more were not measured; beyond, only all_reduce goes on, and reduces across nodes by MPI
 # Beyond so many nodes, smaller shares are left to MPI, because every node sends one to every other. Measured at 100
 # Mbit/s: all_reduce on 18 nodes of 2 ranks takes 1.2 times as long as with MPI between the nodes if shares have 29 KiB,
@@ -341,7 +320,7 @@ class Thresholds:
                 return HALF_ON_FAST
             if network is Network.RDMA:
                 return NEVER
-            kind = FEW_ON_FAST if 2 < nodes <= NODES_ON_FAST else ON_FAST
-        elif kind == NODES[True] and nodes in (0, 3, NODES_ON_FAST):
-            kind = FEW_ON_SLOW
-        return next(told[kind] for told in self._told(library) if kind in told)[name]
+            kind = ON_FAST
+        few = [FEW[kind]] if kind in FEW and (nodes == 0 or 2 < nodes <= MOST_OF_FEW) else []
+        rows = (told.get(each, {}) for told in self._told(library) for each in (*few, kind))
+        return next(row[name] for row in rows if name in row)

@@ -29,7 +29,7 @@ from hpcdist.backends.mpi.node.internode import MPISlices, Reducer, Slices
 from hpcdist.backends.mpi.node.messages import LONG, SHORT, Arrivals, Inbox, Messages, Pipeline, Spans, Turns
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.thresholds import FEW_NODES, LEAST_SHARE, MOST_NODES, NODES_ON_FAST, Network
+from hpcdist.backends.mpi.node.thresholds import FEW_NODES, LEAST_SHARE, MOST_NODES, MOST_OF_FEW, Network
 from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES
 from hpcdist.core.reduction import name_of
 
@@ -65,7 +65,7 @@ class TwoLevel:
         comm = places.comm
         self.rank = comm.Get_rank()
         self._places, self._poll, self._is_background = places, poll, is_background
-        self._is_fast = places.is_flat and network is Network.FAST and places.nodes <= NODES_ON_FAST
+        self._is_fast = places.is_flat and network is Network.FAST and places.nodes <= MOST_OF_FEW
         self._slots = None if places.is_flat else NodeSlots(places, poll, is_background)
         self._comm = MPI.Intracomm(comm.Dup())
         made.append(self._comm)
@@ -393,8 +393,8 @@ class TwoLevel:
         before, following = self._neighbors(first)
         share = -(-size // (self._owners * LINE_BYTES)) * LINE_BYTES
         chunk = self._chunk(share, self._owners)
-        if self._places.is_flat and self._pipeline(share) is SHORT:
-            chunk = min(chunk, SHORT.message)  # no window limits it, and a longer one needs a handshake
+        if self._places.is_flat:  # each chunk is one message
+            chunk = min(chunk, self._pipeline(share).message)
         begin, end = self._bounds(share, self._local, size)
         after = [ranks[node][self._local] for node in following] if begin < end else []
         spans = [(low, min(chunk, end - low)) for low in range(begin, end, chunk)]
