@@ -41,8 +41,8 @@ class HashStore(Store):
         """Return several values, waiting for all keys."""
         wanted = as_key_list(keys)
         with self._changed:
-            self._wait(wanted, self._seconds)
-            return [self._data.get(key, b"") for key in wanted]
+            self._wait(lambda: [key for key in wanted if key not in self._data], self._seconds)
+            return [self._data[key] for key in wanted]
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values in one step."""
@@ -94,7 +94,7 @@ class HashStore(Store):
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
         """Wait until all keys are there."""
         with self._changed:
-            self._wait(keys, seconds)
+            self._wait(lambda: self._missing(keys), seconds)
 
     def delete_key(self, key: Text) -> bool:
         """Delete a key and return whether it was there."""
@@ -124,8 +124,7 @@ class HashStore(Store):
             if not self._queues.get(key):
                 if not block:
                     raise queue_empty(key, self.where)
-                start = time.monotonic()
-                self._sleep(lambda: bool(self._queues.get(key)), [key], self._seconds, start)
+                self._wait(lambda: [] if self._queues.get(key) else [key], self._seconds)
             queue = self._queues[key]
             value = queue.popleft()
             if not queue:
@@ -143,15 +142,10 @@ class HashStore(Store):
     def _missing(self, keys: list[bytes]) -> list[bytes]:
         return [key for key in keys if key not in self._data and not self._queues.get(key)]
 
-    def _wait(self, keys: list[bytes], seconds: float) -> None:
-        if self._missing(keys):
-            self._sleep(lambda: not self._missing(keys), keys, seconds, time.monotonic())
-
-    def _sleep(self, is_done: Callable[[], bool], keys: list[bytes], seconds: float, start: float) -> None:
-        deadline = deadline_after(seconds)
-        while not is_done():
+    def _wait(self, absent: Callable[[], list[bytes]], seconds: float) -> None:
+        start, deadline = time.monotonic(), deadline_after(seconds)
+        while keys := absent():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                missing = self._missing(keys) or keys
-                raise wait_timeout(missing, seconds, time.monotonic() - start, self.where)
+                raise wait_timeout(keys, seconds, time.monotonic() - start, self.where)
             self._changed.wait(left)

@@ -3,13 +3,14 @@
 import html
 import json
 import re
+import sys
 
 import pytest
 
 from hpcdist.cli import bench, web_page
 from hpcdist.cli.bench import plots
 from hpcdist.cli.bench.timing import Figure
-from tests.programs import MPIRUN, mpirun
+from tests.programs import MPIRUN, mpirun, run
 
 ROWS = {
     "latency": {
@@ -85,3 +86,10 @@ def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(monkey
     with pytest.raises(SystemExit, match="2"):
         bench.run(["--html", "page.html"])
     assert "pip install 'hpcdist[plot]'" in capsys.readouterr().err
+
+
+def test_a_process_that_no_mpi_launcher_started_is_told_how_to_start_it():
+    done = run([sys.executable, "-m", "hpcdist", "bench"], timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("mpirun -n 2 python -m hpcdist bench")
+    assert "Traceback" not in done.stderr

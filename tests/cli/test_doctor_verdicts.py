@@ -200,6 +200,29 @@ def test_a_check_that_never_ends_is_killed():
     assert (ended.step, ended.is_late, ended.is_said) == ("memory", True, False)
 
 
+@pytest.mark.parametrize("is_everyone", [True, False])
+def test_ctrl_c_ends_the_checks_without_a_traceback(is_everyone):
+    code = """
+import os, time
+from hpcdist.cli.doctor.supervision import supervise
+
+def work(tell):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+try:
+    supervise(work, 30)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    process = programs.start([sys.executable, "-c", code])
+    checks = int(process.stdout.readline())
+    os.kill(-process.pid if is_everyone else process.pid, signal.SIGINT)
+    assert programs.output(process, 30) == ("interrupted\n", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(checks, 0)
+
+
 def test_where_two_processes_may_not_share_a_connection_a_thread_looks_at_the_clock():
     code = """
 import time

@@ -1,5 +1,7 @@
 """HashStore: the contract."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -21,3 +23,11 @@ class TestHashStore(StoreContract):
     def test_clone_is_the_same_store(self, store):
         assert store.clone() is store
         assert isinstance(store, dist.Store)
+
+    def test_a_queue_is_no_value(self, store):
+        store.queue_push("queue", "first")
+        store.set_timeout(timedelta(milliseconds=50))
+        with pytest.raises(dist.DistStoreError, match="queue"):
+            store.get("queue")
+        store.set("queue", "value")
+        assert (store.get("queue"), store.queue_pop("queue")) == (b"value", b"first")

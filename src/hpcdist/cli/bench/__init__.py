@@ -112,7 +112,10 @@ def run(args: list[str]) -> int:
     if began:
         dist.init_process_group()
     try:
-        bench = Bench(options)
+        try:
+            bench = Bench(options)
+        except dist.DistBackendError as error:  # the group is gloo's or loopback's
+            made.error(f"{error}; start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench")
         if options.explain:
             report.explain(bench)
             return 0

@@ -7,6 +7,7 @@ facts of all ranks into findings on rank 0. The command prints one page, and exi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from argparse import Namespace
@@ -49,7 +50,7 @@ ORDER = ("installed", "mpi_library", "mpi_world", "placement", "memory", "device
 
 
 def run(args: list[str]) -> int:
-    """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments."""
+    """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments, 130 after SIGINT."""
     parser = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the page for the browser too")
@@ -66,9 +67,12 @@ def run(args: list[str]) -> int:
     def report(ended: Ended) -> None:
         report_end(ended, options)
 
-    if CONNECTION in os.environ:
-        return watch(work, options.seconds, report).status
-    ended = supervise(work, options.seconds)
+    try:
+        if CONNECTION in os.environ:
+            return watch(work, options.seconds, report).status
+        ended = supervise(work, options.seconds)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     if ended.is_said:
         return 1 if ended.status else 0
     report(ended)

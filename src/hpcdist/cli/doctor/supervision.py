@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from io import RawIOBase
 from typing import NamedTuple
 
 from hpcdist.core.readiness import readable
@@ -31,6 +32,8 @@ class Ended(NamedTuple):
 
 
 CONNECTION = "PMI_FD"
+SECONDS_TO_END = 2.0  # for checks that SIGINT interrupts
+READ_BYTES = 4096
 
 
 def watch(work: Callable[[Step], int], seconds: float, report: Callable[[Ended], None]) -> Ended:
@@ -66,6 +69,9 @@ def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
 
     Returns:
         How they ended; past the time limit they are killed.
+
+    Raises:
+        KeyboardInterrupt: on SIGINT; the checks have ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,23 +81,33 @@ def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
         os.close(reader)
         os._exit(run(work, writer))
     os.close(writer)
-    step, is_said, is_late = "start", False, False
-    deadline = time.monotonic() + seconds
     with os.fdopen(reader, "rb", buffering=0) as pipe:
-        while True:
-            if not readable([pipe], deadline - time.monotonic()):
-                is_late = True
+        try:
+            step, is_late, is_said = follow(pipe, seconds)
+            if is_late:
                 os.kill(child, signal.SIGKILL)
-                break
-            told = pipe.read(4096)
-            if not told:
-                break
-            for line in told.decode().splitlines():
-                is_said = is_said or line == END
-                step = step if line == END else line
-            deadline = time.monotonic() + seconds
+        except KeyboardInterrupt:  # a terminal sends it to the checks too, `kill -INT` does not
+            deadline = time.monotonic() + SECONDS_TO_END
+            while readable([pipe], deadline - time.monotonic()) and pipe.read(READ_BYTES):
+                pass
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
     _, status = os.waitpid(child, 0)
     return Ended(os.waitstatus_to_exitcode(status), step, is_late, is_said)
+
+
+def follow(pipe: RawIOBase, seconds: float) -> tuple[str, bool, bool]:
+    """Read what the checks tell until they end; return the last step, if it is late, and if the page was written."""
+    step, is_said = "start", False
+    while readable([pipe], seconds):
+        told = pipe.read(READ_BYTES)
+        if not told:
+            return step, False, is_said
+        for line in told.decode().splitlines():
+            is_said = is_said or line == END
+            step = step if line == END else line
+    return step, True, is_said
 
 
 END = "page written"
@@ -109,6 +125,8 @@ def run(work: Callable[[Step], int], writer: int) -> int:
         status = work(tell)
         tell(END)
         atexit._run_exitfuncs()  # os._exit, which must end a forked process, calls none of them
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
         status = 1
