@@ -124,3 +124,33 @@ def test_daemon_threads_are_in_calls_while_the_program_ends(status, tmp_path):
     assert "a thread is still in recv" in result.stderr or "a thread is still in all_reduce" in result.stderr
     for word in ("signal", "finaliz", "traceback", "terminate called", "corrupted"):
         assert word not in result.stderr.lower().replace("without mpi_finalize", ""), result.stderr
+
+
+GLOOS_END = """
+import atexit, os, sys
+
+def show():
+    names = [open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task")]
+    print(os.getpid() == parent, sum("gloo" in name for name in names), flush=True)
+
+parent = os.getpid()
+atexit.register(show)  # runs after the handlers of hpcdist
+import torch
+import hpcdist as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
+show()
+if os.fork():
+    os.wait()
+"""
+
+
+def test_gloos_threads_end_before_python_does(tmp_path):
+    program = tmp_path / "gloos_end.py"
+    program.write_text(GLOOS_END)
+    result = run([sys.executable, program])
+    assert result.returncode == 0, result.stderr
+    before, child, after = result.stdout.splitlines()
+    assert (child, after) == ("False 0", "True 0")
+    assert int(before.split()[1]) > 2

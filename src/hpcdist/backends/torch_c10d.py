@@ -232,6 +232,10 @@ class C10dBackend(Backend):
         super().drop(reason)
         self.close()
 
+    def end_threads(self) -> None:
+        """Let go of the inner backend, whose end waits for its threads."""
+        self.inner = None
+
     def close(self) -> None:
         """End the queue and let go of the inner backend and of the store, whose server may end with it."""
         super().close()

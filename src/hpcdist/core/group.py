@@ -112,6 +112,7 @@ class Group:
                 backend.peer = self.cpu
         self.journal = Journal(self._name)
         self.left: list[Backend] = []
+        self._ended: dict[Backend, None] = {}
         self.is_watched = True
         self.known = CallCache()
         self.coalescing: list[Call] | None = None  # the calls held back by a coalescing manager
@@ -235,7 +236,14 @@ class Group:
 
     def end(self) -> None:
         """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
-        self._ended = self._forget()
+        if self.backends:
+            self._ended = self._forget()
+
+    def end_threads(self) -> None:
+        """End the libraries' threads after ``end``, if no call is under way."""
+        if not self.journal.blocked():
+            for backend in self._ended:
+                backend.end_threads()
 
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.

@@ -119,6 +119,9 @@ class Supervised(ABC):
     def abandon(self) -> None:  # noqa: B027  # as above
         """Leave the job without the end that all ranks take part in: one has ended before, and none makes calls."""
 
+    def end_threads(self) -> None:  # noqa: B027  # as above
+        """End the library's own threads, as the process ends and no call is under way; no other rank takes part."""
+
     def abort(self, status: int) -> None:
         """End this process, and with it the job: the launcher ends the others."""
         os._exit(status)

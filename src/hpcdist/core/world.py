@@ -129,6 +129,11 @@ class World:
         for group in self.groups.values():
             group.end()
 
+    def end_threads(self) -> None:
+        """End the libraries' threads, as far as no call is under way."""
+        for group in self.groups.values():
+            group.end_threads()
+
     def leave_to_parent(self) -> None:
         """Make no calls on any group, in a forked child: ranks, sizes and names may be asked for."""
         for group in self.groups.values():
