@@ -203,8 +203,10 @@ def test_a_check_that_never_ends_is_killed():
 @pytest.mark.parametrize("is_everyone", [True, False])
 def test_ctrl_c_ends_the_checks_without_a_traceback(is_everyone):
     code = """
-import os, time
+import os, signal, time
 from hpcdist.cli.doctor.supervision import supervise
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell lets programs ignore it
 
 def work(tell):
     print(os.getpid(), flush=True)
