@@ -127,7 +127,7 @@ def test_daemon_threads_are_in_calls_while_the_program_ends(status, tmp_path):
 
 
 GLOOS_END = """
-import atexit, os, sys
+import atexit, os
 
 def show():
     names = [open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task")]

@@ -236,8 +236,7 @@ class Group:
 
     def end(self) -> None:
         """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
-        if self.backends:
-            self._ended = self._forget()
+        self._ended = self._forget()
 
     def end_threads(self) -> None:
         """End the libraries' threads after ``end``, if no call is under way."""

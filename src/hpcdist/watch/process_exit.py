@@ -18,6 +18,7 @@ import time
 from enum import Enum
 from typing import Any, NamedTuple
 
+from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import explained, run_hook
 from hpcdist.core.journal import Call
@@ -251,8 +252,9 @@ def end_threads() -> None:
     """
     if EXIT.backend is None:  # no group was made here: a forked child's are its parent's, with its threads
         return
-    WORLD.end()
-    last_call()  # waits for one that is about to end
+    if not hooks.is_ending:  # else ``leave`` has waited
+        WORLD.end()
+        last_call()  # waits for one that is about to end
     WORLD.end_threads()
 
 

@@ -76,6 +76,7 @@ def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until each of the two processes can handle it
     child = os.fork()
     if child == 0:
         os.close(reader)
@@ -83,6 +84,7 @@ def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             step, is_late, is_said = follow(pipe, seconds)
             if is_late:
                 os.kill(child, signal.SIGKILL)
@@ -122,6 +124,7 @@ def run(work: Callable[[Step], int], writer: int) -> int:
         os.write(writer, f"{step}\n".encode())
 
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         status = work(tell)
         tell(END)
         atexit._run_exitfuncs()  # os._exit, which must end a forked process, calls none of them
