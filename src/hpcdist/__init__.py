@@ -124,7 +124,6 @@ from hpcdist.c10d.queries import (
     is_initialized,
     reduce_op,
 )
-from hpcdist.c10d.reconfigure import _get_reconfigure_handle, _reconfigure, _supports_reconfigure
 from hpcdist.c10d.reproduction import reproducible
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
 from hpcdist.c10d.torch_names import (

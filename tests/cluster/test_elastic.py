@@ -19,10 +19,8 @@ from tests.cluster.launch import Job
 from tests.cluster.slurm import Slurm, why_not
 from tests.cluster.test_faults import GONE_SECONDS, START_SECONDS, ULFM, assert_gone
 from tests.faults.test_elastic_job import ends
-from tests.faults.test_reconfigure import LOSING, check_left, told
 
 SCRIPT = Path(__file__).parents[1] / "faults" / "elastic_job.py"
-RECONFIGURED = SCRIPT.with_name("reconfigure_job.py")
 TEMPLATE = Path(__file__).parents[2] / "slurm" / "elastic.sbatch"
 HOST_SECONDS = 30  # until the connections to a silent host are broken, and the job goes on
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -44,12 +42,6 @@ def test_spares_take_the_places_of_the_ranks_of_a_dead_host(cluster: Cluster, la
         assert_gone(job, GONE_SECONDS)
         events = [*job.events(), *({"rank": rank, "event": "dies", "time": died} for rank in (2, 3))]
         assert [each["rank"] for each in ends(events, job.stderr())] == [0, 1, 4, 5]
-
-
-@pytest.mark.parametrize("launcher", ULFM)
-def test_the_default_group_is_reconfigured_after_deaths_on_either_host(cluster: Cluster, launcher: str) -> None:
-    folder = tempfile.mkdtemp(dir=cluster.shared)
-    check_left(told(Job(cluster, launcher, (2, 2), RECONFIGURED, [folder, *LOSING])))
 
 
 @pytest.mark.parametrize("launcher", ULFM)

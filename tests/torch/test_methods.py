@@ -406,15 +406,6 @@ def test_what_a_group_cannot_do_it_says(world):
         world.merge_remote_group(torch_dist.HashStore(), 2)
 
 
-def test_a_group_that_is_not_to_be_reconfigured_says_what_is(world):
-    assert not dist._supports_reconfigure()
-    for call in (dist._get_reconfigure_handle, lambda: dist._reconfigure(1, ["x"])):
-        with pytest.raises(RuntimeError, match=r"does not support reconfigure: .*enable_reconfigure=True"):
-            call()
-    asked = getattr(torch_dist.distributed_c10d, "_supports_reconfigure", None)  # since torch 2.14
-    assert asked is None or not asked(world)
-
-
 def test_hooks_are_refused_and_not_forgotten(world):
     for register in (world.register_pre_hook, world.register_post_hook):
         with pytest.raises(RuntimeError, match="does not call hooks"):

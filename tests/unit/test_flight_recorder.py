@@ -15,7 +15,7 @@ from hpcdist.core.table import ROWS
 from hpcdist.core.world import WORLD
 from hpcdist.watch.flight_recorder import Recorder
 
-OURS = ("Window", "Window.close", "node_shared", "profile", "reconfigure", "new_group", "destroy_process_group")
+OURS = ("Window", "Window.close", "node_shared", "profile", "new_group", "destroy_process_group")
 
 
 def test_a_trace_has_no_call_that_the_tool_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

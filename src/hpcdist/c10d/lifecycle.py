@@ -10,7 +10,7 @@ import torch
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.c10d import reconfigure, reproduction
+from hpcdist.c10d import reproduction
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
@@ -61,9 +61,7 @@ def init_process_group(
         pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         device_id: the GPU of this process; binds it and connects NCCL at once.
         _ranks: what the default group's name is made from, where this world is a part of a larger one.
-        enable_reconfigure: let ``_reconfigure`` choose the ranks of the default group anew among the processes of the
-            job, over MPI (c10d's since torch 2.14). Other backends ignore it. Unlike c10d's group this one takes calls
-            before it is first reconfigured.
+        enable_reconfigure: not supported (c10d's since torch 2.14, private); ``elastic`` replaces ranks.
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
         bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
@@ -73,12 +71,14 @@ def init_process_group(
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit, or HPCDIST_LOG names
             no level.
         TypeError: a timeout that is no timedelta, or a comm that is no communicator.
+        RuntimeError: ``enable_reconfigure``.
         DistBackendError: no MPI library, or one that does not belong to the launcher.
     """
     forget_aborted()
     if WORLD.default is not None:
         raise ValueError("trying to initialize the default process group twice!")
     check_timeout(timeout)
+    refuse_reconfigure(enable_reconfigure)
     read_environment()
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
@@ -103,7 +103,7 @@ def init_process_group(
     name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
     group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
     is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
-    begin(group, device, bootstrap.store, enable_reconfigure, is_shown)
+    begin(group, device, bootstrap.store, is_shown)
 
 
 def forget_aborted() -> None:
@@ -111,6 +111,15 @@ def forget_aborted() -> None:
     default = WORLD.default
     if isinstance(default, ProcessGroup) and default.is_aborted():
         WORLD.clear()
+
+
+def refuse_reconfigure(is_asked: bool) -> None:
+    """Raise if the default group's ranks are to be replaced by torch's private ``_reconfigure`` (since torch 2.14)."""
+    if is_asked:
+        raise RuntimeError(
+            "init_process_group(enable_reconfigure=True) is not supported: hpcdist.elastic replaces ranks that died, "
+            "shrink_group and new_group make groups of other ranks"
+        )
 
 
 def read_environment() -> None:
@@ -128,7 +137,6 @@ def begin(
     group: ProcessGroup,
     device: torch.device | None,
     store: Store | None,
-    is_reconfigurable: bool = False,
     is_shown: bool = False,
 ) -> None:
     """Make a group the default one, once its ranks have found that they share their settings.
@@ -139,7 +147,6 @@ def begin(
         group: the group, which nobody knows yet.
         device: what it is bound to.
         store: through which its ranks were found, if any.
-        is_reconfigurable: whether its ranks may be chosen anew.
         is_shown: whether it becomes torch.distributed's too.
 
     Raises:
@@ -158,8 +165,6 @@ def begin(
             settings = {"TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed, reproduction.VARIABLE: str(hooks.reproducible)}
             check_same(group.cpu, group.cpu.settings() | settings)
         watch(group)
-        if is_reconfigurable:
-            reconfigure.enable(group)
         if group.rank() == 0:
             topology.warn_if_spread()
         if is_shown:

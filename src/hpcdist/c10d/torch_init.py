@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcdist.c10d.lifecycle import begin, carried, choose, forget_aborted, read_environment
+from hpcdist.c10d.lifecycle import begin, carried, choose, forget_aborted, read_environment, refuse_reconfigure
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
@@ -52,6 +52,7 @@ def create(options: Any, pg_options: Any) -> Group:
 
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
+    refuse_reconfigure(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
     read_environment()
     launch = registration.launched()
     rank, size, comm = options.group_rank, options.group_size, None
@@ -71,7 +72,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
     group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
-    begin(group, device, store, getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
+    begin(group, device, store)
     return group
 
 

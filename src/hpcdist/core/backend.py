@@ -214,24 +214,6 @@ class Backend(Supervised):
         """Make a communicator of the ranks that are not excluded; only they call."""
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
 
-    def call_roll(self, ranks: Sequence[int], uuid: int, agreed: int, timeout: timedelta) -> None:
-        """Find out whether some ranks are all there to make a communicator; only they call. Others may have died.
-
-        Args:
-            ranks: of this one.
-            uuid: no other call had it.
-            agreed: a number from 0 on that is the same on all ranks if they mean the same.
-            timeout: how long to wait for the others.
-
-        Raises:
-            DistBackendError: a rank did not come or has died, or came with another number; on all that came.
-        """
-        raise TypeError(f"backend {self.name!r} does not choose its ranks anew")
-
-    def regroup(self, ranks: Sequence[int], name: str) -> Backend:
-        """Make a communicator that only ``ranks`` of this one call for, in this order; others may have died."""
-        raise TypeError(f"backend {self.name!r} does not choose its ranks anew")
-
     def survivors(self) -> Backend:
         """Make a communicator of the ranks that live, in order, also if this one is revoked; they all call."""
         raise TypeError(f"backend {self.name!r} does not survive a dead rank")

@@ -97,10 +97,6 @@ class Group:
         self._name = name
         self._description = description
         self._device_id: torch.device | None = None
-        self.form(ranks, rank, backends)
-
-    def form(self, ranks: tuple[int, ...], rank: int, backends: dict[str, Backend]) -> None:
-        """Take ranks and communicators, and begin to count calls."""
         self.ranks = ranks
         self._rank = rank
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}

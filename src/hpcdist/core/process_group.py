@@ -11,7 +11,6 @@ import torch.distributed
 
 from hpcdist.core import registry
 from hpcdist.core.c10d_methods import C10dMethods
-from hpcdist.core.work import DoneWork, Work
 from hpcdist.core.world import WORLD
 from stores.keep_alive import KeptAlive
 
@@ -89,31 +88,6 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             "start all ranks together and use new_group or split_group"
         )
 
-    membership: Any = None  # a ``c10d.reconfigure.Membership``, if the ranks may be chosen anew
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """Whether the ranks may be chosen anew (c10d's name since torch 2.14)."""
-        return self.membership is not None
-
-    def _member(self) -> Any:
-        if self.membership is None:
-            raise RuntimeError(
-                f"group {self._name!r} on backend {self.config!r} does not support reconfigure: the default group does "
-                "that init_process_group(enable_reconfigure=True) makes over MPI; hpcdist.elastic and "
-                "hpcdist.shrink_group change the ranks of others"
-            )
-        return self.membership
-
-    def get_reconfigure_handle(self) -> str:
-        """Return the text that names this process to the others (see ``hpcdist._get_reconfigure_handle``)."""
-        return str(self._member().handle())
-
-    def reconfigure(self, opts: Any) -> Work:
-        """Choose the group's ranks anew (see ``hpcdist._reconfigure``), given c10d's ``ReconfigureOptions``."""
-        self._member().reconfigure(opts)
-        return DoneWork([])
-
     def _refuse_hook(self, *args: Any) -> None:
         """Raise: torch calls such hooks below the methods that a group made in Python replaces.
 
@@ -133,13 +107,6 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
             for work in backend.pending():
                 work.wait()
 
-    def close(self) -> None:
-        """Free the communicators; those that may be made anew are forgotten: nobody knows who has a part in them."""
-        if self.membership is None:
-            super().close()
-        else:
-            self.drop(f"group {self._name!r} was destroyed")
-
     def shutdown(self) -> None:
         """Free the communicators; every rank of the group calls it, and torch's destroy does."""
         try:
@@ -151,13 +118,12 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         """End the group and what is under way on it without the other ranks; ``destroy_process_group`` forgets it.
 
         Calls under way raise: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM). The communicators
-        are not freed, which all ranks would have to take part in. A group that may be reconfigured waits for
-        ``reconfigure``.
+        are not freed, which all ranks would have to take part in.
         """
         reason = f"group {self._name!r} was aborted"
         self.revoke(reason)
         self.drop(reason)
 
     def is_aborted(self) -> bool:
-        """Tell whether the group has ended for good; one that may be reconfigured waits for that."""
-        return not self.backends and self.membership is None
+        """Tell whether the group has ended for good."""
+        return not self.backends

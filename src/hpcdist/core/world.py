@@ -39,9 +39,6 @@ class Mirror(Protocol):
     def clear(self) -> None:
         """Forget all groups."""
 
-    def renumber(self, group: Any, made: int) -> None:
-        """Take note that a group has other ranks, and of how many groups were made on any of them."""
-
 
 class World:
     """The default group, every other group, and how many were ever made."""
@@ -91,12 +88,6 @@ class World:
         self.made_locally[key] = count + 1
         text = "_".join(map(str, ("hpcdist", *key, count)))
         return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-    def renumber(self, group: Group, made: int) -> None:
-        """Take note that a group has other ranks, and count from ``made`` groups on: the same on all of them."""
-        self.made, self.made_locally = made, {}
-        if self.mirror is not None:
-            self.mirror.renumber(group, made)
 
     def clear(self) -> None:
         """Forget everything, so that the next init starts anew."""

@@ -73,12 +73,6 @@ class TorchWorld:
                 world.tags_to_pg.pop(tag, None)
         bindings._unregister_process_group(c10d.GroupName(group.group_name))
 
-    def renumber(self, group: ProcessGroup, made: int) -> None:
-        """Enter the new ranks of the default group, and count on from ``made`` groups."""
-        c10d._world.pg_group_ranks[group] = dict(group.group_ranks)
-        c10d._world.group_count = made
-        c10d._update_default_pg(group)
-
     def clear(self) -> None:
         """End torch's world, with the groups that it made itself."""
         if dist.is_initialized():

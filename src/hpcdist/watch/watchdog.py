@@ -47,7 +47,7 @@ TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
 SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
-REMAKING = ("shrink_group", "reconfigure")  # the remaining ranks make a communicator without the others
+REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
 
 
 class Watchdog:

@@ -22,7 +22,6 @@ from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.backends.mpi.retired import keep, retire
-from hpcdist.backends.mpi.roll_call import RollCall
 from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
@@ -54,7 +53,6 @@ class MPIBackend(Backend):
         self.objects = MPIObjects(self.communicator)
         self.windows: list[MPIWindow] = []  # the open ones, in the same order on all ranks
         self._bundler: Bundler | None = None
-        self._roll_call: RollCall | None = None
         self._is_closed = False
         # calls go to the parts themselves, not through a method here
         self.run = self.collectives.run  # type: ignore[method-assign]
@@ -216,16 +214,6 @@ class MPIBackend(Backend):
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
         """Make a communicator without some ranks, dead ones too if this MPI can."""
         return self._of(self.communicator.shrink(excluded, name, aborts))
-
-    def call_roll(self, ranks: Sequence[int], uuid: int, agreed: int, timeout: timedelta) -> None:
-        """Find out by messages whether some ranks are all there."""
-        if self._roll_call is None:
-            self._roll_call = RollCall(self.communicator)
-        self._roll_call.hold(ranks, uuid, agreed, timeout.total_seconds())
-
-    def regroup(self, ranks: Sequence[int], name: str) -> MPIBackend:
-        """Make a communicator by MPI_Comm_create_group, under ULFM by MPI_Comm_create_from_group."""
-        return self._of(self.communicator.regroup(ranks, name))
 
     def survivors(self) -> MPIBackend:
         """Make a communicator of the ranks that live (MPI_Comm_shrink)."""

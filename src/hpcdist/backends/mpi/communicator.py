@@ -328,20 +328,6 @@ class Communicator:
         with self._members(ranks) as members, self.translating("new_group"):
             return self.comm.Create_group(members, group_tag(name))
 
-    def regroup(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
-        """Make a communicator as ``create_group`` does, if others may have died: this one is used again, not revoked.
-
-        Open MPI 5.0.11 gives MPI_ERR_PROC_FAILED to the second MPI_Comm_create_group after a death, though all members
-        live, and to no MPI_Comm_create_from_group.
-        """
-        if not ulfm.is_tolerant():
-            return self.create_group(ranks, name)
-        try:
-            with self._members(ranks) as members:
-                return create_from_group(members, name)
-        except MPI.Exception as error:
-            raise DistBackendError(f"reconfigure failed in MPI: {error.Get_error_string()}") from error
-
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
         """Return a communicator without some ranks; the others call.
 
