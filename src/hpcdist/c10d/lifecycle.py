@@ -129,7 +129,7 @@ def read_environment() -> None:
         ValueError: one has a value that it cannot have. Nothing has changed, and this rank may begin once more.
     """
     logs.set_up()
-    reproduction.mode_of_environment()
+    reproduction.is_set_in_environment()
     set_debug_level_from_env()
 
 

@@ -65,8 +65,8 @@ is_ending = False
 compare: Callable[..., None] | None = None
 check_message: Callable[..., None] | None = None
 
-# how reductions are made to repeat bit for bit (``core.reproducible``), if they are; ``c10d.reproducible`` sets it
-reproducible: str | None = None
+# whether reductions are made to repeat bit for bit (``core.reproducible``); ``c10d.reproducible`` sets it
+reproducible = False
 
 # takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug
 listen: Callable[[tuple[Any, ...]], None] | None = None

@@ -86,7 +86,7 @@ def issue(
         and pg.backends
         and pg.coalescing is None
         and hooks.compare is None
-        and hooks.reproducible is None
+        and not hooks.reproducible
         and not hooks.is_profiled()
     ):
         journal = pg.journal
@@ -246,7 +246,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     """Hand a checked call to its backend; if that allows no other thread, an asynchronous call ends before return."""
     journal = pg.journal
     carries: Backend | Reproducible = backend
-    if hooks.reproducible is not None:
+    if hooks.reproducible:
         carries = carrier(backend, call)
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)

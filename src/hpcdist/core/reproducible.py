@@ -2,8 +2,7 @@
 
 A library picks the order in which it adds by the size of the message and by where the ranks are, and floating-point
 sums depend on the order. Here the ranks exchange their values, and each adds its share in rank order, element by
-element. In the exact form the values travel as integers (``core.exact``), so that the order of the ranks does not
-matter either. Reductions that no order changes (integers, MIN, MAX, bitwise ones) stay the library's.
+element. Reductions that no order changes (integers, MIN, MAX, bitwise ones) stay the library's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import exact, hooks, reduction
+from hpcdist.core import hooks, reduction
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
@@ -27,11 +26,8 @@ from hpcdist.core.table import (
 from hpcdist.core.work import Work
 
 SMALL_BYTES = 1 << 14  # of all ranks' values: up to here every rank gathers all and adds them, in one call
-PIECE = 1 << 15  # elements whose exact sums are computed together
 ORDERED = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")  # the ops whose result depends on the order
-EXACT = ("SUM", "AVG", "PREMUL_SUM")
-
-IN_ORDER, EXACTLY = "in rank order", "exact"
+SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 
 class Reproducible:
@@ -39,11 +35,10 @@ class Reproducible:
 
     Args:
         backend: moves the values.
-        mode: IN_ORDER or EXACTLY.
     """
 
-    def __init__(self, backend: Backend, mode: str) -> None:
-        self._backend, self._mode = backend, mode
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
     def start(self, call: Call) -> Work:
         """Begin a reduction on the backend's queue."""
@@ -53,17 +48,12 @@ class Reproducible:
         """Run a reduction to its end."""
         op = call.op
         name, values = reduction.name_of(op), reduction.terms(call.send.reshape(-1), op)
-        if self._mode == EXACTLY and name in EXACT:
-            total = self._add_exactly(call, values)
-        else:
-            total = self._fold(call, values, reduction.SUM if name in EXACT else op)
+        total = self._fold(call, values, reduction.SUM if name in SUMS else op)
         if call.recv is not None:
             assert total is not None
             if name == "AVG":
                 reduction.average(total, self._backend.size)
             put(total.view(call.recv.shape), call.recv)
-
-    # -- in rank order -------------------------------------------------------------------------------
 
     def _fold(self, call: Call, values: torch.Tensor, op: Any) -> torch.Tensor | None:
         """Return this rank's part of the reduced values, None if it has none."""
@@ -98,30 +88,6 @@ class Reproducible:
         self._backend.run(Call(ALL_TO_ALL_SINGLE, values, received))
         return folded(received, self._backend.size, op)
 
-    # -- exactly -------------------------------------------------------------------------------------
-
-    def _add_exactly(self, call: Call, values: torch.Tensor) -> torch.Tensor | None:
-        """Return this rank's part of the exact sum, rounded to the dtype of the call."""
-        found = exact.extremes(values)
-        self._backend.run(Call(ALL_REDUCE, found, found, reduction.MAX))
-        span = exact.range_of(found)
-        recv, dtype = call.recv, call.send.dtype
-        dtype = dtype if dtype in exact.FORMATS else torch.float32
-        total = None if recv is None else torch.empty(recv.numel(), dtype=dtype, device="cpu")
-        # a piece at a time where all ranks have as many, because the integers take 8 to 140 times the memory
-        piece = PIECE if call.row.shape is Shape.SAME else max(values.numel(), 1)
-        counts = call.counts
-        if counts is not None:
-            counts = [each * span.width for each in counts[0]], [each * span.width for each in counts[1]]
-        for start in range(0, values.numel(), piece):
-            limbs = exact.limbs_of(values[start : start + piece], span).view(-1)
-            target = None if total is None else total[start : start + piece]
-            summed = None if target is None else limbs.new_empty(target.numel() * span.width)
-            self._backend.run(call._replace(send=limbs, recv=summed, op=reduction.SUM, counts=counts))
-            if summed is not None and target is not None:
-                target.copy_(exact.rounded(summed.view(-1, span.width), span, dtype))
-        return total
-
 
 def folded(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
     """Return as many shares of equal length combined one after another."""
@@ -134,8 +100,7 @@ def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
     Raises:
         RuntimeError: the product of complex numbers, or a tensor that is not on the CPU.
     """
-    mode = hooks.reproducible
-    if mode is None or not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
+    if not hooks.reproducible or not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
         return backend
     dtype = call.tensor.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -145,4 +110,4 @@ def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
             f"hpcdist.reproducible: {call.row.name} ({reduction.name_of(call.op)}) of {dtype} on {call.tensor.device} "
             "has no reproducible form; it takes real floating-point tensors on the CPU, and sums of complex ones"
         )
-    return Reproducible(backend, mode)
+    return Reproducible(backend)
