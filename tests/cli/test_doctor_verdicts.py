@@ -257,6 +257,9 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     ended.wait()
     for name in (f"ompi.{ended.pid}", f"ompi.{os.getpid()}", "ompi.vm.0"):
         (tmp_path / name).mkdir()
+    with monkeypatch.context() as another_user:
+        another_user.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        assert mpi_library.dead_sessions() == []
     assert mpi_library.dead_sessions() == [str(tmp_path / f"ompi.{ended.pid}")]
     facts = {"library": "Open MPI 5.0.11", "mpirun": "/bin/mpirun", "started": True, "survives": None}
     findings = mpi_library.judge_launcher({**facts, "dead_sessions": mpi_library.dead_sessions()})

@@ -29,6 +29,7 @@ def environment(**more: str) -> dict[str, str]:
     if LIBRARY == "mpich":
         own.setdefault("FI_PROVIDER", "tcp")
     own.pop("HOSTNAME", None)
+    own.pop("TMPDIR", None)  # each host has a /tmp of its own
     return own
 
 

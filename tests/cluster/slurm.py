@@ -70,7 +70,7 @@ class Slurm:
         self.environment = {
             name: value
             for name, value in programs.environment().items()
-            if not name.startswith(("SLURM_", "SBATCH_")) and name != "HOSTNAME"
+            if not name.startswith(("SLURM_", "SBATCH_")) and name not in ("HOSTNAME", "TMPDIR")
         }
         self.environment |= {
             "SLURM_CONF": str(self.folder / "slurm.conf"),

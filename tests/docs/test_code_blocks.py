@@ -50,7 +50,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", WITH_CODE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.quick if each == "README.md" else ()) for each in WITH_CODE]
+)
 def test_blocks_of(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
     skipped = []

@@ -53,6 +53,7 @@ def remaining(files: set[Path], seconds: float = 5.0) -> list[Path]:
     return left
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("launcher", PLAIN)
 def test_a_job_whose_rank_is_killed_leaves_nothing(launcher: str) -> None:
     with Job(launcher, 3, ["stop"], HERE / "signal_job.py") as job:

@@ -30,6 +30,7 @@ CHOSEN = {
     ("other", "all_reduce"),
     ("shape", "all_reduce"),
 }
+QUICK = {("stop", "recv"), ("exception", "barrier"), ("exit", "all_gather_object"), ("shape", "all_reduce")}
 CELLS = [
     (fault, call)
     for fault in FAULTS
@@ -51,10 +52,17 @@ def note(**figures: object) -> None:
 SAME_EVERYWHERE = {"exception", "exit", "other", "shape"}  # where ULFM makes no difference
 
 
+def marks(launcher: str, fault: str, call: str) -> list[pytest.MarkDecorator]:
+    """Return what `make test` runs, and what ends within a second."""
+    if fault == "kill" and launcher == "openmpi-ulfm":
+        return [pytest.mark.timed]
+    return [pytest.mark.quick] if launcher in FIRST and (fault, call) in QUICK else []
+
+
 @pytest.mark.parametrize(
     ("launcher", "fault", "call"),
     [
-        (launcher, fault, call)
+        pytest.param(launcher, fault, call, marks=marks(launcher, fault, call))
         for launcher in LAUNCHERS
         for fault, call in CELLS
         if launcher in FIRST or (fault not in SAME_EVERYWHERE and call == "all_reduce")

@@ -23,7 +23,11 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], id
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-@SIGNALS
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.quick), signal.SIGUSR1],
+    ids=lambda number: number.name,
+)
 def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, number: int) -> None:
     with Job(launcher, 3, ["stop"], JOBS) as job:
         job.wait("ready", 3, START_SECONDS)

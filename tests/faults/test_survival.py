@@ -319,6 +319,7 @@ def test_the_memory_of_a_receive_from_anyone_is_not_written_after_it_has_failed(
         assert "ended: True" in job.stderr()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("launcher", ULFM)
 def test_a_group_with_a_stopped_rank_is_destroyed_in_bounded_time(launcher: str, tmp_path: Path) -> None:
     """Its node's window is left: to free it would wait for the stopped rank."""

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.mpi)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _default_group():
     dist.init_process_group(BACKEND)
     yield
@@ -37,7 +37,7 @@ def communicator():
         pytest.skip("no MPI in this backend")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def of_host(_default_group):
     """The communicator of this host's ranks, each host's by themselves."""
     every = communicator()

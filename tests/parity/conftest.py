@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.mpi)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _worlds():
     from hpcdist.backends.mpi.process import runtime
 

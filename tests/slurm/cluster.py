@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -47,6 +48,9 @@ SrunPortRange={srun_ports}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+# Jobs of two clusters on one machine must not share a number: Open MPI names its shared memory after job and step, and
+# its processes know each other by them, so that ranks of one job read and wrote the files of another one's.
+FirstJobId={first_job}
 # A requeued job waits until its old credentials have expired: two minutes, unless told otherwise.
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/state
@@ -269,7 +273,8 @@ class Cluster:
         (self.folder / "state").mkdir()
         hostname = socket.gethostname().partition(".")[0]
         srun = f"{SLURM_PORTS.start}-{SLURM_PORTS.stop - 1}"
-        lines = [SLURM_CONF.format(folder=self.folder, hostname=hostname, port=free_port(), srun_ports=srun)]
+        chosen = {"port": free_port(), "first_job": 1 + secrets.randbelow(60_000_000), "srun_ports": srun}
+        lines = [SLURM_CONF.format(folder=self.folder, hostname=hostname, **chosen)]
         for node in NODES:
             facts = f"CPUs={CPUS_PER_NODE} Gres=gpu:{len(GPU_FILES)} State=UNKNOWN"
             lines.append(f"NodeName={node} NodeAddr={node} NodeHostname={hostname} Port={free_port()} {facts}")

@@ -22,6 +22,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.xdist_group("slurm"))  # they share a cluster
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -30,7 +30,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
+@pytest.mark.parametrize("mpi", [pytest.param("Open MPI", marks=pytest.mark.quick), "MPICH"])
 def test_torchs_own_init_process_group_under_srun(mpi, cluster, request):
     """No address, no port, and no import of hpcdist."""
     environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])

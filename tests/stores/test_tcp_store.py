@@ -316,6 +316,7 @@ def test_the_server_process_has_no_torch():
     assert "numpy" not in maps
 
 
+@pytest.mark.timed
 def test_a_busy_owner_does_not_slow_others(processes):
     ours, theirs = processes.context.Pipe()
     owner = processes.context.Process(target=store_workers.own_server_and_spin, args=(theirs,))

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.mpi)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world():
     dist.init_process_group(os.environ.get("HPCDIST_TEST_BACKEND"))
     yield torch_dist.group.WORLD
@@ -36,7 +36,7 @@ def seeded(request):
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gloo(world):
     """Torch's own gloo over the same ranks, to compare with."""
     return torch_dist.new_group(backend="gloo")

@@ -90,7 +90,8 @@ def test_groups_are_counted_as_torch_counts_them(rank, size):
 
     before = torch_dist.get_pg_count()
     assert dist.get_pg_count() == before
-    periods = OrderedDict((2**index, 2 ** (index + 1)) for index in range(size.bit_length() - 1))
+    halves = [2**index for index in range(1, size.bit_length() - 1) if size == 2 ** (size.bit_length() - 1)]
+    periods = OrderedDict(enumerate([*halves, size], 1))
     HierarchicalModelAverager(period_group_size_dict=periods)  # makes groups that this rank is not in
     torch_dist.new_group([0])
     counts = [None] * size

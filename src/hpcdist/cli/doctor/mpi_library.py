@@ -159,10 +159,12 @@ def look_at_launcher(library: str) -> Facts:
     return facts
 
 
-def dead_sessions() -> list[str]:
-    """Return the session folders of killed mpiruns of Open MPI: an mpirun with the same process id cannot start."""
-    here = [(path, path.name.removeprefix("ompi.")) for path in Path(tempfile.gettempdir()).glob("ompi.*")]
-    return sorted(str(path) for path, pid in here if pid.isdigit() and not Path("/proc", pid).exists())
+def dead_sessions(folder: str | Path | None = None) -> list[str]:
+    """Return this user's session folders of killed mpiruns of Open MPI: one with the same process id cannot start."""
+    with os.scandir(folder or tempfile.gettempdir()) as entries:
+        here = [(each, each.name.removeprefix("ompi.")) for each in entries if each.name.startswith("ompi.")]
+    dead = [each for each, pid in here if pid.isdigit() and not Path("/proc", pid).exists()]
+    return sorted(each.path for each in dead if each.is_dir() and each.stat().st_uid == os.geteuid())
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
