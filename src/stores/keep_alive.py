@@ -100,12 +100,15 @@ def _count_references(kept: object) -> int:
     return sys.getrefcount(kept)
 
 
-def _count_alone() -> int:
+def _count_alone() -> tuple[int, int]:
     probe = object()
-    return _count_references(probe)
+    own = sys.getrefcount(probe)
+    return own, _count_references(probe)
 
 
-_ALONE = _count_alone()  # references to what only a variable of the caller has, which differs by version of Python
+# References to what only a variable of this function has, and only one of its caller. They differ by version of Python:
+# 2 and 3 up to 3.13, and less from 3.14 on, which does not count a variable again that is handed to a function.
+_OWN, _ALONE = _count_alone()
 
 
 def is_dropped(kept: object) -> bool:
@@ -164,8 +167,7 @@ def release(at_once: bool = False) -> None:
             kept = _kept.popleft()
         except IndexError:  # another thread has looked, or the end of an object that others depended on
             return
-        # two references are this function's and the call's: nobody else in Python has it
-        if sys.getrefcount(kept) > 2 or _count_owners(kept) > 1:
+        if sys.getrefcount(kept) > _OWN or _count_owners(kept) > 1:
             _kept.append(kept)
 
 

@@ -51,6 +51,33 @@ def test_a_store_lives_exactly_as_long_as_it_is_held(kind):
     assert not keep_alive._kept
 
 
+def test_what_python_has_again_stays_kept():
+    store = stores.HashStore()
+    holder = dist.PrefixStore("p", store)
+    del store
+    again = holder.underlying_store
+    del holder
+    keep_alive.release(at_once=True)
+    assert list(keep_alive._kept) == [again]
+    del again
+    keep_alive.release(at_once=True)
+    assert not keep_alive._kept
+
+
+def test_only_what_a_variable_alone_has_is_dropped():
+    store = stores.HashStore()
+    assert store is not None
+    assert keep_alive.is_dropped(store)
+    other = store
+    assert not keep_alive.is_dropped(store)
+    del other
+    assert keep_alive.is_dropped(store)
+    holder = dist.PrefixStore("p", store)
+    assert not keep_alive.is_dropped(store)
+    del holder
+    assert keep_alive.is_dropped(store)
+
+
 def test_our_prefix_store_takes_its_store_along_at_once():
     store = stores.PrefixStore("a", stores.PrefixStore("b", stores.TCPStore("127.0.0.1", 0, None, True)))
     process = store.underlying_store.underlying_store._server.process
