@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 MPIRUN = BIN / "mpirun"
 # The temporary folder of all programs that this process starts. Open MPI's mpirun has a folder in it, named after its
-# process id; if it is killed, the folder stays, and another mpirun with that id cannot start. What is in /tmp may belong
-# to a job that this process cannot see, such as one of a container's host.
+# process id; if it is killed, the folder stays, and another mpirun with that id cannot start. What is in /tmp itself
+# may belong to a job that this process cannot see, such as one of a container's host.
 TEMPORARY = Path(tempfile.mkdtemp(prefix="hpcdist-"))
 atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 # variables by which a launcher tells a process its rank: a program that a test starts must not inherit them
