@@ -6,11 +6,13 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 import hpcdist as dist
-from hpcdist.backends.mpi.process import runtime
+from hpcdist.backends.mpi.process import open_mpi, runtime
+from tests import programs
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,70 @@ def test_a_child_of_a_rank_is_refused_unless_a_launcher_of_its_own_started_it(
                 runtime.check_process()
         else:
             runtime.check_process()
+
+
+ONE = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "job"}
+STEP = {"SLURM_STEP_ID": "0", "PMIX_NAMESPACE": "job"}
+FLUX = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_NUM_NODES": "2"}, True),  # a process alone in a batch script
+        ({"PMIX_NAMESPACE": "job"}, False),
+        (ONE | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        (ONE | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        (ONE, False),
+        (ONE | STEP | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_NUM_NODES": "1"}, False),  # mpirun in a step
+        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, True),
+        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, False),
+        (STEP, False),
+        (FLUX | {"FLUX_JOB_NNODES": "1"}, True),
+        (FLUX | {"FLUX_JOB_NNODES": "4"}, False),
+    ],
+)
+def test_launchers_say_whether_all_ranks_are_on_one_node(given: dict[str, str], expected: bool) -> None:
+    assert open_mpi.is_on_one_node(given) is expected
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("site/etc/openmpi-mca-params.conf", "# btl = ^ofi\nbtl_base_warn_component_unused=0\nosc = ^ucx\n", False),
+        ("site/etc/openmpi-mca-params.conf", "mtl = ^psm\n", True),
+        ("lib/etc/openmpi-mca-params-override.conf", "a = 1\n  pml=ucx\n", True),
+        ("home/.openmpi/mca-params.conf", "btl = self,sm,tcp", True),
+    ],
+)
+def test_a_network_that_the_site_or_the_user_chose_stays(tmp_path: Path, file: str, text: str, expected: bool) -> None:
+    given = {"HOME": str(tmp_path / "home"), "OPAL_PREFIX": str(tmp_path / "site")}
+    library = str(tmp_path / "lib/lib/libmpi.so")
+    assert not open_mpi.is_chosen(given, library)
+    for name in open_mpi.CHOICES:
+        assert open_mpi.is_chosen(given | {name: "x"}, library)
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert open_mpi.is_chosen(given, library) is expected
+
+
+START_MPI = """
+import os
+from hpcdist.backends.mpi.process import open_mpi, runtime
+MPI = runtime.load()
+with open_mpi.without_btl_ofi(MPI):
+    MPI.Init_thread()
+print("left:", os.environ.get(open_mpi.VARIABLE))
+"""
+
+
+@pytest.mark.skipif(programs.LIBRARY != "openmpi", reason="a component of Open MPI")
+def test_open_mpi_does_not_open_btl_ofi_on_one_node() -> None:
+    program = [sys.executable, "-c", START_MPI]
+    verbose = {"OMPI_MCA_btl_base_verbose": "20"}
+    for given, is_open in (({}, False), ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}, True)):
+        done = programs.run(program, **verbose, **given)
+        assert done.stdout == "left: None\n", done.stderr
+        assert ("initializing btl component sm" in done.stderr, "btl component ofi" in done.stderr) == (True, is_open)

@@ -10,7 +10,6 @@ memory on other ranks takes host memory here too.
 from __future__ import annotations
 
 import ctypes
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.process.libraries import loaded_libraries
 from hpcdist.backends.mpi.process.runtime import short_name
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import put
@@ -51,13 +51,6 @@ QUERIES: dict[str, Callable[[ctypes.CDLL], bool]] = {
     "MPIX_Query_cuda_support": query_cuda,
     "MPIX_GPU_query_support": query_gpu,
 }
-
-
-def loaded_libraries() -> list[str]:
-    """Return the paths of the MPI libraries in this process."""
-    with open("/proc/self/maps") as maps:
-        found = re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)", maps.read())
-    return list(dict.fromkeys(found))
 
 
 def says_cuda() -> bool:

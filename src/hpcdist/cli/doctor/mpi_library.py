@@ -111,7 +111,7 @@ def look() -> Facts:
     """Load the library without starting it; if no launcher started this process, test mpirun too."""
     import warnings
 
-    from hpcdist.backends.mpi.process import runtime
+    from hpcdist.backends.mpi.process import libraries, runtime
     from hpcdist.core.errors import DistBackendError
 
     launch = environment.detect()
@@ -124,16 +124,10 @@ def look() -> Facts:
         return {**facts, "error": str(error)}
     facts["library"] = runtime.short_name(MPI)
     facts["standard"] = ".".join(map(str, MPI.Get_version()))
-    facts["path"] = loaded_path()
+    facts["path"] = next(iter(libraries.loaded_libraries()), None)
     if launch is None:
         facts.update(look_at_launcher(family(facts["library"])[0]))
     return facts
-
-
-def loaded_path() -> str | None:
-    """Return the file of the libmpi that this process has loaded."""
-    found = re.findall(r"\s(/\S*/libmpi\S*\.so\S*)", Path("/proc/self/maps").read_text())
-    return found[0] if found else None
 
 
 def look_at_launcher(library: str) -> Facts:

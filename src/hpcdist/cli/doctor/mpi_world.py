@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.backends.mpi.process import runtime
+from hpcdist.backends.mpi.process import open_mpi, runtime
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
 from hpcdist.core.ranks import listed, plural
@@ -43,6 +43,8 @@ def look(comm: Any) -> Facts:
         "probes": probed.is_needed(),
         "large_counts": look_at_large_counts(MPI),
         "gpu_memory": look_at_gpu_memory() if comm.Get_rank() == 0 and torch.cuda.is_available() else None,
+        "start_seconds": next(iter(runtime.START_SECONDS), 0.0),
+        "has_btl_ofi": open_mpi.is_used(MPI),
     }
 
 
@@ -117,6 +119,13 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
             "MPICH over UCX (5.0.2) never ends a receive from any rank (MPI_ANY_SOURCE) if the message came before "
             "it from another node; hpcdist's receives probe for it, a program's own calls of mpi4py may hang",
             "export MPICH_CH4_NETMOD=ofi   # libfabric; or receive from named ranks, or by Mprobe",
+        )
+    if first["has_btl_ofi"] and first["start_seconds"] >= open_mpi.SLEEP_SECONDS:
+        yield Finding(
+            ADVICE,
+            f"MPI_Init took {first['start_seconds']:.1f} s; Open MPI 5 sleeps for 1 s of it where it closes its "
+            "component btl/ofi, which has no device here",
+            "export OMPI_MCA_btl=^ofi   # unless MPI's windows between nodes go over libfabric",
         )
     if first["gpu_memory"] is True:
         yield Finding(OK, "MPI reads GPU memory (CUDA-aware)")

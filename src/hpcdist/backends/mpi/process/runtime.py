@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.distributed import default_pg_timeout
 
-from hpcdist.backends.mpi.process import intel_mpi
+from hpcdist.backends.mpi.process import intel_mpi, open_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core.errors import DistBackendError, explained, run_hook, write_to_stderr
 from hpcdist.core.work import LONGEST_TIMEOUT
@@ -49,6 +49,7 @@ INSTALL_HINT = (
 PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for those that it starts
 NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
 
+START_SECONDS: list[float] = []  # how long MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
 os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would end the parent's
 
@@ -118,8 +119,10 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", str(32 << 10))
         intel_mpi.prepare(MPI)
         leave_out_han()
-        with limited(timeout):
+        begin = time.monotonic()
+        with limited(timeout), open_mpi.without_btl_ofi(MPI):
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        START_SECONDS.append(time.monotonic() - begin)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
         OWNED.append(MPI)
         atexit.register(finalize)

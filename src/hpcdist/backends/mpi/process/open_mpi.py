@@ -1,0 +1,96 @@
+"""Open MPI's component btl/ofi: left out while MPI starts on one node, where it only costs a second.
+
+Its close function sleeps for one second ("if we don't sleep, sockets provider freaks out"). Open MPI 5 closes it in
+MPI_Init on a node without a device for it, and in MPI_Finalize on the others. Between the ranks of a node messages go
+through shared memory (btl/sm), with or without it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpcdist.backends.mpi.process.libraries import loaded_libraries
+from hpcdist.launch.environment import integer
+
+VENDOR = "Open MPI"
+SLEEP_SECONDS = 1.0
+VARIABLE, VALUE = "OMPI_MCA_btl", "^ofi"
+# what chooses a network, or other files of parameters than those below
+CHOICES = (VARIABLE, "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_mca_base_param_files", "OMPI_MCA_mca_param_files")
+CHOICE_IN_FILE = re.compile(r"^\s*(btl|pml|mtl)\s*=", re.MULTILINE)
+FILES = ("openmpi-mca-params.conf", "openmpi-mca-params-override.conf")
+
+# launchers of Open MPI: the variable that they set for each rank, one that counts nodes or ranks, and its value if all
+# ranks are on one node: a number, or the variable that has it
+LAYOUTS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_NNODES", "1"),
+    ("SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "1"),
+)
+OWN_CONNECTION = "PMIX_NAMESPACE"  # set by each of them, and by launchers that are not in the table
+
+
+def is_on_one_node(environment: Mapping[str, str]) -> bool:
+    """Tell whether the launcher says, to all ranks alike, that they are on one node."""
+    for mark, counted, expected in LAYOUTS:
+        if mark in environment:
+            count = integer(environment, counted)
+            return count is not None and count == (
+                int(expected) if expected.isdigit() else integer(environment, expected)
+            )
+    return OWN_CONNECTION not in environment  # a process alone
+
+
+def folders(environment: Mapping[str, str], library: str | None) -> Iterator[Path]:
+    """Yield the folders in which a site may have its files of parameters."""
+    if prefix := environment.get("OPAL_PREFIX"):
+        yield Path(prefix, "etc")
+    if library is not None:
+        yield Path(library).resolve().parents[1] / "etc"
+        if library.startswith("/usr/"):  # of Linux distributions
+            yield from Path("/etc").glob("openmpi*")
+
+
+def is_chosen(environment: Mapping[str, str], library: str | None) -> bool:
+    """Tell whether the user or the site has chosen Open MPI's networks, by a variable or in a file of parameters."""
+    if any(environment.get(name) for name in CHOICES):
+        return True
+    files = [folder / name for folder in folders(environment, library) for name in FILES]
+    if home := environment.get("HOME"):
+        files.append(Path(home, ".openmpi", "mca-params.conf"))
+    return any(CHOICE_IN_FILE.search(each.read_text(errors="replace")) for each in files if each.is_file())
+
+
+def can_do_without(MPI: Any) -> bool:
+    """Tell whether btl/ofi may be left out: this is Open MPI, all ranks are on one node, and nobody has chosen."""
+    return (
+        MPI.get_vendor()[0] == VENDOR
+        and is_on_one_node(os.environ)
+        and not is_chosen(os.environ, next(iter(loaded_libraries()), None))
+    )
+
+
+def is_used(MPI: Any) -> bool:
+    """Tell whether the MPI that hpcdist started has opened btl/ofi, as far as its variable says."""
+    return MPI.get_vendor()[0] == VENDOR and not can_do_without(MPI) and "ofi" not in os.environ.get(VARIABLE, "")
+
+
+@contextmanager
+def without_btl_ofi(MPI: Any) -> Iterator[None]:
+    """Leave btl/ofi out of the MPI that starts meanwhile, if nobody needs it.
+
+    The variable is gone afterwards: an mpirun that the program starts may use other nodes.
+    """
+    if not can_do_without(MPI):
+        yield
+        return
+    os.environ[VARIABLE] = VALUE
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
