@@ -79,7 +79,7 @@ def job(running):
 
 def test_the_job_is_found_with_all_its_ranks(job):
     assert job.program == "job.py"
-    assert sorted(job.channel.places) == [0, 1, 2]
+    assert sorted(job.channel.endpoints) == [0, 1, 2]
 
 
 def test_calls_are_counted_and_timed_while_somebody_looks(job):
@@ -98,9 +98,9 @@ def test_calls_are_counted_and_timed_while_somebody_looks(job):
 
 
 def test_an_address_and_the_jobs_secret_do_too(job, monkeypatch, capsys):
-    address = f"127.0.0.1:{job.channel.places[0].port}"
+    address = f"127.0.0.1:{job.channel.endpoints[0].port}"
     monkeypatch.setenv("HPCDIST_DEBUG_SECRET", SECRET)
-    assert sorted(debug.at(address).channel.places) == [0, 1, 2]
+    assert sorted(debug.at(address).channel.endpoints) == [0, 1, 2]
     monkeypatch.setenv("HPCDIST_DEBUG_SECRET", "another")
     assert debug.run([address, "--once"]) == 1
     assert "another HPCDIST_DEBUG_SECRET" in capsys.readouterr().err

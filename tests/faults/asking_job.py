@@ -19,7 +19,7 @@ import torch
 from job import imitate_nodes
 
 import hpcdist as dist
-from hpcdist.watch import flight_recorder, report, side_channel
+from hpcdist.watch import channel, flight_recorder, report
 
 SECONDS = float(os.environ.get("ASKING_TIMEOUT", "2"))
 VICTIMS = [int(each) for each in os.environ.get("ASKING_VICTIMS", "1").split(",")]
@@ -101,7 +101,7 @@ def main(kind: str, call: str) -> None:
 
 if __name__ == "__main__":
     imitate_nodes()
-    setattr(side_channel.socket, "socket", Counting)  # noqa: B010  # nor a class's
+    setattr(channel.socket, "socket", Counting)  # noqa: B010  # nor a class's
     slow_the_disk_down(float(os.environ.get("ASKING_DISK", "0")))
     dist.init_process_group(timeout=timedelta(seconds=60))  # on a busy machine a rank may be late for the first call
     rank = dist.get_rank()

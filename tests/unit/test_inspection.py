@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from hpcdist.core import hooks
-from hpcdist.watch.inspection import PLACES, Inspection
-from hpcdist.watch.side_channel import Place
+from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.inspection import ENDPOINTS, Inspection
 from hpcdist.watch.timing import COLLECTIVE, LISTENERS, TimedCall
 
 
@@ -24,12 +24,13 @@ def test_calls_are_timed_from_the_first_question_until_nobody_asks_any_more():
     assert not hooks.is_profiled()
 
 
-def test_places_are_told_in_parts_that_fit():
-    places = {rank: Place(("10.0.0.1",), 1, "secret", rank, "machine", "", "host") for rank in range(PLACES + 3)}
+def test_endpoints_are_told_in_parts_that_fit():
+    endpoint = Endpoint(("10.0.0.1",), 1, 2, "key", "sender", 0, "birth", "machine", "", "host")
+    endpoints = {rank: endpoint._replace(pid=rank) for rank in range(ENDPOINTS + 3)}
     made, known = Inspection(), {}
-    while len(known) < len(places):
-        known.update((rank, Place(*place)) for rank, place in made.tell(places, len(known))["places"])
+    while len(known) < len(endpoints):
+        known.update((rank, Endpoint(*each)) for rank, each in made.tell(endpoints, len(known))["endpoints"])
     made.look(math.inf)
-    assert known.keys() == places.keys()
-    assert made.tell(places, -1)["places"] == []
+    assert known == endpoints
+    assert made.tell(endpoints, -1)["endpoints"] == []
     made.look(math.inf)

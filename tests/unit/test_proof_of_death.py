@@ -13,8 +13,8 @@ import time
 import pytest
 
 from hpcdist.launch import addresses
+from hpcdist.watch.channel import machine
 from hpcdist.watch.proof_of_death import AT_ONCE, ProofOfDeath, answers
-from hpcdist.watch.side_channel import machine
 from tests.ports import free_port
 
 LISTENS = """

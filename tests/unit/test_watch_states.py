@@ -18,11 +18,11 @@ from hpcdist.watch.call_states import (
     State,
     means_for,
 )
+from hpcdist.watch.channel import Endpoint
 from hpcdist.watch.inquiry import PATIENCE_SECONDS, Inquiries, Subject, Verdict, turn
-from hpcdist.watch.neighbours import assigned
+from hpcdist.watch.liveness import next_node
 from hpcdist.watch.process_exit import Decision as ExitDecision
 from hpcdist.watch.process_exit import ExitStates, Look
-from hpcdist.watch.side_channel import Place
 
 SYNC = Facts(
     has_work=False,
@@ -282,24 +282,24 @@ def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
 # -- the next node -------------------------------------------------------------------------------------------
 
 
-def places(nodes: str) -> dict[int, Place]:
-    return {rank: Place((), 0, "", rank, node, "", node) for rank, node in enumerate(nodes)}
+def places(nodes: str) -> dict[int, Endpoint]:
+    return {rank: Endpoint((), 0, 0, "", "", rank, "", node, "", node) for rank, node in enumerate(nodes)}
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aab", "abb", "abcd", "abcabc", "aaaabc", "abbbbbbb"])
 def test_every_rank_is_watched_by_one_rank_of_another_node(nodes: str) -> None:
     where = places(nodes)
-    watched = [each for rank in where for each in assigned(rank, where)]
+    watched = [each for rank in where for each in next_node(rank, where)]
     assert sorted(watched) == list(where)
-    assert all(nodes[rank] != nodes[each] for rank in where for each in assigned(rank, where))
+    assert all(nodes[rank] != nodes[each] for rank in where for each in next_node(rank, where))
 
 
 def test_the_node_after_one_that_has_ended_is_watched_too() -> None:
     where = places("aabbcc")
-    watched = [each for rank in (0, 1, 4, 5) for each in assigned(rank, where, ended=[2, 3])]
+    watched = [each for rank in (0, 1, 4, 5) for each in next_node(rank, where, ended=[2, 3])]
     assert sorted(watched) == [0, 1, 4, 5]
 
 
 def test_on_one_node_nobody_watches() -> None:
-    assert assigned(0, places("aaa")) == []
-    assert assigned(0, places("abb"), ended=[1, 2]) == []
+    assert next_node(0, places("aaa")) == []
+    assert next_node(0, places("abb"), ended=[1, 2]) == []

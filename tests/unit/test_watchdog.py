@@ -15,7 +15,7 @@ from hpcdist.watch.signals import HANDLED
 from hpcdist.watch.watchdog import Watchdog
 
 RANK = 3
-WHERE_ARE_YOU = {"from": 0, "to": RANK, "group": "0", "dump": True}
+WHERE_ARE_YOU = {"from": 0, "group": "0", "dump": True}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchd
 
 def test_a_rank_answers_first_and_writes_one_trace_for_all_questions(watchdog: Watchdog, tmp_path: Path) -> None:
     trace = tmp_path / f"trace_{RANK}"
-    assert watchdog.reply(WHERE_ARE_YOU)["rank"] == watchdog.reply(WHERE_ARE_YOU)["rank"] == RANK
+    assert watchdog._where(WHERE_ARE_YOU)["calls"] == watchdog._where(WHERE_ARE_YOU)["calls"] == []
     assert not trace.exists()
     watchdog.dump_if_due()
     assert trace.exists()
@@ -39,8 +39,8 @@ def test_a_rank_answers_first_and_writes_one_trace_for_all_questions(watchdog: W
 
 
 def test_a_trace_that_is_due_is_written_before_the_job_is_aborted(watchdog: Watchdog, tmp_path: Path) -> None:
-    watchdog.reply(WHERE_ARE_YOU)
-    watchdog.reply({"from": 0, "to": RANK, "group": "", "abort": "a call has not ended"})
+    watchdog._where(WHERE_ARE_YOU)
+    watchdog._note_abort({"from": 0, "reason": "a call has not ended"})
     assert (tmp_path / f"trace_{RANK}").exists()
     assert watchdog.job_end.is_known
 
@@ -50,14 +50,15 @@ def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdo
     subject = Subject("0", 1, "all_reduce")
     verdict = Verdict(subject, 1, "all_reduce #1", ["rank 2 has not entered"], False)
     watchdog.channel.learn([0, 1, RANK], [tuple(watchdog.channel.own)] * 3)
-    watchdog.reply({**WHERE_ARE_YOU, "about": subject, "verdict": verdict})
+    watchdog._where({**WHERE_ARE_YOU, "about": subject})
+    watchdog._hear({"verdict": verdict})
     assert watchdog.inquiries.verdict(subject) == verdict
     assert watchdog.inquiries.reporter("0", RANK, {}) == 0
-    watchdog.begin_anew()
+    watchdog.reset()
     assert watchdog.inquiries.verdict(subject) is None
     assert watchdog.inquiries.reporter("0", RANK, {}) is None
     assert not watchdog.inquiries.was_swept("0")
-    assert not watchdog.channel.places
+    assert not watchdog.channel.endpoints
 
 
 def test_a_call_made_after_a_ctrl_c_that_the_program_has_caught_is_left_alone(
@@ -65,7 +66,7 @@ def test_a_call_made_after_a_ctrl_c_that_the_program_has_caught_is_left_alone(
 ) -> None:
     call = SimpleNamespace(record=("a call",))
     monkeypatch.setattr(calls_under_way, "under_way", lambda: [call])
-    watchdog._heed(signal.SIGINT)
+    watchdog._on_signal(signal.SIGINT)
     assert watchdog._found == [call.record]
-    watchdog._heed(HANDLED)
+    watchdog._on_signal(HANDLED)
     assert watchdog._found == []

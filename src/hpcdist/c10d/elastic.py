@@ -392,7 +392,7 @@ class ElasticJob:
         """Bound a wait for all living processes."""
         for watchdog in RUNNING:
             limit = self._timeout.total_seconds()
-            watchdog.meeting = Meeting(watchdog.channel, self._everyone, limit, time.monotonic())
+            watchdog.meeting = Meeting(watchdog.liveness, self._everyone, limit, time.monotonic())
         try:
             yield
         finally:

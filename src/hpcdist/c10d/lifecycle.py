@@ -155,7 +155,7 @@ def begin(
     before = hooks.reproducible
     group.bound_device_id = device
     for each in watchdog.RUNNING:
-        each.begin_anew()
+        each.reset()
     WORLD.default, WORLD.store = group, store
     WORLD.add(group)
     try:

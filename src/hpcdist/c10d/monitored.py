@@ -234,7 +234,7 @@ def whereabouts_of(pg: Group, ranks: list[int]) -> str:
     said = [
         f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
         if rank in answers
-        else f"{listed([rank])}: {RUNNING[0].channel.judge(rank)}"
+        else f"{listed([rank])}: {RUNNING[0].liveness.judge(rank)}"
         for rank in asked
     ]
     return f" ({'; '.join(said)})"

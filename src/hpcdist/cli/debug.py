@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 
 from hpcdist.cli import web_page
 from hpcdist.cli.job_arguments import described
+from hpcdist.core.errors import printable
 from hpcdist.core.ranks import listed, plural
 from hpcdist.watch import inspection, report
-from hpcdist.watch.side_channel import Place, SideChannel
+from hpcdist.watch.channel import Channel, Endpoint, key_of
+from hpcdist.watch.liveness import Liveness
 from hpcdist.watch.timeline import aligned_text, sized
 
 ANSWER_SECONDS, RANK_SECONDS = 1.0, 1e-4
@@ -38,7 +40,8 @@ class Job(NamedTuple):
     """A running job: its program, and what asks its ranks."""
 
     program: str
-    channel: SideChannel
+    channel: Channel
+    liveness: Liveness
 
 
 class Picture(NamedTuple):
@@ -61,33 +64,41 @@ class Picture(NamedTuple):
     late: list[int]
 
 
-def ask(channel: SideChannel, ranks: list[int], first: int = -1) -> report.Answers:
+def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
     """Ask ranks where they are."""
-    question = {"from": -1, "group": "", "inspect": first}
-    return channel.ask(ranks, question, ANSWER_SECONDS + len(ranks) * RANK_SECONDS)
+    seconds = ANSWER_SECONDS + len(ranks) * RANK_SECONDS
+    return channel.ask(ranks, "inspect", inspection.INSPECTED, seconds, first=first)
 
 
-def joined(program: str, rank: int, place: Place) -> Job:
+def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
     """Return a job one of whose ranks is known, which tells where the others are.
+
+    Args:
+        program: what the job is called.
+        rank: the one that is known.
+        endpoint: where it is found.
+        has_user_key: whether its key is the one that the user has chosen for all ranks.
 
     Raises:
         ConnectionError: it does not answer.
     """
-    channel = SideChannel()
-    channel.learn([rank], [place])
-    known: dict[int, Place] = {}
+    channel = Channel()
+    channel.learn([rank], [endpoint])
+    known: dict[int, Endpoint] = {}
     while True:
         answer = ask(channel, [rank], len(known)).get(rank)
-        if answer is None or "inspected" not in answer:
+        if answer is None:
             raise ConnectionError(
-                f"no answer from rank {rank} at {place.host}:{place.port}: the job has ended, it was started with "
-                f"another {inspection.SECRET_VARIABLE}, or UDP is blocked"
+                f"no answer from rank {rank} at {endpoint.host}:{endpoint.port}: the job has ended, it was started "
+                f"with another {inspection.SECRET_VARIABLE}, or UDP is blocked"
             )
         told = answer["inspected"]
-        known.update((each, Place(*where)) for each, where in told["places"])
-        if len(known) >= told["size"] or not told["places"]:
+        known.update((each, Endpoint(*where)) for each, where in told["endpoints"])
+        if len(known) >= told["size"] or not told["endpoints"]:
+            if has_user_key:
+                known = {each: where._replace(key=endpoint.key) for each, where in known.items()}
             channel.learn(known, known.values())
-            return Job(program, channel)
+            return Job(printable(program), channel, Liveness(channel))
 
 
 def find(pid: int | None) -> Job:
@@ -97,17 +108,17 @@ def find(pid: int | None) -> Job:
         ConnectionError: there is none, or several.
     """
     allocation = inspection.slurm_job()
-    said = [(each, Place(*each["place"])) for each in inspection.doors()]
-    jobs: dict[str, tuple[dict[str, Any], Place]] = {}
-    for each, place in said:
-        if place.pid == pid or (pid is None and allocation in ("", each.get("slurm_job"))):
-            jobs.setdefault(each["job"], (each, place))
+    said = [(each, Endpoint(*each["endpoint"])) for each in inspection.ranks_on_this_machine()]
+    jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
+    for each, endpoint in said:
+        if endpoint.pid == pid or (pid is None and allocation in ("", each["slurm_job"])):
+            jobs.setdefault(each["job"], (each, endpoint))
     if len(jobs) != 1:
-        lines = [f"  --pid {place.pid:<8} {each['program']}" for each, place in jobs.values()]
+        lines = [f"  --pid {endpoint.pid:<8} {printable(each['program'])}" for each, endpoint in jobs.values()]
         what = "several jobs of yours run" if jobs else "no job of yours with a group of hpcdist runs"
         raise ConnectionError("\n".join([f"{what} on this machine", *lines]))
-    ((each, place),) = jobs.values()
-    return joined(each["program"], each["rank"], place)
+    ((each, endpoint),) = jobs.values()
+    return join(each["program"], each["rank"], endpoint)
 
 
 def at(address: str) -> Job:
@@ -119,13 +130,13 @@ def at(address: str) -> Job:
     secret, (host, _, port) = os.environ.get(inspection.SECRET_VARIABLE, ""), address.rpartition(":")
     if not secret:
         raise ConnectionError(f"set {inspection.SECRET_VARIABLE} here to what it was when the job started")
-    return joined(address, 0, Place((host,), int(port), secret, 0, "", "", host))
+    return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), "", 0, "", "", "", host), True)
 
 
 def look(job: Job) -> Picture:
     """Ask all ranks of a job."""
-    places = job.channel.places
-    answers = ask(job.channel, sorted(places))
+    endpoints = job.channel.endpoints
+    answers = ask(job.channel, sorted(endpoints))
     groups: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     inside: dict[str, int] = {}  # the latest collective of each group that ranks have waited in for a while
     for rank, answer in answers.items():
@@ -138,10 +149,10 @@ def look(job: Job) -> Picture:
         name: [rank for rank, each in members.items() if each["collectives"] < inside.get(name, 0)]
         for name, members in groups.items()
     }
-    late = sorted({rank for ranks in behind.values() for rank in ranks} | (places.keys() - answers.keys()))
+    late = sorted({rank for ranks in behind.values() for rank in ranks} | (endpoints.keys() - answers.keys()))
     ranks: list[tuple[str, ...]] = [
-        (f"{rank}", place.host, "LATE" if rank in late else "", where(job.channel, rank, answers.get(rank)))
-        for rank, place in sorted(places.items())
+        (f"{rank}", each.host, "LATE" if rank in late else "", where(job, rank, answers.get(rank)))
+        for rank, each in sorted(endpoints.items())
     ]
     rows: list[tuple[str, ...]] = []
     for name, members in sorted(groups.items()):
@@ -157,13 +168,13 @@ def look(job: Job) -> Picture:
             )
         )
     stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
-    title = f"{job.program}, {plural(len(places), 'rank')}, {time.strftime('%H:%M:%S')}"
+    title = f"{job.program}, {plural(len(endpoints), 'rank')}, {time.strftime('%H:%M:%S')}"
     return Picture(title, ranks, rows, tallied(answers), stacks, late)
 
 
-def where(channel: SideChannel, rank: int, answer: dict[str, Any] | None) -> str:
+def where(job: Job, rank: int, answer: dict[str, Any] | None) -> str:
     """Return in words where a rank is."""
-    return channel.judge(rank) if answer is None else report.place(answer, "0")
+    return job.liveness.judge(rank) if answer is None else report.place(answer, "0")
 
 
 def span(numbers: list[int]) -> str:
@@ -206,7 +217,7 @@ def as_text(picture: Picture, shows_all: bool) -> str:
     for rank, frames in picture.stacks.items():
         if shows_all or rank in picture.late:
             parts.append("\n".join([f"stack of rank {rank}:", *(f"  {frame}" for frame in frames)]))
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts))
 
 
 def as_html(picture: Picture, seconds: float | None) -> str:
@@ -304,7 +315,7 @@ def run(args: list[str]) -> int:
                 return 0
             time.sleep(given.seconds)
     except ConnectionError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0

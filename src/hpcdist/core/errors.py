@@ -74,6 +74,11 @@ def run_hook(hook: Callable[..., Any], *exception: Any) -> None:
         traceback.print_exc()
 
 
+def printable(text: str) -> str:
+    """Return a text without what would command a terminal: its control characters are shown as Python writes them."""
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+
+
 def write_to_stderr(text: str) -> None:
     """Write to stderr, whole, if that can be done; the caller, who may be about to abort the job, goes on in any case.
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
-NEWS_SECONDS = 0.5  # how long the others have to take note of what they are told
+from hpcdist.watch.liveness import NEWS_SECONDS
+
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
 

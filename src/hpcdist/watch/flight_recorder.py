@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import stat
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from hpcdist.core.journal import ONE_SIDED, RING, Call
@@ -62,21 +64,38 @@ class Recorder:
             self.ticks.append((time.time_ns(), made))
 
     def path(self, rank: int) -> str:
-        """Return the file of a rank's dump: torch's variable and the rank, or one in the temporary folder."""
+        """Return the file of a rank's dump: torch's variable and the rank, or one in a folder of the job's own."""
         for variable in FILE_VARIABLES:
             if prefix := os.environ.get(variable):
                 return f"{prefix}{rank}"
         return os.path.join(tempfile.gettempdir(), f"hpcdist_trace_{self.name}", f"rank_{rank}")
 
+    def has_own_folder(self) -> bool:
+        """Tell whether no variable says where a dump goes."""
+        return not any(os.environ.get(variable) for variable in FILE_VARIABLES)
+
     def dump(self, rank: int) -> str:
-        """Write this rank's trace and return its path; a second dump replaces the first."""
+        """Write this rank's trace and return its path; a second dump replaces the first.
+
+        Raises:
+            OSError: it cannot be written, or the job's folder is another user's.
+        """
         self.tick()
         path = self.path(rank)
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        unfinished = f"{path}.{os.getpid()}.part"
-        with open(unfinished, "wb") as file:
-            pickle.dump(self.trace(), file)
-        os.replace(unfinished, path)
+        folder = os.path.dirname(path) or "."
+        if self.has_own_folder():
+            make_private(folder)
+        else:
+            os.makedirs(folder, exist_ok=True)
+        # a random name that must not be there: under one that can be guessed, in /tmp, others may have put a link
+        descriptor, unfinished = tempfile.mkstemp(".part", f"{os.path.basename(path)}.", folder)
+        try:
+            with open(descriptor, "wb") as file:
+                pickle.dump(self.trace(), file)
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
         return path
 
     def trace(self) -> dict[str, Any]:
@@ -126,6 +145,19 @@ class Recorder:
             },
             "entries": entries,
         }
+
+
+def make_private(folder: str) -> None:
+    """Make a folder that only this user can read, or find that it is there and is one.
+
+    Raises:
+        PermissionError: it is another user's, others may enter it, or it is a link.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user's own")
 
 
 def entry(

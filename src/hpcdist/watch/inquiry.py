@@ -19,14 +19,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch.liveness import JUDGED, NEWS_SECONDS, Liveness
 from hpcdist.watch.report import Answers, collectives
-from hpcdist.watch.side_channel import SideChannel
 
 TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
 PATIENCE_SECONDS = 2.0  # how long after its question an asker's verdict may take
 RANK_SECONDS = 1e-4  # what a rank more adds to the time for answers; 10,000 questions and answers took 1.3 s
 FRESH_SECONDS = 5.0  # how long a verdict says where the ranks are
 KEPT = 64  # subjects that are remembered
+SUBJECT = [str, int, str]  # its shape in a message
+VERDICT = [SUBJECT, int, str, [str], bool]
 
 
 class Subject(NamedTuple):
@@ -152,28 +154,25 @@ class Inquiries:
             each.clear()
 
 
-def witnessed(
-    channel: SideChannel, ranks: Sequence[int], answers: Answers, ask: Callable[..., Answers]
-) -> Callable[[int], str]:
+def witnessed(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Callable[[int], str]:
     """Return what says why a rank gave no answer: what is seen from here, or by a rank of its own node.
 
     Args:
-        channel: who is where.
+        liveness: what is known of the processes.
         ranks: who was asked.
         answers: who answered what.
-        ask: asks ranks, as ``judge`` to judge others.
     """
-    silent = [rank for rank in ranks if rank not in answers and rank in channel.places]
-    unseen = [rank for rank in silent if not channel.sees(channel.places[rank])]
-    by_sight = {channel.places[rank].sight: rank for rank in answers}
-    witnesses = {by_sight[sight] for rank in unseen if (sight := channel.places[rank].sight) in by_sight}
+    channel, endpoints = liveness.channel, liveness.channel.endpoints
+    silent = [rank for rank in ranks if rank not in answers and rank in endpoints]
+    unseen = [rank for rank in silent if not channel.sees(endpoints[rank])]
+    by_node = {endpoints[rank].node: rank for rank in answers}
+    witnesses = {by_node[node] for rank in unseen if (node := endpoints[rank].node) in by_node}
     judged: dict[int, str] = {}
-    for witness, answer in ask(sorted(witnesses), judge=unseen).items() if witnesses else ():
-        seen = channel.places[witness].sight
+    for witness, answer in channel.ask(sorted(witnesses), "judge", JUDGED, NEWS_SECONDS, ranks=unseen).items():
         for rank, said in answer["judged"]:
-            if channel.places[rank].sight == seen:
-                judged[rank] = f"{said} on {channel.places[rank].host}"
-    return lambda rank: judged.get(rank) or channel.judge(rank)
+            if rank in endpoints and endpoints[rank].node == endpoints[witness].node:
+                judged[rank] = f"{said} on {endpoints[rank].host}"
+    return lambda rank: judged.get(rank) or liveness.judge(rank)
 
 
 def remember(where: dict[Any, Any], key: Any, value: Any) -> None:

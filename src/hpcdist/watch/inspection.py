@@ -1,8 +1,8 @@
-"""Inspection of a running job: what a rank tells ``python -m hpcdist debug``, and the door by which it is found.
+"""Inspection of a running job: what a rank tells ``python -m hpcdist debug``, and the socket by which it is found.
 
-The door is a socket of the machine's kernel with the process's id in its name, which leaves no file behind. Only
-processes of the same user (or root) are let in: the kernel says whose they are. They are told where the rank's watchdog
-listens and its secret; everything else is asked for there, by ``side_channel``'s questions.
+It is a socket of the machine's kernel with the process's id in its name, which leaves no file behind. Each side asks
+the kernel whose the other one is, and talks to the same user (or root) only. The client is told where the rank's
+watchdog listens and its key; everything else is asked for there, over the ``channel``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,41 @@ from typing import Any
 from hpcdist.core.group import Group
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, timing
-from hpcdist.watch.report import label
-from hpcdist.watch.side_channel import Place
+from hpcdist.watch.channel import Endpoint, fits
+from hpcdist.watch.report import WHERE, label
 from hpcdist.watch.timing import WAIT, TimedCall
 
 PREFIX = "hpcdist-"
 SECRET_VARIABLE = "HPCDIST_DEBUG_SECRET"
 LEASE_SECONDS = 10.0  # how long calls are timed after the last question
-FRAMES, ROWS, PLACES = 25, 20, 80  # as many as fit into a datagram
+FRAMES, ROWS, ENDPOINTS = 25, 20, 80  # as many as fit into a datagram
 CREDENTIALS = struct.Struct("3i")  # process, user, group
+CLIENT_SECONDS = 2.0  # how long a rank may take to say where it is found
+LARGEST = 1 << 16  # bytes that it may say
+
+# shapes of what is said (``channel.fits``)
+ENDPOINT = [[str], int, int, str, str, int, str, str, str, str]
+FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "size": int, "endpoint": ENDPOINT}
+GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("rank", "size", "collectives", "messages"), int)}
+INSPECTED = {
+    **WHERE,
+    "inspected": {
+        "stack": [str],
+        "groups": {str: GROUP},
+        "calls": [[str, str, bool, int, int, int, int]],
+        "endpoints": [[int, ENDPOINT]],
+        "size": int,
+    },
+}
 
 
-class Door:
+def is_same_user(connection: socket.socket) -> bool:
+    """Tell whether the process at the other end of a socket of the kernel's is this user's, or root's."""
+    _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return user in (0, os.getuid())
+
+
+class DebugSocket:
     """The socket by which processes of the same user on this machine find a rank.
 
     Attributes:
@@ -54,25 +77,30 @@ class Door:
             each.close()
 
     def answer(self, said: dict[str, Any]) -> None:
-        """Tell what is asked for to a process of this user that has connected; turn others away."""
+        """Say something to a process of this user that has connected; turn others away."""
         with suppress(OSError):
-            visitor, _ = self.sockets[0].accept()
-            with visitor:
-                credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-                if CREDENTIALS.unpack(credentials)[1] in (0, os.getuid()):
-                    visitor.sendall(json.dumps(said).encode())
+            client, _ = self.sockets[0].accept()
+            with client:
+                client.setblocking(False)  # it has room for this
+                if is_same_user(client):
+                    client.send(json.dumps(said).encode())
 
 
-def doors() -> list[dict[str, Any]]:
-    """Return what the ranks of this user on this machine say at their doors."""
+def ranks_on_this_machine() -> list[dict[str, Any]]:
+    """Return what the ranks of this user on this machine say at their sockets."""
     own, found = f"@{PREFIX}{os.getuid()}-", []
-    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if own in line}
+    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").split("\n") if own in line}
     for name in sorted(names):
-        with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-            visitor.settimeout(2.0)
-            visitor.connect("\0" + name[1:])
-            said = b"".join(iter(lambda: visitor.recv(65536), b""))  # called at once
-            found.append(json.loads(said))
+        with suppress(OSError, ValueError, RecursionError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(CLIENT_SECONDS)
+            client.connect("\0" + name[1:])
+            if not is_same_user(client):  # another user may listen under any name
+                continue
+            said = b""
+            while len(said) < LARGEST and (part := client.recv(LARGEST)):
+                said += part
+            if fits(answer := json.loads(said), FOUND):
+                found.append(answer)
     return found
 
 
@@ -83,11 +111,11 @@ class Inspection:
         self._tallies: dict[tuple[str, str, bool], list[int]] = {}
         self._began = self._until = 0.0
 
-    def tell(self, places: dict[int, Place], first: int) -> dict[str, Any]:
+    def tell(self, endpoints: dict[int, Endpoint], first: int) -> dict[str, Any]:
         """Return what is asked for.
 
         Args:
-            places: where the ranks listen.
+            endpoints: where the ranks listen.
             first: the first of those to be told; a negative number for none.
         """
         now = time.monotonic()
@@ -96,17 +124,17 @@ class Inspection:
             timing.listen(self._tally)
         self._until = now + LEASE_SECONDS
         blocked = [(each.record, each.thread) for each in calls_under_way.under_way() if not each.in_background]
-        part = sorted(places)[first : first + PLACES] if first >= 0 else []
+        part = sorted(endpoints)[first : first + ENDPOINTS] if first >= 0 else []
         return {
             "stack": [
                 f"{frame['filename']}:{frame['line']} ({frame['name']})"
                 for frame in calls_under_way.stack(*next(iter(blocked), (None,)))[:FRAMES]
             ],
-            "groups": {each.group_name: told(each) for each in list(WORLD.groups.values())[:ROWS]},
+            "groups": {each.group_name: described(each) for each in list(WORLD.groups.values())[:ROWS]},
             "calls": [[*key, *numbers] for key, numbers in self._longest()],
             "seconds": round(now - self._began, 3),
-            "places": [[rank, list(places[rank])] for rank in part],
-            "size": len(places),
+            "endpoints": [[rank, list(endpoints[rank])] for rank in part],
+            "size": len(endpoints),
         }
 
     def look(self, now: float) -> None:
@@ -130,8 +158,8 @@ class Inspection:
         return sorted(found, key=lambda each: -each[1][2])[:ROWS]
 
 
-def told(group: Group) -> dict[str, Any]:
-    """Return what is told of a group."""
+def described(group: Group) -> dict[str, Any]:
+    """Return what is told about a group."""
     return {
         "label": label(group.group_name, group.group_desc),
         "rank": group.rank(),

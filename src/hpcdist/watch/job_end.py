@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from hpcdist.launch import environment
-from hpcdist.watch.side_channel import SideChannel
+from hpcdist.watch.liveness import Liveness
 
 LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an abort; a stuck MPI_Abort takes 3
 ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
@@ -23,12 +23,12 @@ class JobEnd:
     """Whether this process is to exit, and when.
 
     Args:
-        channel: where the others are.
+        liveness: what is known of the others.
         say: writes to stderr.
     """
 
-    def __init__(self, channel: SideChannel, say: Callable[[str], None]) -> None:
-        self._channel, self._say = channel, say
+    def __init__(self, liveness: Liveness, say: Callable[[str], None]) -> None:
+        self._liveness, self._say = liveness, say
         launch = environment.detect()
         self._launcher = os.getppid() if launch is not None and launch.starts_mpi else 0
         self._exits: tuple[float, str] | None = None  # when this process exits, and why
@@ -42,8 +42,7 @@ class JobEnd:
         """Take note that the job is aborted."""
         if self._exits is None:
             self._exits = time.monotonic() + LAUNCHER_SECONDS, reason
-            for place in self._channel.stopped():
-                self._channel.kill(place)
+            self._liveness.kill_stopped()
 
     def look(self, now: float) -> None:
         """Exit if it is time to."""

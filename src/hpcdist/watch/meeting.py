@@ -9,7 +9,7 @@ for one that is late by more than the timeout.
 from __future__ import annotations
 
 from hpcdist.core.backend import Backend
-from hpcdist.watch.side_channel import SideChannel
+from hpcdist.watch.liveness import Liveness
 
 STOPPED_SECONDS = 5.0  # how long a stopped process is waited for
 UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that has ended
@@ -19,24 +19,23 @@ class Meeting:
     """One wait for all living processes of the job.
 
     Args:
-        channel: where they are.
+        liveness: what is known of them.
         backend: the communicator of all of them.
         limit: the seconds that they have to come.
         since: when the wait began.
     """
 
-    def __init__(self, channel: SideChannel, backend: Backend, limit: float, since: float) -> None:
-        self.channel, self.backend, self.limit, self.since = channel, backend, limit, since
+    def __init__(self, liveness: Liveness, backend: Backend, limit: float, since: float) -> None:
+        self.liveness, self.backend, self.limit, self.since = liveness, backend, limit, since
 
     def look(self, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
         seconds = now - self.since
         if seconds >= STOPPED_SECONDS:
-            for place in self.channel.stopped():
-                self.channel.kill(place)
-        if any(place.process in self.channel.left for place in self.channel.everyone()):
+            self.liveness.kill_stopped()
+        if any(each.process in self.liveness.left for each in self.liveness.channel.everyone()):
             return "a rank has left the program while others wait for it in a meeting; the job is aborted"
-        gone = self.channel.ended_ranks()
+        gone = self.liveness.ended_ranks()
         if seconds >= UNKNOWN_SECONDS and len(gone) > len(self.backend.failed()):
             return f"a process has ended that MPI does not count as dead (one of ranks {gone}); the job is aborted"
         if seconds >= self.limit:

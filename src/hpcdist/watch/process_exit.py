@@ -25,7 +25,7 @@ from hpcdist.core.journal import Call
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
-from hpcdist.watch.side_channel import Place
+from hpcdist.watch.channel import Endpoint
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
@@ -176,32 +176,30 @@ class Observer:
 
     def look(self, states: ExitStates) -> Look:
         """Ask the others, and return what is seen."""
-        channel = self.watchdog.channel
+        channel, liveness = self.watchdog.channel, self.watchdog.liveness
         asked = self._asked(states)
         waits, silent = waiting_for(self.watchdog, asked)
-        stopped = channel.stopped()
-        stuck = [f"process {place.pid} on {place.host} is stopped" for place in stopped]
-        for place in [*(channel.places[rank] for rank in silent), *self._silent_left_out()]:
+        stopped = liveness.stopped()
+        stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
+        for each in [*(channel.endpoints[rank] for rank in silent), *self._silent_left_out()]:
             # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-            may_answer = channel.has_heard or channel.sees(place)
-            if may_answer and place not in stopped and not channel.has_ended(place):
-                stuck.append(f"process {place.pid} on {place.host} does not answer")
-        lacks_one = channel.any_ended() or self.backend.knows_death()
+            may_answer = channel.has_heard or channel.sees(each)
+            if may_answer and each not in stopped and not liveness.has_ended(each):
+                stuck.append(f"process {each.pid} on {each.host} does not answer")
+        lacks_one = liveness.any_ended() or self.backend.knows_death()
         return Look(waits, stuck, lacks_one, bool(self._others()))
 
-    def _silent_left_out(self) -> list[Place]:
-        """Return the places of ranks that the world was shrunk by, that have not left, and that do not answer."""
-        channel = self.watchdog.channel
-        asked = {i: place for i, place in enumerate(channel.left_out) if place.process not in channel.left}
-        answers = channel.ask_places(
-            dict(asked), {"is_there": True, "left": channel.own.process}, ANSWER_SECONDS, self.watchdog.replier()
-        )
-        channel.left.update(asked[i].process for i, answer in answers.items() if answer["left"])
-        return [place for i, place in asked.items() if i not in answers]
+    def _silent_left_out(self) -> list[Endpoint]:
+        """Return the endpoints of ranks that the world was shrunk by, that have not left, and that do not answer."""
+        channel, left = self.watchdog.channel, self.watchdog.liveness.left
+        asked = {i: each for i, each in enumerate(channel.left_out) if each.process not in left}
+        answers = channel.ask_endpoints(asked, "alive", {"left": bool}, ANSWER_SECONDS, left=channel.own.process)
+        left.update(asked[i].process for i, answer in answers.items() if answer["left"])
+        return [each for i, each in asked.items() if i not in answers]
 
     def _others(self) -> list[int]:
         """Return the other ranks that have neither ended nor left, those after this one first."""
-        me, staying = self.watchdog.rank, self.watchdog.channel.staying()
+        me, staying = self.watchdog.rank, self.watchdog.liveness.staying()
         return sorted((rank for rank in staying if rank != me), key=lambda rank: (rank < me, rank))
 
     def _asked(self, states: ExitStates) -> list[int]:
@@ -297,10 +295,10 @@ def is_stuck() -> bool:
 def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:
     """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer."""
     found = {}
-    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=watchdog.channel.own.process)
+    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=True)
     for rank, answer in answers.items():
         if answer["left"]:
-            watchdog.channel.note_left(rank)
+            watchdog.liveness.note_left(watchdog.channel.endpoints.get(rank))
         for call in answer["calls"]:
             if watchdog.rank in call["ranks"] and needs(call, watchdog.rank):
                 where = f"{report.title(call)} on {call['label']}, {call['where']}"

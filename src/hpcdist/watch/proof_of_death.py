@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hpcdist.launch import addresses
-from hpcdist.watch.side_channel import machine
+from hpcdist.watch.channel import machine
 
 SECONDS = 1.0  # for an answer
 AT_ONCE = 256  # connections

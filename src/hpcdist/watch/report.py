@@ -10,9 +10,20 @@ from typing import Any
 
 from hpcdist.core.ranks import listed
 from hpcdist.watch.calls_under_way import UnderWay
-from hpcdist.watch.side_channel import NO_ANSWER, NOBODY_ANSWERS
+from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS
 
 Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
+
+CALL = {
+    **dict.fromkeys(("group", "label", "name", "dtype", "where", "state"), str),
+    **dict.fromkeys(("message", "background"), bool),
+    "number": int,
+    "peer": (int, None),
+    "shape": ([int], None),
+    "seconds": (int, float),
+    "ranks": [int],
+}
+WHERE = {"entered": (int, None), "calls": [CALL], "main": str, "leaving": bool, "left": bool}  # shape of an answer
 
 
 def label(group: str, description: str) -> str:

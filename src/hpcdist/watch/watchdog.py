@@ -2,7 +2,7 @@
 
 There is one a process. At each tick it looks at the calls that block (``calls_under_way``). A call that it has seen
 for longer than the group's timeout is overdue, and so is, after 2 s, one that waits for a rank that is known to have
-ended. One of the ranks that wait (``inquiry``) asks the others where they are (``side_channel``), writes the report
+ended. One of the ranks that wait (``inquiry``) asks the others where they are (``channel``), writes the report
 (``report``) and the trace (``flight_recorder``), and tells those in the same call. What is done when is decided by
 ``call_states``. Each rank ends its wait in the gentlest way there is:
 
@@ -15,31 +15,33 @@ ended. One of the ranks that wait (``inquiry``) asks the others where they are (
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from traceback import format_exception
 from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError, explained, write_to_stderr
+from hpcdist.core.errors import DistBackendError, explained, printable, write_to_stderr
 from hpcdist.core.group import Group
 from hpcdist.core.readiness import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
-from hpcdist.watch.call_states import NEWS_SECONDS, CallStates, Decision, Means, State
+from hpcdist.watch.call_states import CallStates, Decision, Means, State
 from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch.channel import LARGEST, Channel, Message, key_of
 from hpcdist.watch.flight_recorder import Recorder
-from hpcdist.watch.inquiry import RANK_SECONDS, Inquiries, Subject, Verdict, turn, witnessed
-from hpcdist.watch.inspection import SECRET_VARIABLE, Door, Inspection, program, slurm_job
+from hpcdist.watch.inquiry import RANK_SECONDS, SUBJECT, VERDICT, Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.inspection import SECRET_VARIABLE, DebugSocket, Inspection, program, slurm_job
 from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
+from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.meeting import Meeting
-from hpcdist.watch.neighbours import Neighbours
-from hpcdist.watch.report import Answers
-from hpcdist.watch.side_channel import LARGEST, Place, SideChannel
+from hpcdist.watch.report import WHERE, Answers
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
@@ -47,6 +49,7 @@ TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
 SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
+FAILURES = 20  # of its own that the watchdog reports at most
 REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
 
 
@@ -54,8 +57,9 @@ class Watchdog:
     """The watch over this process's calls.
 
     Attributes:
-        channel: how the ranks ask each other.
-        neighbours: the ranks of another node that this one watches over.
+        channel: how the ranks ask each other; others register kinds of messages of their own there.
+        liveness: which processes have ended.
+        each_second: called by the watchdog's thread about once a second.
         recorder: writes the traces.
         signals: what came from outside.
         states: which calls are overdue, and what is to be done about them.
@@ -68,15 +72,15 @@ class Watchdog:
     """
 
     def __init__(self, name: str, rank: int) -> None:
-        self.channel = SideChannel()
-        self.neighbours = Neighbours(self.channel)
+        self.channel = Channel(rank)
+        self.liveness = Liveness(self.channel)
+        self.each_second: list[Callable[[], object]] = []
         self.recorder = Recorder(name)
         self.signals = Signals()
-        self.rank = rank
         self.states = CallStates()
         self.inquiries = Inquiries()
         self.inspection = Inspection()
-        self.job_end = JobEnd(self.channel, self.say)
+        self.job_end = JobEnd(self.liveness, self.say)
         self.meeting: Meeting | None = None
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
@@ -85,12 +89,33 @@ class Watchdog:
         self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
-        self._door: Door | None = None
+        self._next_look = 0.0
+        self._next_second = 0.0  # when ``each_second`` is due
+        self._failures: set[str] = set()  # of this thread, that were reported
+        self._debug_socket: DebugSocket | None = None
+        self.channel.note_failure = self._note_failure
+        for kind, handler, shape in (
+            ("alive", self._alive, {"left": ([str, int], None)}),
+            (
+                "where",
+                self._where,
+                {"group": str, "dump": (bool, None), "about": (SUBJECT, None), "left": (bool, None)},
+            ),
+            ("verdict", self._hear, {"verdict": VERDICT}),
+            ("abort", self._note_abort, {"reason": str}),
+            ("inspect", self._inspected, {"first": int}),
+        ):
+            self.channel.register(kind, handler, shape)
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the default group."""
+        return self.channel.rank
 
     def start(self) -> None:
         """Begin to watch."""
-        self._door = Door()
+        self._debug_socket = DebugSocket()
         self._thread.start()
 
     def leave_to_parent(self) -> None:
@@ -98,31 +123,48 @@ class Watchdog:
         make its process look alive.
         """
         self.signals.remove()
-        self.neighbours.renumber()
+        self.liveness.reset()
         self.channel.close()
-        if self._door is not None:
-            self._door.close()
+        if self._debug_socket is not None:
+            self._debug_socket.close()
 
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_look, door = 0.0, self._door
-        assert door is not None
+        self.channel.thread = threading.get_ident()
         while True:
-            wait = next_look - time.monotonic()
-            ready = readable([self.channel.socket, self.signals.reader, *door.sockets], wait)
-            if any(each in ready for each in door.sockets):
-                own = {"rank": self.rank, "size": len(self.channel.places) or 1, "job": self.recorder.name}
-                door.answer({**own, "program": program(), "slurm_job": slurm_job(), "place": self.channel.own})
-            if self.signals.reader in ready:
-                for number in self.signals.arrived():
-                    self._heed(number)
-            if self.channel.socket in ready:
-                self.channel.answer(self.reply)
-                self.dump_if_due()
-            if time.monotonic() >= next_look:
-                self.look()
-                next_look = time.monotonic() + (SHORTEST_TICK if self.states.any_due() else self.tick())
+            try:
+                self._take_in(self._next_look - time.monotonic())
+                if time.monotonic() >= self._next_look:
+                    self._next_look = time.monotonic() + SHORTEST_TICK  # also if a look raises
+                    self.look()
+                    self._next_look = time.monotonic() + (SHORTEST_TICK if self.states.any_due() else self.tick())
+            except Exception as error:  # without this thread nobody would notice a hang
+                self._note_failure(error)
+                time.sleep(SHORTEST_TICK)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Report what this thread's work has raised, each kind once; it goes on."""
+        text = "".join(format_exception(error))
+        where = format_exception(error)[-2:]
+        if len(self._failures) < FAILURES and str(where) not in self._failures:
+            self._failures.add(str(where))
+            self.say(explained(f"the watchdog goes on after an error of its own:\n{text}", "watchdog-error"))
+
+    def _take_in(self, seconds: float) -> None:
+        """Wait for what comes from outside, and deal with it."""
+        debug_socket = self._debug_socket
+        assert debug_socket is not None
+        ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
+        if any(each in ready for each in debug_socket.sockets):
+            own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "job": self.recorder.name}
+            debug_socket.answer({**own, "program": program(), "slurm_job": slurm_job(), "endpoint": self.channel.own})
+        if self.signals.reader in ready:
+            for number in self.signals.arrived():
+                self._on_signal(number)
+        if self.channel.socket in ready:
+            self.channel.answer()
+            self.dump_if_due()
 
     def tick(self) -> float:
         """Return the seconds to the next look: a part of the shortest timeout."""
@@ -139,20 +181,20 @@ class Watchdog:
         if meeting is not None and (reason := meeting.look(now)):
             self.abort(meeting.backend, reason)
         self._end_failed()
-        for process in self.neighbours.look(self.rank, now):
-            self.channel.note_found(process)
         if not self.leaving and WORLD.default is not None:
-            told, gone = self.channel.to_tell()
-            if told:
-                self.ask(told, "", NEWS_SECONDS, ended=gone)
+            self.liveness.look(now)
+        if now >= self._next_second:
+            self._next_second = now + LONGEST_TICK
+            for work in self.each_second:
+                work()
         calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
         self.states.see((each.record for each in calls), now)
         kept = {id(each.record) for each in calls}
         self._reasons = {key: value for key, value in self._reasons.items() if key in kept}
         for each in calls:
             if not each.has_own_limit and now >= self.waits_until:
-                self._press(each, now)
-            self._descend(each)
+                self._advance(each, now)
+            self._escalate(each)
         if self._found and now >= self._sigint_due:
             self._end_interrupted(calls)
 
@@ -180,7 +222,7 @@ class Watchdog:
                     self.say(f"group {group.group_name!r}: {failure}")
                     backend.interrupt(str(failure))
 
-    def _heed(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT:
             self._found = [each.record for each in calls_under_way.under_way()]
             self._sigint_due = time.monotonic() + SIGINT_SECONDS
@@ -197,80 +239,73 @@ class Watchdog:
 
     # -- what this rank tells others -----------------------------------------------------------------
 
-    def reply(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return where this rank is, and take note of what the question tells.
+    def _alive(self, message: Message) -> Message:
+        """Give a sign of life, and take note that a process makes no more calls."""
+        if message.get("left"):
+            self.liveness.left.add(tuple(message["left"]))
+        return {"left": self.has_left}
+
+    def _note_abort(self, message: Message) -> Message:
+        self.dump_if_due()  # while there is time
+        self.job_end.note(f"rank {message['from']} aborts the job ({message['reason']})")
+        return {}
+
+    def _inspected(self, message: Message) -> Message:
+        endpoints = self.channel.endpoints or {self.rank: self.channel.own}
+        told = self.inspection.tell(endpoints, message["first"])
+        return {**self._where({"group": "", **message}), "inspected": told}
+
+    def _where(self, message: Message) -> Message:
+        """Return where this rank is.
 
         Args:
-            question: ``from``, and what it may hold besides: the ``group`` that it is about; ``dump`` asks for a trace
-                too; ``about``, a call that the asker waits in; ``verdict``, what it found out; ``left``, that it makes
-                no more calls; ``ended``, processes that are gone; ``judge``, ranks that do not answer; ``abort``, why
-                it aborts the job; ``inspect``, that ``python -m hpcdist debug`` asks, and the first rank whose place it
-                wants to know. With ``is_there`` it asks only for a sign of life.
+            message: asks about a ``group``. ``dump`` asks for a trace too; ``about`` is a call that the asker waits in;
+                ``left`` says that it makes no more calls.
         """
-        if question.get("left"):
-            self.channel.left.add(tuple(question["left"]))
-        if question.get("is_there"):
-            return {"rank": question.get("to"), "left": self.has_left}
-        if question.get("abort"):
-            self.dump_if_due()  # while there is time
-            self.job_end.note(f"rank {question.get('from')} aborts the job ({question['abort']})")
-        group = WORLD.groups.get(question.get("group", ""))
-        if question.get("dump"):
-            self.inquiries.note_sweep(question["group"])
+        asker, group = message["from"], WORLD.groups.get(message["group"])
+        if message.get("left"):
+            self.liveness.note_left(self.channel.endpoints.get(asker))
+        if message.get("dump"):
+            self.inquiries.note_sweep(message["group"])
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
-        if question.get("about"):
-            self.inquiries.note(Subject(*question["about"]), question["from"], group.size() if group else 0)
-        if question.get("verdict"):
-            self._hear(Verdict.read(question["verdict"]))
-        self.channel.ended.update((machine, pid) for machine, pid in question.get("ended", ()))
+        if message.get("about"):
+            self.inquiries.note(Subject(*message["about"]), asker, group.size() if group else 0)
         now = time.monotonic()
         calls = []
         for each in calls_under_way.under_way():
             made = report.described(each, self.states.seconds(each.record, now), calls_under_way.call_site(each))
-            made["ranks"] = list(each.group.ranks) if question.get("from") in each.group.ranks else []
+            made["ranks"] = list(each.group.ranks) if asker in each.group.ranks else []
             made["state"] = self.states.state(each.record).value
             calls.append(made)
         calls += [{**made, "ranks": [], "state": "reported"} for made in list(self._given_up)]
-        told = {}
-        if isinstance(first := question.get("inspect"), int):
-            places = self.channel.places or {self.rank: self.channel.own}
-            told["inspected"] = self.inspection.tell(places, first)
         return {
-            **told,
-            "rank": question.get("to"),
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
             "main": calls_under_way.main_line(),
             "leaving": self.leaving,
             "left": self.has_left,
-            "judged": [(rank, self.channel.judge(rank)) for rank in question.get("judge", ())],
         }
 
     def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> Answers:
-        """Ask other ranks where they are; ``more`` is what else the question holds, as ``reply`` reads it."""
-        question = {"from": self.rank, "group": group, **more}
+        """Ask other ranks where they are; ``more`` is what else the question holds, as ``_where`` reads it."""
         others = [rank for rank in ranks if rank != self.rank]
-        return self.channel.ask(others, question, seconds + len(others) * RANK_SECONDS, self.replier())
+        return self.channel.ask(others, "where", WHERE, seconds + len(others) * RANK_SECONDS, group=group, **more)
 
-    def replier(self) -> Any:
-        """Return what answers others while this thread waits for answers: the watchdog's own thread has to."""
-        return self.reply if threading.current_thread() is self._thread else None
-
-    def begin_anew(self) -> None:
-        """Take note that the world's ranks are about to be numbered anew, by ``begin``."""
-        self.channel.begin_anew()
+    def reset(self) -> None:
+        """Take note that the world's ranks are about to get other numbers, by ``begin``."""
+        self.channel.reset()
         self._forget()
 
     def renumber(self, remaining: list[int]) -> None:
-        """Take note that the world's ranks were numbered anew: ``remaining`` are their numbers until now."""
+        """Take note that the world's ranks have other numbers: ``remaining`` are their numbers until now."""
         self.channel.renumber(remaining)
         self._forget()
-        self.rank = remaining.index(self.rank)
+        self.channel.rank = remaining.index(self.rank)
         logs.locate(self.rank, len(remaining))
 
     def _forget(self) -> None:
         """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
-        self.neighbours.renumber()
+        self.liveness.reset()
         self.inquiries.forget()
         self._given_up.clear()
 
@@ -314,10 +349,10 @@ class Watchdog:
         own = start + turn(group.rank())
         return own if subject is None else max(own, self.inquiries.next_turn(subject, group.rank()))
 
-    def _press(self, each: UnderWay, now: float) -> None:
+    def _advance(self, each: UnderWay, now: float) -> None:
         """Take a call one step further if it is overdue: wait for what another rank finds out, or ask."""
         limit = each.group.timeout.total_seconds()
-        if self.states.seconds(each.record, now) >= ENDED_SECONDS and self.channel.lacks(each.group.ranks):
+        if self.states.seconds(each.record, now) >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks):
             limit = ENDED_SECONDS
         subject = Subject.of(each)
         verdict = None if subject is None else self.inquiries.verdict(subject)
@@ -358,8 +393,7 @@ class Watchdog:
         self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
     def _compose(self, mine: dict[str, Any], asked: Sequence[int], group: Group, answers: Answers) -> list[str]:
-        judge = witnessed(self.channel, asked, answers, partial(self.ask, group=group.group_name, seconds=NEWS_SECONDS))
-        return report.compose(mine, self.rank, group.ranks, answers, judge)
+        return report.compose(mine, self.rank, group.ranks, answers, witnessed(self.liveness, asked, answers))
 
     def _ends_all(self, each: UnderWay) -> bool:
         """Tell whether to end an overdue collective here ends it on all ranks: by ULFM, or with the job."""
@@ -368,20 +402,23 @@ class Watchdog:
     def _tell(self, verdict: Verdict, answers: Answers) -> None:
         """Send a verdict to the ranks that it is for."""
         if meant := verdict.meant(answers):
-            self.ask(meant, verdict.subject.group, NEWS_SECONDS, verdict=verdict.fitted(LARGEST // 2))
+            others = [rank for rank in meant if rank != self.rank]
+            self.channel.ask(others, "verdict", {}, NEWS_SECONDS, verdict=verdict.fitted(LARGEST // 2))
 
-    def _hear(self, verdict: Verdict) -> None:
+    def _hear(self, message: Message) -> Message:
         """Take note of a verdict; one that ends the call for all ranks ends it here too, before the library does."""
+        verdict = Verdict.read(message["verdict"])
         is_known = self.inquiries.verdict(verdict.subject) == verdict  # sent again, because the receipt was late
         self.inquiries.conclude(verdict)
         if is_known or not verdict.is_final:
-            return
+            return {}
         for each in calls_under_way.under_way():
             others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
             # a rank whose call has raised goes on with it, without those that the verdict is about
             others = others or (each.call.name in REMAKING and verdict.subject.name not in REMAKING)
             if not others and self.states.state(each.record) is not State.ENDING:
                 self._accept(each, verdict)
+        return {}
 
     def _accept(self, each: UnderWay, verdict: Verdict) -> None:
         """End a wait for what another rank found out."""
@@ -400,9 +437,9 @@ class Watchdog:
         self.states.end(each.record, time.monotonic(), each.facts(is_reported))
         if each.in_background and self.states.next_means(each.record, time.monotonic()) is not None:
             self._given_up.append(described)
-        self._descend(each)
+        self._escalate(each)
 
-    def _descend(self, each: UnderWay) -> None:
+    def _escalate(self, each: UnderWay) -> None:
         """Use the means to end a wait whose time has come."""
         while (means := self.states.next_means(each.record, time.monotonic())) is not None:
             took_effect = self._use(means, each)
@@ -430,18 +467,16 @@ class Watchdog:
     def abort(self, backend: Backend, reason: str) -> None:
         """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
         self.say(reason)
-        places = {rank: place for rank, place in self.channel.places.items() if rank != self.rank}
-        numbered = {**places, **{-1 - number: place for number, place in enumerate(self.channel.left_out)}}
+        others = [each for each in self.channel.everyone() if each != self.channel.own]
         first_line = reason.splitlines()[0]
-        question = {"from": self.rank, "group": "", "abort": first_line}
         if not self.job_end.is_known:  # else the others know
-            self.channel.ask_places(numbered, question, NEWS_SECONDS, self.replier())
+            self.channel.ask_endpoints(dict(enumerate(others)), "abort", {}, NEWS_SECONDS, reason=first_line[:1000])
         self.job_end.note(first_line)
         backend.abort(ABORT_STATUS)
 
     def say(self, text: str) -> None:
         """Write to stderr, whole, if the launcher that forwards it is still there."""
-        write_to_stderr(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {text}\n")
+        write_to_stderr(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {printable(text)}\n")
 
 
 RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
@@ -483,14 +518,16 @@ def begin(group: Group) -> Watchdog:
     logs.locate(rank, group.size())
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
     group.journal.follow()  # the ring that the recorder and the log have set up
-    watchdog.rank = rank
-    places = [watchdog.channel.own]
+    watchdog.channel.rank = rank
+    own, secret = watchdog.channel.own, os.environ.get(SECRET_VARIABLE)
+    mine = (tuple(own), secrets.token_hex(8), key_of(secret) if secret else "")
+    all_ranks = group.any_backend().objects.all_gather(mine) if group.size() > 1 else [mine]
     if group.size() > 1:
-        places = [Place(*each) for each in group.any_backend().objects.all_gather(tuple(watchdog.channel.own))]
-        watchdog.channel.learn(group.ranks, places)
-    watchdog.recorder.name = places[0].secret[:8]
-    if rank == 0 and os.environ.get(SECRET_VARIABLE) and not RUNNING:
-        watchdog.say(f"python -m hpcdist debug {watchdog.channel.own.host}:{watchdog.channel.own.port}")
+        watchdog.channel.learn(group.ranks, [endpoint for endpoint, _, _ in all_ranks])
+    _, watchdog.recorder.name, user_key = all_ranks[0]
+    watchdog.channel.keys = [each for each in (own.key, user_key) if each]
+    if rank == 0 and secret and not RUNNING:
+        watchdog.say(f"python -m hpcdist debug {own.host}:{own.port}")
     if not RUNNING:
         RUNNING.append(watchdog)
         watchdog.start()

@@ -1,0 +1,283 @@
+"""Liveness: which processes of the job have ended, which have left the program, and which are stopped.
+
+The kernel says it of processes of this node (``/proc``). Of a process of another node its own node's ranks say it. If
+no rank is left there, a connection says it: the nodes form a ring, and each rank keeps a TCP connection to a rank of
+the next node (more, if that one has more ranks). When a process ends, its kernel resets its connections. That a new
+connection is refused then proves the death: the host is there, and nobody listens. Silence proves nothing, because the
+link may be lost; neither does a refusal by itself, because a firewall refuses too. An authentic datagram from a process
+takes back what was said of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hpcdist.watch.channel import Channel, Endpoint, Message, Process, process_status
+
+PAUSE_SECONDS = 1.0  # between two looks at the connections to the next node
+FRESH_SECONDS = 0.1  # how long a look at the processes of this node is valid
+NEWS_SECONDS = 0.5  # how long the others have to take note of what they are told
+# the kernel asks a silent connection's other side so often (s, s, times)
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process as /proc calls them; "" if it has gone
+
+PROCESS_STATES = {
+    **dict.fromkeys(ENDED, "its process has ended"),
+    "T": "its process is stopped (SIGSTOP or a debugger)",
+    "t": "its process is stopped by a debugger",
+    "D": "its process is in uninterruptible sleep (I/O)",
+}
+JUDGED = {"judged": [[int, str]]}  # shape of an answer
+NO_ANSWER = "it does not answer: stopped, gone, or busy in native code that holds Python's interpreter lock"
+NOBODY_ANSWERS = "nobody off this node answers: is UDP blocked between the nodes?"
+
+
+def next_node(rank: int, endpoints: Mapping[int, Endpoint], ended: Iterable[int] = ()) -> list[int]:
+    """Return the ranks of the next node that a rank keeps a connection to.
+
+    Args:
+        rank: the one that does.
+        endpoints: where all ranks are.
+        ended: ranks that are known to have ended.
+    """
+    gone = set(ended)
+    nodes: dict[tuple[str, str], list[int]] = {}
+    for each in sorted(endpoints):
+        if each not in gone:
+            nodes.setdefault(endpoints[each].node, []).append(each)
+    ring = list(nodes.values())
+    own = next((index for index, node in enumerate(ring) if rank in node), None)
+    if own is None or len(ring) < 2:
+        return []
+    peers = ring[own]
+    return [each for i, each in enumerate(ring[(own + 1) % len(ring)]) if i % len(peers) == peers.index(rank)]
+
+
+class Connection:
+    """A connection to a process of another node, at one of its addresses, which shows when it ends."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._was_reset = False
+        self._socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+        made.connect_ex(self._target)
+        return made
+
+    def is_proof(self) -> bool:
+        """Tell whether the process has surely ended: it had a connection, which was reset, and refuses another one."""
+        try:
+            was_closed = self._socket.recv(1) == b""
+        except BlockingIOError:
+            with suppress(OSError):  # it is still being made
+                self._socket.getpeername()
+                self._was_reset = False
+            return False
+        except ConnectionRefusedError:
+            if self._was_reset:
+                return True
+            was_closed = False
+        except OSError as error:  # no way there, or silence: it shows nothing
+            was_closed = isinstance(error, ConnectionResetError)
+        self._was_reset = self._was_reset or was_closed
+        self.close()
+        self._socket = self._connect()
+        return False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+class Liveness:
+    """What this rank knows of the processes of the job.
+
+    Attributes:
+        ended: processes of other nodes that are known to have ended.
+        left: processes that make no more calls, and wait for the others at the end.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.ended: set[Process] = set()
+        self.left: set[Process] = set()
+        self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have shown
+        self._told: set[Process] = set()  # what the other ranks were told
+        self._ended_peers: tuple[float, int, list[int]] = (-math.inf, 0, [])  # as of a moment and a change
+        self._connections: dict[int, list[Connection]] = {}
+        self._next_look = 0.0
+        self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
+        channel.note_life = self.note_life
+        channel.register("hello", lambda message: channel.send([message["from"]], "here"), {})
+        channel.register("ended", self._note_ended, {"processes": [[str, int]]})
+        channel.register("judge", self._judge, {"ranks": [int]})
+
+    # -- what is known ---------------------------------------------------------------------------------
+
+    def has_ended(self, endpoint: Endpoint) -> bool:
+        """Tell whether a rank's process is known to have ended."""
+        if not self.channel.sees(endpoint):
+            return endpoint.process in self.ended
+        return self.state(endpoint) in ENDED
+
+    def state(self, endpoint: Endpoint) -> str:
+        """Return the state of a process of this node, as ``process_status``; a later one with its id is not it."""
+        state, birth = process_status(endpoint.pid)
+        return "" if birth and endpoint.birth and birth != endpoint.birth else state
+
+    def ended_ranks(self) -> list[int]:
+        """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
+        gone = list(self.ended_peers())
+        if self.ended:
+            elsewhere = self.channel.endpoints.items() - self.channel.node_peers.items()
+            gone += sorted(rank for rank, each in elsewhere if each.process in self.ended)
+        return gone
+
+    def ended_peers(self) -> list[int]:
+        """Return the ranks of this node that have ended, as of a moment ago at most."""
+        now, changes = time.monotonic(), self.channel.changes
+        when, then, gone = self._ended_peers
+        if now - when >= FRESH_SECONDS or changes != then:
+            gone = [rank for rank, each in self.channel.node_peers.items() if self.has_ended(each)]
+            self._ended_peers = now, changes, gone
+        return gone
+
+    def lacks(self, ranks: Iterable[int]) -> bool:
+        """Tell whether any of some ranks is known to have ended, so that their calls cannot."""
+        gone = self.ended_ranks()
+        return bool(gone) and not set(gone).isdisjoint(ranks)
+
+    def any_ended(self) -> bool:
+        """Tell whether any rank of the job, also one that was left out, is known to have ended."""
+        return bool(self.ended_ranks()) or any(map(self.has_ended, self.channel.left_out))
+
+    def staying(self) -> list[int]:
+        """Return the ranks that, as far as is known, have neither ended nor left."""
+        endpoints = self.channel.endpoints
+        return [rank for rank, each in endpoints.items() if each.process not in self.left and not self.has_ended(each)]
+
+    def stopped(self) -> list[Endpoint]:
+        """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
+        channel = self.channel
+        here = [*channel.node_peers.values(), *(each for each in channel.left_out if channel.sees(each))]
+        return [each for each in here if self.state(each) in STOPPED]
+
+    def kill_stopped(self) -> None:
+        """Kill the processes of the job that are stopped on this node."""
+        for each in self.stopped():
+            with suppress(OSError):
+                os.kill(each.pid, signal.SIGKILL)
+
+    def judge(self, rank: int) -> str:
+        """Return in words why a rank gives no answer, as far as it shows from here."""
+        endpoint = self.channel.endpoints.get(rank)
+        if endpoint is None:
+            return NO_ANSWER
+        if self.channel.sees(endpoint):
+            state = self.state(endpoint)
+            return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {endpoint.pid})" if state else "")
+        has_ended = self.has_ended(endpoint)
+        if not has_ended and not self.channel.has_heard:
+            return NOBODY_ANSWERS
+        return f"{PROCESS_STATES[''] if has_ended else NO_ANSWER} (process {endpoint.pid} on {endpoint.host})"
+
+    def _judge(self, message: Message) -> Message:
+        return {"judged": [[rank, self.judge(rank)] for rank in message["ranks"]]}
+
+    # -- what is found out and told --------------------------------------------------------------------
+
+    def note_left(self, endpoint: Endpoint | None) -> None:
+        """Take note that a rank makes no more calls."""
+        if endpoint is not None:
+            self.left.add(endpoint.process)
+
+    def note_life(self, process: Process) -> None:
+        """Take note that something authentic has come from a process: it has not ended."""
+        if process in self.ended:
+            for known in (self.ended, self._found, self._told):
+                known.discard(process)
+
+    def _note_ended(self, message: Message) -> Message:
+        """Take note of what another rank says; a process that is said to have ended itself tells all others."""
+        said = {(machine, pid) for machine, pid in message["processes"]}
+        if self.channel.own.process in said:
+            self.channel.send(self.channel.endpoints, "here")
+        self.ended |= said - {self.channel.own.process}
+        return {}
+
+    def look(self, now: float) -> None:
+        """Look at the connections to the next node, once a second, and tell the other ranks which processes have ended.
+
+        Those of this node are told to the other nodes by its lowest rank that is neither gone nor stopped; one of
+        another node, to all, by the rank that saw it.
+        """
+        if now < self._next_look:
+            return
+        self._next_look = now + PAUSE_SECONDS
+        self._look_at_next_node()
+        channel = self.channel
+        if found := self._found - self._told:
+            self._told |= found
+            accused = [rank for rank, each in channel.endpoints.items() if each.process in found]
+            channel.send(accused, "ended", processes=sorted(found))  # who gets it lives, and says so
+            self._tell([rank for rank, each in channel.endpoints.items() if not self.has_ended(each)], found)
+        if len(channel.node_peers) == len(channel.endpoints):
+            return
+        peers = list(channel.node_peers.values())
+        gone = {channel.node_peers[rank].process for rank in self.ended_peers()} - self._told
+        if not gone:
+            return
+        teller = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None)
+        if teller is not None and teller.pid == channel.own.pid:
+            self._told |= gone
+            self._tell([rank for rank in channel.endpoints if rank not in channel.node_peers], gone)
+
+    def _tell(self, ranks: list[int], processes: set[Process]) -> None:
+        others = [rank for rank in ranks if rank != self.channel.rank]
+        self.channel.ask(others, "ended", {}, NEWS_SECONDS, processes=sorted(processes))
+
+    def _look_at_next_node(self) -> None:
+        channel, gone = self.channel, self.ended_ranks()
+        made_from = (channel.rank, channel.changes, *gone)
+        if made_from != self._ring[0]:  # made again only if it has changed: it takes 3 ms for 10,000 ranks
+            self._ring = made_from, next_node(channel.rank, channel.endpoints, gone)
+        connections, endpoints = self._connections, channel.endpoints  # another thread may renumber the ranks meanwhile
+        watched = [rank for rank in self._ring[1] if rank in endpoints]
+        for rank in [rank for rank in connections if rank not in watched]:
+            close(connections.pop(rank))
+        for rank in watched:
+            endpoint = endpoints[rank]
+            if rank not in connections:
+                with suppress(OSError):  # no descriptor is left; the next look tries again
+                    connections[rank] = [Connection(target) for target in channel.stream_targets(endpoint)]
+            proofs = [each.is_proof() for each in connections.get(rank, ())]  # each is looked at
+            if any(proofs):
+                self.ended.add(endpoint.process)
+                self._found.add(endpoint.process)
+        if watched and not channel.has_heard:
+            channel.send(watched, "hello")
+
+    def reset(self) -> None:
+        """Close the connections: the ranks have other numbers, or this is a forked child."""
+        before, self._connections = self._connections, {}
+        for each in list(before.values()):
+            close(each)
+
+
+def close(connections: Iterable[Connection]) -> None:
+    """Close the connections to a rank's addresses."""
+    for each in connections:
+        each.close()

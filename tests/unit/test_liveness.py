@@ -1,0 +1,168 @@
+"""What a rank knows of the others' processes, for many ranks: a look each second must not look at all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hpcdist.watch import liveness as module
+from hpcdist.watch.channel import Channel, Endpoint, process_status
+from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, Liveness
+from hpcdist.watch.process_exit import needs
+
+RANKS, EACH = 2_000, 8  # ranks of a job, and on one node
+LISTENS = """
+import socket
+listener = socket.create_server(("", 0))
+print(listener.getsockname()[1], flush=True)
+input()
+"""
+
+
+def until(asked: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + seconds
+    while not asked():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def liveness() -> Iterator[Liveness]:
+    """What rank 0 knows, whose node peers are this process and its parent."""
+    channel = Channel(0)
+    own = channel.own
+    parent = own._replace(pid=os.getppid(), birth=process_status(os.getppid())[1])
+    endpoints = [
+        (own if rank == 0 else parent)
+        if rank < EACH
+        else own._replace(
+            machine=f"machine {rank // EACH}", addresses=("192.0.2.1",), port=9, sender=f"{rank:016x}", pid=rank
+        )
+        for rank in range(RANKS)
+    ]
+    channel.learn(range(RANKS), endpoints)
+    made = Liveness(channel)
+    yield made
+    made.reset()
+    channel.close()
+
+
+def test_a_look_asks_only_about_the_processes_of_this_node(liveness: Liveness, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Endpoint] = []
+    real = Liveness.has_ended
+    monkeypatch.setattr(Liveness, "has_ended", lambda self, each: asked.append(each) or real(self, each))
+    monkeypatch.setattr(module, "FRESH_SECONDS", 10.0)
+    liveness.look(10.0)
+    assert not liveness.lacks(range(RANKS))
+    assert not liveness.any_ended()
+    assert len(asked) == EACH
+
+
+def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(liveness: Liveness) -> None:
+    far = liveness.channel.endpoints[RANKS - 1]
+    liveness._note_ended({"processes": [list(far.process)]})
+    assert liveness.ended_ranks() == [RANKS - 1]
+    assert liveness.lacks([3, RANKS - 1])
+    assert not liveness.lacks([3, 4])
+    liveness.channel._note(far)
+    assert liveness.ended_ranks() == []
+    assert not liveness.any_ended()
+    liveness._note_ended({"processes": [list(far.process)]})
+    liveness.channel.renumber(list(range(RANKS - 1)))
+    assert liveness.ended_ranks() == []
+    assert liveness.any_ended()  # also one that was left out
+    assert list(liveness.channel.node_peers) == list(range(EACH))
+
+
+def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(liveness: Liveness) -> None:
+    channel = liveness.channel
+    assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
+    channel._note(channel.endpoints[1])  # a rank of this node says nothing about the others
+    assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
+    channel._note(channel.endpoints[EACH])
+    assert liveness.judge(RANKS - 1).startswith(NO_ANSWER)
+    assert f"(process {RANKS - 1} on " in liveness.judge(RANKS - 1)
+
+
+def test_a_zombie_and_a_later_process_with_its_id_have_ended(liveness: Liveness) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        birth = process_status(process.pid)[1]
+        endpoint = liveness.channel.own._replace(pid=process.pid, birth=birth)
+        assert not liveness.has_ended(endpoint)
+        assert liveness.has_ended(endpoint._replace(birth="1"))
+        process.kill()
+        until(lambda: process_status(process.pid)[0] == "Z")
+        os.kill(process.pid, 0)  # the kernel still has it
+        assert liveness.has_ended(endpoint)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Liveness, Liveness]]:
+    """Ranks 0 and 1 on two nodes, in one process."""
+    channels = [Channel(0), Channel(1)]
+    channels[1].own = channels[1].own._replace(machine="another", addresses=("127.0.0.1",), pid=1)
+    for channel in channels:
+        channel.learn([0, 1], [each.own._replace(addresses=("127.0.0.1",)) for each in channels])
+    yield Liveness(channels[0]), Liveness(channels[1])
+    for channel in channels:
+        channel.close()
+
+
+def looks(liveness: Liveness, process: subprocess.Popen[str] | None, times: int) -> None:
+    """Look at the next node some times."""
+    for _ in range(times):
+        liveness._look_at_next_node()
+        time.sleep(0.02)
+
+
+def test_a_reset_and_a_refusal_prove_a_death_and_neither_does_by_itself(pair: tuple[Liveness, Liveness]) -> None:
+    watching, _ = pair
+    channel = watching.channel
+    with subprocess.Popen([sys.executable, "-c", LISTENS], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            refusing = channel.endpoints[1]._replace(stream_port=unused.getsockname()[1])
+            channel.learn([1], [refusing])
+            looks(watching, process, 4)
+            assert not watching.ended  # it has refused each time, as a firewall does
+        channel.learn([1], [refusing._replace(stream_port=port)])
+        watching.reset()
+        looks(watching, process, 2)
+        process.send_signal(signal.SIGSTOP)
+        looks(watching, process, 3)
+        assert not watching.ended
+        process.kill()
+        until(lambda: looks(watching, process, 1) or watching.ended)
+    assert watching.ended == {channel.endpoints[1].process}
+    watching.reset()
+
+
+def test_a_process_that_is_said_to_have_ended_objects(pair: tuple[Liveness, Liveness]) -> None:
+    accusing, accused = pair
+    accusing.ended.add(accused.channel.own.process)
+    accusing._found.add(accused.channel.own.process)
+    answering = threading.Thread(target=lambda: [accused.channel.answer() or time.sleep(0.01) for _ in range(100)])
+    answering.start()
+    accusing.look(1e9)
+    until(lambda: accusing.channel.answer() or not accusing.ended)
+    answering.join()
+    assert not accusing._told
+    accusing.reset()
+
+
+def test_ranks_that_shrink_a_group_or_destroy_what_is_destroyed_here_wait_for_nobody_who_leaves() -> None:
+    call = {"group": "unknown here", "name": "all_reduce", "number": 5, "message": False, "peer": None}
+    assert needs(call, 3)
+    assert not needs({**call, "name": "shrink_group"}, 3)
+    assert not needs({**call, "name": "destroy_process_group"}, 3)  # a rank that is late in it has all that it needs
