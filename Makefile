@@ -63,7 +63,7 @@ test-one-rank: $(READY)
 test-gloo: $(READY)
 	HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n 3 $(BIN)/python $(PYTEST) --with-mpi \
 	  $(call of-mpi,agreement async async_order bad_input coalescing collectives compiled groups halo nan_check objects) \
-	  $(call of-mpi,point_to_point profile repetition roll_call varied window)
+	  $(call of-mpi,point_to_point profile repetition varied window)
 
 test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
