@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 NAME = "hpcdist"
-STOCK: list[Callable[..., Iterator[Any]]] = []  # torch's own rendezvous, which ours replaces and calls
+STOCK: list[Callable[..., Any]] = []  # torch's own rendezvous and helper, which ours replace and call
 
 
 def autoload() -> None:
@@ -29,8 +29,8 @@ def autoload() -> None:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     c10d: Any = dist.distributed_c10d
-    STOCK.append(c10d.rendezvous)
-    c10d.rendezvous = rendezvous
+    STOCK.extend((c10d.rendezvous, c10d._new_process_group_helper))
+    c10d.rendezvous, c10d._new_process_group_helper = rendezvous, helper
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -43,14 +43,37 @@ def create(options: Any, pg_options: Any) -> Any:
 def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
     """Find the other processes as torch does, but let a group of hpcdist start under MPI without MASTER_ADDR.
 
-    torch does not pass the backend's name to a rendezvous. So the store is only created when it is first used: hpcdist
-    never uses it under MPI, and any other backend then gets torch's own error about the missing address.
+    torch does not pass the backend's name to a rendezvous: it is read where torch calls this. An address that a script
+    exports is then not used. If the name is not there, the store is only created when it is first used: hpcdist never
+    uses it under MPI, and any other backend then gets torch's own error about the missing address.
     """
-    if str(url).startswith("env:") and "MASTER_ADDR" not in os.environ and is_unasked():
+    is_by_environment = str(url).startswith("env:")
+    if is_by_environment and asks_for_mpi(sys._getframe(1).f_locals.get("backend")):
+        from hpcdist.torch_bridge import registration
+
+        return registration.by_launcher(url, rank=rank, world_size=world_size, is_ours=True, **kwargs)
+    if is_by_environment and "MASTER_ADDR" not in os.environ and is_unasked():
         from hpcdist.torch_bridge import late_store
 
         late_store.LATE_STORE.is_reserved = True
     return STOCK[0](url, rank, world_size, **kwargs)
+
+
+def asks_for_mpi(backend: Any) -> bool:
+    """Tell whether a backend's name, or pairs of devices and names, has one that hpcdist carries."""
+    return not {"mpi", NAME}.isdisjoint(pair.rpartition(":")[2] for pair in str(backend).split(","))
+
+
+def helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a group as torch does, after importing hpcdist if the group asks for MPI, which torch's wheels lack."""
+    if "hpcdist.torch_bridge.registration" not in sys.modules and asks_for_mpi(backend):
+        import torch.distributed as dist
+
+        from hpcdist.torch_bridge import registration  # noqa: F401  # takes this function's place
+
+        c10d: Any = dist.distributed_c10d
+        return c10d._new_process_group_helper(size, rank, ranks, backend, *args, **kwargs)
+    return STOCK[1](size, rank, ranks, backend, *args, **kwargs)
 
 
 @cache

@@ -128,7 +128,7 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path, launcher):
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=rank, world_size=size)
         assert dist.is_mpi_available()
         dist.monitored_barrier()
-        os.write(1, f"{os.environ['LOCAL_RANK']} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
+        os.write(1, f"{os.environ.get('LOCAL_RANK', 0)} {type(dist.group.WORLD).__module__} {__name__}\\n".encode())
     """
     lines = run(tmp_path, launcher, script, before=RUN)
     assert lines == [f"{rank} {OURS} __main__" for rank in range(2 if launcher == "mpirun" else 1)]

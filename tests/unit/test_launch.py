@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as td
 
 import hpcdist
-from hpcdist.launch import environment, rendezvous, slurm_step
+from hpcdist.cli.run import variables
+from hpcdist.launch import decision, environment, rendezvous, slurm_step
 from tests.ports import free_port
 
 STEP = {
@@ -48,16 +49,140 @@ FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
         ({"PALS_RANKID": "1", "PALS_SIZE": "2", **PMI}, ("mpiexec (PALS)", 1, 2, True)),
         ({"PALS_RANKID": "1", **PMI}, (HYDRA, 1, 2, True)),
         ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, ("jsrun", 1, 2, True)),
-        ({**STEP, **TORCHRUN}, ("torchrun", 3, 4, False)),
+        ({**STEP, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, ("torchrun", 3, 4, False)),  # srun torchrun
         # mpirun --map-by ppr:1:node torchrun
         ({**MPIRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, ("torchrun", 3, 4, False)),
-        ({**MPIRUN, **TORCHRUN}, ("mpirun (Open MPI)", 5, 6, True)),
+        # one task that starts processes of its own
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN}, ("torchrun", 3, 4, False)),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
 )
 def test_launchers(variables, expected):
     launch = environment.detect(variables)
     assert (launch and (launch.name, launch.rank, launch.size, launch.starts_mpi)) == expected
+
+
+EXPORTED = {"MASTER_ADDR": "nid000012", "MASTER_PORT": "29500"}  # what a job script exports beside RANK and WORLD_SIZE
+PALS = {"PALS_RANKID": "1", "PALS_SIZE": "2"}
+JSRUN = {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}
+MPI_LAUNCHERS = {
+    "srun": {**STEP, "SLURM_PROCID": "1"},  # NERSC, LUMI, OLCF
+    HYDRA: {**PMI, "MPI_LOCALRANKID": "1"},
+    "mpiexec (PALS)": {**PALS, **PMI},  # ALCF
+    "flux run": FLUX,
+    "jsrun": JSRUN,
+    "mpirun (Open MPI)": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    "mpirun (MVAPICH)": {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("name", MPI_LAUNCHERS)
+def test_exported_variables_beside_a_launchers(name, monkeypatch):
+    own = MPI_LAUNCHERS[name]
+    agreeing = {**own, **EXPORTED, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    launch = environment.detect(agreeing)
+    assert (launch.name, launch.rank, launch.size, launch.starts_mpi, launch.conflict) == (name, 1, 2, True, "")
+    assert "agree with RANK and WORLD_SIZE" in launch.reason
+    forced = environment.detect({**agreeing, "HPCDIST_RANKS_FROM": "env"})
+    assert (forced.name, forced.starts_mpi, forced.reason) == ("torchrun", False, "HPCDIST_RANKS_FROM=env")
+
+    differing = {**agreeing, "WORLD_SIZE": "4"}
+    launch = environment.detect(differing)
+    assert f"{name} says rank 1 of 2, RANK and WORLD_SIZE say rank 1 of 4" in launch.conflict
+    forced = environment.detect({**differing, "HPCDIST_RANKS_FROM": "mpi"})
+    assert (forced.name, forced.size, forced.conflict) == (name, 2, "")
+    for each in differing:
+        monkeypatch.setenv(each, differing[each])
+    for call in (hpcdist.init_process_group, decision.launched):
+        with pytest.raises(ValueError, match=r"rank 1 of 4\. Unset RANK .* HPCDIST_RANKS_FROM=env"):
+            call()
+    assert not hpcdist.is_mpi_available()
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"HPCDIST_RANKS_FROM": "mpi"}, "no MPI launcher's variables are set"),
+        ({"HPCDIST_RANKS_FROM": "env", **MPIRUN}, "not all of RANK, WORLD_SIZE and MASTER_ADDR are set"),
+        ({"HPCDIST_RANKS_FROM": "env", "RANK": "0", "WORLD_SIZE": "1"}, "not all of RANK"),
+        ({"HPCDIST_RANKS_FROM": "srun", **MPIRUN}, "HPCDIST_RANKS_FROM=srun: expected mpi"),
+    ],
+)
+def test_a_choice_that_cannot_be_kept(variables, text):
+    assert text in environment.detect(variables).conflict
+
+
+@pytest.mark.parametrize(
+    ("variables", "size", "works"),
+    [
+        ({}, -1, True),
+        ({}, 2, False),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, -1, False),
+        (TORCHRUN, -1, False),
+        ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, -1, True),
+        (MPIRUN, -1, True),
+    ],
+)
+def test_mpi_needs_its_launcher(variables, size, works, monkeypatch):
+    for name in (*TORCHRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if works:
+        decision.check_mpi(decision.launched(), size)
+    else:
+        with pytest.raises(hpcdist.DistBackendError, match="Start them with mpirun or srun"):
+            decision.check_mpi(decision.launched(), size)
+
+
+@pytest.mark.parametrize(
+    ("variables", "world_size", "text"),
+    [
+        (MPIRUN, -1, r"mpirun \(Open MPI\) started 6 \(this is rank 5\)"),
+        (TORCHRUN, -1, "torchrun started 4"),
+        ({}, 4, "world_size is 4"),
+        (MPIRUN, 1, None),
+        ({}, -1, None),
+    ],
+)
+def test_loopback_is_the_whole_job(variables, world_size, text, monkeypatch):
+    for name in (*TORCHRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if text is None:
+        hpcdist.init_process_group("loopback", world_size=world_size, bridge=False)
+        hpcdist.destroy_process_group()
+        return
+    with pytest.raises(ValueError, match=text):
+        hpcdist.init_process_group("loopback", world_size=world_size)
+    assert not hpcdist.is_initialized()
+
+
+def test_torchruns_variables(monkeypatch):
+    """``run`` sets all of them, whatever the launcher says of nodes."""
+    for name in (*TORCHRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**STEP, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_PROCID", "6")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "7")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[07-08]")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4,3")
+    found = variables(environment.detect())
+    wanted = {"RANK": 6, "WORLD_SIZE": 7, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 1, "MASTER_ADDR": "n07"}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "expected"),
+    [(5, 1, 1), (5, 2, 1), (5, 0, None), (0, 0, 0), (3, 1, 1)],  # in blocks of 4, in turn on 2 nodes, neither
+)
+def test_the_number_of_a_node(rank, local_rank, expected):
+    launch = environment.Launch("mpirun (Open MPI)", rank, 8, local_rank, True, "")
+    assert environment.node_index(4, launch, {}) == expected
+    assert environment.node_index(4, launch, {"PALS_NODEID": "7"}) == 7
+    assert environment.node_index(3, launch, {}) is None
 
 
 def test_node_local_rank():

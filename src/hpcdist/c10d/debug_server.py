@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from hpcdist.core.world import WORLD
-from hpcdist.launch import rendezvous
+from hpcdist.launch import environment, rendezvous
 
 STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
 
@@ -62,7 +62,9 @@ def install() -> None:
 
     @wraps(stock)
     def start_debug_server(*args: Any, **kwargs: Any) -> None:
-        if {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys():
+        launch = environment.detect()
+        is_mpi = WORLD.default is not None and launch is not None and launch.starts_mpi  # nobody serves at the address
+        if {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys() and not is_mpi:
             stock(*args, **kwargs)
             return
         with torchruns_variables():

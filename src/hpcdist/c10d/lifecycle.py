@@ -19,8 +19,8 @@ from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
-from hpcdist.launch import environment, topology
-from hpcdist.torch_bridge import mirror
+from hpcdist.launch import decision, environment, topology
+from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs, watchdog
 from hpcdist.watch.process_exit import EXIT
 
@@ -89,7 +89,8 @@ def init_process_group(
     if init_method is None and store is None and comm is None:
         init_method = os.environ.get(environment.INIT_METHOD)
     device = check_device(device_id)
-    launch = environment.detect()
+    is_told = init_method is not None or store is not None or comm is not None
+    launch = environment.detect() if is_told else decision.launched()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)
     device_backends = carried(config)
     for name in device_backends.values():
@@ -207,6 +208,9 @@ def carried(config: str) -> dict[str, str]:
     if config == Backend.UNDEFINED:
         raise ValueError("backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide")
     pairs = BackendConfig(config).get_device_backend_map()
+    if pairs.get("cuda") == Backend.NCCL and "cpu" in pairs and ":" in config and not has_device("cuda"):
+        registration.warn_of_absent(config)
+        return {device: name for device, name in pairs.items() if device != "cuda"}
     if ":" in config:
         return pairs
     return {device: name for device, name in pairs.items() if device == "cpu" or has_device(device)} or pairs
@@ -230,17 +234,37 @@ def prepare(
     """Find the other processes, by MPI where a backend needs it and by a store otherwise."""
     names = set(device_backends.values())
     if "loopback" in names:
+        check_loopback(launch, world_size)
         return Bootstrap(0, 1, timeout)
     is_told = init_method is not None or store is not None  # NCCL alone finds its ranks over MPI under mpirun
     if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi.process import runtime
 
+        if comm is None:
+            decision.check_mpi(launch, world_size)
         world = runtime.checked(comm) if comm is not None else runtime.world(timeout)
+        own, size = world.Get_rank(), world.Get_size()
+        if rank not in (-1, own) or world_size not in (-1, size):
+            raise ValueError(
+                f"init_process_group was given rank {rank} of {world_size}, and this process is rank {own} of {size} "
+                "in MPI: give neither, or MPI's"
+            )
         return Bootstrap(world.Get_rank(), world.Get_size(), timeout, comm=world)
     from hpcdist.launch import rendezvous
 
     found, rank, world_size = rendezvous.find(launch, init_method, store, rank, world_size, timeout)
     return Bootstrap(rank, world_size, timeout, store=found)
+
+
+def check_loopback(launch: environment.Launch | None, world_size: int) -> None:
+    """Raise if a world of one process is asked for in one of several, and the caller does not say that it is one."""
+    if world_size > 1:
+        raise ValueError(f"backend 'loopback' is one process; world_size is {world_size}")
+    if world_size == -1 and launch is not None and launch.size > 1:
+        raise ValueError(
+            f"backend 'loopback' is one process, and {launch.name} started {launch.size} (this is rank {launch.rank}): "
+            "leave the backend out, or give world_size=1 for a world of its own in each"
+        )
 
 
 def check_device(device_id: torch.device | int | None) -> torch.device | None:

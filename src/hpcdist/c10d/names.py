@@ -12,7 +12,7 @@ import torch
 import torch.distributed as c10d
 
 from hpcdist.core import registry
-from hpcdist.launch import environment
+from hpcdist.launch import decision, environment
 
 BackendType = c10d.ProcessGroup.BackendType
 
@@ -168,14 +168,15 @@ def is_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Tell, without initialising MPI, whether mpi4py and an MPI library are there."""
+    """Tell, without initialising MPI, whether backend "mpi" works: an MPI library is there, and so is its launcher."""
     if find_spec("mpi4py") is None:
         return False
     try:
+        decision.check_mpi(decision.launched())
         from hpcdist.backends.mpi.process import runtime
 
         runtime.load()
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError, ValueError):
         return False
     return True
 

@@ -6,17 +6,29 @@ torch calls ``create`` once for the default group and, on its members, once for 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
-from hpcdist.c10d.lifecycle import begin, carried, choose, forget_aborted, read_environment, refuse_reconfigure
+from hpcdist.c10d.lifecycle import (
+    begin,
+    carried,
+    choose,
+    destroy_process_group,
+    forget_aborted,
+    init_process_group,
+    read_environment,
+    refuse_reconfigure,
+)
 from hpcdist.c10d.names import Backend
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
-from hpcdist.launch import rendezvous
+from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import mirror, registration
+
+BESIDE: list[Any] = []  # the world over MPI of groups beside torch's own default group
 
 
 def create(options: Any, pg_options: Any) -> Group:
@@ -54,7 +66,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI where the launcher started it, else over torch's store."""
     refuse_reconfigure(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
     read_environment()
-    launch = registration.launched()
+    launch = decision.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi
     config = choose(launch, None, None if is_mpi or size == 1 else options.store, None)
@@ -89,4 +101,31 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
     return group
 
 
-registration.register(create)
+def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> None:
+    """Make a world for groups beside torch's own default group; every rank calls this, member or not.
+
+    It is over MPI; for "hpcdist" without an MPI launcher, it is gloo's, over torch's store.
+
+    Raises:
+        ValueError: MPI's ranks are not those of torch's default group.
+        DistBackendError: no launcher of MPI started these processes, or MPI cannot be started.
+    """
+    if WORLD.default is not None:
+        return
+    launch, rank, size = decision.launched(), default.rank(), default.size()
+    if name == Backend.MPI or (launch is not None and launch.starts_mpi):
+        decision.check_mpi(launch, size)
+        init_process_group(Backend.MPI, timeout=timeout, rank=rank, world_size=size, bridge=False)
+    else:
+        part = rendezvous.part(store, "hpcdist")
+        init_process_group(Backend.GLOO, timeout=timeout, store=part, rank=rank, world_size=size, bridge=False)
+    BESIDE[:] = [WORLD.default]
+
+
+def end_beside() -> None:
+    """End the world that ``begin_beside`` made, with torch's own default group; every rank calls this."""
+    if BESIDE and WORLD.default is BESIDE.pop():
+        destroy_process_group()
+
+
+registration.register(create, begin_beside, end_beside)

@@ -1,8 +1,8 @@
 """The command ``run``: runs an unmodified torch.distributed script with its groups made by hpcdist.
 
 ``mpirun -n 4 python -m hpcdist run train.py --epochs 3``. The script's ``init_process_group("gloo")`` or ``("mpi")``
-creates hpcdist's default group. RANK, WORLD_SIZE and LOCAL_RANK, which torchrun would set, are taken from the launcher,
-or are those of one process without a launcher, so scripts that read these variables work too.
+creates hpcdist's default group. The variables that torchrun would set are made from the launcher's, or RANK and
+WORLD_SIZE are those of one process without a launcher, so scripts that read them work too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import runpy
 import sys
 from pathlib import Path
 
+from hpcdist.c10d.names import is_mpi_available
 from hpcdist.cli.job_arguments import JobParser, described
-from hpcdist.launch import environment
+from hpcdist.launch import decision, environment, slurm_step, topology
 from hpcdist.torch_bridge import registration
+
+UNKNOWN_HOST = "rank0.invalid"  # a name that no network has (RFC 2606)
+TORCHRUNS_PORT = 29500
 
 
 def parser() -> JobParser:
@@ -28,25 +32,59 @@ def parser() -> JobParser:
 
 
 def announce(launch: environment.Launch | None) -> None:
-    """Set the variables that torchrun would set, unless they are set already."""
-    found: dict[str, int | None] = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    """Set the variables that torchrun would set, unless they are set already.
+
+    Without a launcher there is no LOCAL_RANK, by which Lightning tells that its processes have been started.
+    """
+    found: dict[str, int | str | None] = {"RANK": 0, "WORLD_SIZE": 1}
     if launch is not None:
-        found = {"RANK": launch.rank, "WORLD_SIZE": launch.size, "LOCAL_RANK": environment.node_local_rank()}
+        found = variables(launch)
+    elif not found.keys().isdisjoint(os.environ):
+        return
     for variable, value in found.items():
         if value is not None:
             os.environ.setdefault(variable, str(value))
+
+
+def variables(launch: environment.Launch) -> dict[str, int | str | None]:
+    """Return torchrun's variables; None for what this launcher does not say.
+
+    The address is one that a program can print or compare: under MPI hpcdist needs none and uses none.
+    """
+    rank, size, local_rank = launch.rank, launch.size, environment.node_local_rank()
+    local_size = topology.local_size(os.environ) or (1 if size == 1 else None)
+    node = environment.node_index(local_size, launch)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": -(-size // local_size) if local_size else None,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": slurm_step.first_host(os.environ) or ("127.0.0.1" if local_size == size else UNKNOWN_HOST),
+        "MASTER_PORT": TORCHRUNS_PORT,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
 
 
 def run(args: list[str]) -> int:
     """Run a script with its groups made by hpcdist.
 
     Returns:
-        0, or 2 if there is no such script. Whatever the script raises, SystemExit included, is passed on.
+        0, or 2 if there is no such script, or the launchers' variables contradict each other. Whatever the script
+        raises, SystemExit included, is passed on.
     """
     given = parser().parse_args(args)
-    launch = environment.detect()
-    announce(launch)
-    registration.divert(launch)
+    try:
+        announce(decision.launched())
+    except ValueError as error:
+        print(f"python -m hpcdist run: {error}", file=sys.stderr)
+        return 2
+    registration.divert(is_mpi_available)
     sys.argv = [given.script, *given.arguments]
     if given.module:
         sys.path[0:0] = [os.getcwd()]

@@ -1,4 +1,8 @@
-"""Launcher detection: this process's rank and size from the environment, by one table of launchers."""
+"""Launcher detection: this process's rank and size from the environment, by one table of launchers.
+
+Job scripts often export RANK, WORLD_SIZE and MASTER_ADDR for torch beside an MPI launcher's own variables. If both say
+the same, the launcher started this process, and MPI carries it; if they differ, no world is made of either.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,6 @@ LAUNCHERS = (
         True,
         WRONG_LIBRARY,
     ),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False),
     Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN, True, WRONG_LIBRARY),
     Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", True, WRONG_LIBRARY),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_FLUX_PMI),
@@ -64,8 +67,13 @@ LAUNCHERS = (
 )
 
 
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False)
+
+RANKS_FROM = "HPCDIST_RANKS_FROM"  # "mpi" or "env": which of the two counts, if both are set
+
+
 class Launch(NamedTuple):
-    """How this process was started."""
+    """How this process was started, why that was decided (``reason``), and what contradicts it (``conflict``)."""
 
     name: str
     rank: int
@@ -73,6 +81,8 @@ class Launch(NamedTuple):
     local_rank: int | None
     starts_mpi: bool
     remedy: str
+    reason: str = ""
+    conflict: str = ""
 
 
 def integer(environment: Mapping[str, str], variable: str | None) -> int | None:
@@ -95,28 +105,64 @@ def is_of_another(environment: Mapping[str, str], rank: int, size: int) -> bool:
     )
 
 
-def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Return how this process was started, or None if no known launcher did.
+def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
+    """Return what a launcher's variables say, or None if its rank and size are not set."""
+    rank, size = integer(environment, launcher.rank), integer(environment, launcher.size)
+    if rank is None or size is None:
+        return None
+    local_rank = integer(environment, launcher.local_rank)
+    return Launch(launcher.name, rank, size, local_rank, launcher.starts_mpi, launcher.remedy, reason)
 
-    torchrun counts only with its RANK, WORLD_SIZE and MASTER_ADDR all set, the contract of c10d's ``env://``. Its
-    workers also have the variables of the launcher that started torchrun itself on each node.
+
+def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
+    """Return how an MPI launcher started this process, by its own variables; the first of the table counts."""
+    for launcher in LAUNCHERS:
+        launch = found(launcher, environment, f"{launcher.rank} and {launcher.size} are set")
+        if launch is None or (launcher.name == "srun" and is_batch_shell(environment)):
+            continue
+        if launcher.rank != "PMI_RANK" or not is_of_another(environment, launch.rank, launch.size):
+            return launch
+    return None
+
+
+def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """Return how this process was started, or None if no known launcher did; ``launched`` raises for a conflict.
+
+    torchrun counts if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
+    torchrun itself on each node. RANK, WORLD_SIZE and MASTER_ADDR without it, the contract of c10d's ``env://``, count
+    if no MPI launcher's variables are set, or one rank of MPI's was started, which may have started these processes.
     """
     given = os.environ if environment is None else environment
-    is_worker = TORCHRUNS_OWN in given
-    for launcher in sorted(LAUNCHERS, key=lambda each: is_worker and each.name != "torchrun"):
-        rank, size = integer(given, launcher.rank), integer(given, launcher.size)
-        if rank is None or size is None:
-            continue
-        if launcher.name == "torchrun" and "MASTER_ADDR" not in given:
-            continue
-        if launcher.name == "srun" and is_batch_shell(given):
-            continue
-        if launcher.rank == "PMI_RANK" and is_of_another(given, rank, size):
-            continue
-        return Launch(
-            launcher.name, rank, size, integer(given, launcher.local_rank), launcher.starts_mpi, launcher.remedy
+    choice = given.get(RANKS_FROM, "")
+    own = by_mpi_launcher(given)
+    numbers = found(TORCHRUN, given, "RANK, WORLD_SIZE and MASTER_ADDR are set")
+    exported = numbers if "MASTER_ADDR" in given else None
+    if choice not in ("", "mpi", "env"):
+        conflict = (
+            f"{RANKS_FROM}={choice}: expected mpi (the MPI launcher's variables) or env (RANK, WORLD_SIZE, MASTER_ADDR)"
         )
-    return None
+        return (own or numbers or Launch("no launcher", 0, 1, None, False, ""))._replace(conflict=conflict)
+    if choice:
+        chosen = own if choice == "mpi" else exported
+        if chosen is not None:
+            return chosen._replace(reason=f"{RANKS_FROM}={choice}")
+        wanted = (
+            "no MPI launcher's variables are" if choice == "mpi" else "not all of RANK, WORLD_SIZE and MASTER_ADDR are"
+        )
+        return Launch("no launcher", 0, 1, None, False, "", conflict=f"{RANKS_FROM}={choice}, but {wanted} set")
+    if exported is not None and TORCHRUNS_OWN in given:
+        return exported._replace(reason=f"{TORCHRUNS_OWN} is set")
+    if own is None:
+        return exported
+    if numbers is None or (numbers.rank, numbers.size) == (own.rank, own.size):
+        agree = " and agree with RANK and WORLD_SIZE" if numbers else ""
+        return own._replace(reason=own.reason + agree)
+    if own.size == 1 and numbers.size > 1 and exported is not None:
+        return exported._replace(reason=f"{exported.reason}, and {own.name} started one rank only")
+    return own._replace(
+        conflict=f"{own.name} says rank {own.rank} of {own.size}, RANK and WORLD_SIZE say rank {numbers.rank} of "
+        f"{numbers.size}. Unset RANK and WORLD_SIZE or make them agree, or choose: {RANKS_FROM}=mpi or {RANKS_FROM}=env"
+    )
 
 
 def names_others(environment: Mapping[str, str] | None = None) -> bool:
@@ -136,6 +182,24 @@ def node_local_rank(environment: Mapping[str, str] | None = None) -> int | None:
         if (value := integer(given, variable)) is not None:
             return value
     return None
+
+
+# the variables that hold the node's number
+NODES = ("GROUP_RANK", "SLURM_NODEID", "PALS_NODEID")
+
+
+def node_index(local_size: int | None, launch: Launch, environment: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of this process's node: the launcher's, or what an even layout in blocks or in turn means."""
+    given = os.environ if environment is None else environment
+    for variable in NODES:
+        if (value := integer(given, variable)) is not None:
+            return value
+    if not local_size or launch.size % local_size:
+        return None
+    if launch.local_rank in (None, launch.rank % local_size):
+        return launch.rank // local_size
+    nodes = launch.size // local_size
+    return launch.rank % nodes if launch.local_rank == launch.rank // nodes else None
 
 
 INIT_METHOD = "HPCDIST_INIT_METHOD"  # the default of init_process_group's init_method, for job scripts

@@ -48,6 +48,12 @@ def expand(names: str) -> list[str]:
         ) from error
 
 
+def first_host(environment: Mapping[str, str]) -> str | None:
+    """Return the host of the step's rank 0, or None outside a step."""
+    nodes = environment.get("SLURM_STEP_NODELIST")
+    return next(iter(expand(nodes)), None) if nodes and "SLURM_PROCID" in environment else None
+
+
 def step(environment: Mapping[str, str]) -> Step:
     """Return the step that this process is a task of.
 

@@ -14,7 +14,7 @@ from hpcdist.launch import environment
 
 SYS = Path("/sys")
 RDMA = ("infiniband", "cxi")  # classes of network cards in /sys: InfiniBand, Omni-Path, RoCE and EFA; Slingshot
-# how many ranks the node of this rank has; of Slurm's list, such as 4(x2),3, the first node's, which is rank 0's
+# how many ranks the node of this rank has; Slurm's is a list of the nodes' numbers, such as 4(x2),3
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -172,8 +172,13 @@ def bind(launcher: str | None, ranks: int, room: Room) -> str:
 
 def local_size(given: Mapping[str, str]) -> int:
     """Return the number of ranks on this rank's node as the launcher gives it, or 0."""
-    texts = (re.match(r"\d+", given.get(variable, "")) for variable in LOCAL_SIZES)
-    return next((int(found[0]) for found in texts if found), 0)
+    for variable in LOCAL_SIZES:
+        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", given.get(variable, ""))
+        sizes = [int(size) for size, times in parts for _ in range(int(times or 1))]
+        node = environment.integer(given, "SLURM_NODEID") or 0 if len(sizes) > 1 else 0
+        if node < len(sizes):
+            return sizes[node]
+    return 0
 
 
 def warn_if_spread(root: Path = SYS, environ: Mapping[str, str] | None = None) -> None:

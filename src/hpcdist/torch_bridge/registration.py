@@ -5,8 +5,10 @@ what                                                  why                       
 ====================================================  ==================================================  ==============
 ``rendezvous._rendezvous_handlers["env"]``            ``init_process_group("hpcdist")`` without           2.13.0, 2.15.0
                                                       MASTER_ADDR, where the launcher starts MPI
-``distributed_c10d._new_process_group_helper``,       ``python -m hpcdist run``: "mpi" and "gloo" become  2.13.0, 2.15.0
-``.rendezvous``, ``.is_mpi_available``                "hpcdist" in an unmodified script
+``distributed_c10d._new_process_group_helper``        "mpi" becomes "hpcdist", also beside a group of     2.13.0, 2.15.0
+                                                      torch's; ``python -m hpcdist run``: "gloo" too
+``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
+``.is_mpi_available``
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
 ``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
 ``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
@@ -19,39 +21,54 @@ what                                                  why                       
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
+from urllib.parse import urlparse
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hpcdist.core.errors import explained
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
-from hpcdist.launch import environment
+from hpcdist.launch import decision, environment
+from hpcdist.launch.rendezvous import query
 from hpcdist.torch_bridge.late_store import fresh_store
 from hpcdist.torch_bridge.mirror import NAME
 from hpcdist.torch_bridge.stock import STOCK
 
 DEVICES = ["cpu", "cuda"]
-DIVERTED = frozenset({"mpi", "gloo", "undefined", NAME})  # what `hpcdist run` carries itself
-LAUNCH: list[environment.Launch | None] = []  # how this process was started, as ``divert`` was told
+DIVERTED = frozenset({"gloo", "undefined"})  # what is ours under `hpcdist run`
+CARRIED = DIVERTED | {"mpi", NAME}
+HOOKS: dict[str, Callable[..., None]] = {}  # begin and end the world of groups beside torch's own default group
 
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
 
 
-def register(creator: Callable[[Any, Any], Any]) -> None:
+def register(
+    creator: Callable[[Any, Any], Any], begin_beside: Callable[..., None], end_beside: Callable[[], None]
+) -> None:
     """Make the backend "hpcdist" known to torch.distributed, and "env://" content without MASTER_ADDR under MPI.
 
     Args:
         creator: makes a ProcessGroup of c10d's backend options and the caller's ``pg_options``.
+        begin_beside: makes a world for groups beside torch's own default group, which every rank calls with the
+            backend's name, that group, its store, and the timeout.
+        end_beside: ends it, if there is one.
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)
+    HOOKS.update({"begin beside": begin_beside, "end beside": end_beside})
     handlers = rendezvous_module._rendezvous_handlers
     if handlers["env"] is not by_launcher:
         STOCK["env"] = handlers["env"]
         handlers["env"] = by_launcher
+    if "helper" not in STOCK:
+        STOCK["helper"] = c10d._new_process_group_helper
+        setattr(c10d, "_new_process_group_helper", make)  # noqa: B010  # for mypy
     open_monitored_barrier()
     keep_recorder_away()
     name_local_groups()
@@ -104,7 +121,9 @@ def follow_aborts() -> None:
     def update(pg: Any) -> None:
         stock(pg)
         default = WORLD.default
-        if pg is None and WORLD.mirror is not None and isinstance(default, ProcessGroup) and default.is_aborted():
+        if pg is None and WORLD.mirror is None:
+            HOOKS["end beside"]()
+        elif pg is None and WORLD.mirror is not None and isinstance(default, ProcessGroup) and default.is_aborted():
             WORLD.clear()
 
     setattr(c10d, "_update_default_pg", update)  # noqa: B010  # for mypy
@@ -141,54 +160,103 @@ def open_monitored_barrier() -> None:
         setattr(module, "monitored_barrier", monitored_barrier)  # noqa: B010  # for mypy
 
 
-def launched() -> environment.Launch | None:
-    """Return how this process was started, as ``divert`` was told or as the environment says."""
-    return LAUNCH[0] if LAUNCH else environment.detect()
-
-
-def by_launcher(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Take rank and size from an MPI launcher where the environment lacks what ``env://`` needs."""
-    launch = launched()
-    if "MASTER_ADDR" in os.environ or launch is None or not launch.starts_mpi:
+def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> Iterator[Any]:
+    """Take rank and size from an MPI launcher, if the group is ours or the environment lacks what ``env://`` needs."""
+    launch = decision.launched() if is_ours else environment.detect()
+    if ("MASTER_ADDR" in os.environ and not is_ours) or launch is None or not launch.starts_mpi:
         yield from STOCK["env"](url, *args, **kwargs)
         return
     yield fresh_store(), launch.rank, launch.size
 
 
-def divert(launch: environment.Launch | None) -> None:
-    """Let ``init_process_group`` and ``new_group`` with "mpi" or "gloo" make groups of ours; once a process.
+def cpu_backend(asked: str) -> str:
+    """Return the backend that a string, be it a name or pairs, asks for the CPU; nothing if it asks for none."""
+    if ":" not in asked:
+        return asked
+    pairs = [pair.strip().partition(":") for pair in asked.split(",")]
+    return next((name for device, _, name in pairs if device == "cpu"), "")
+
+
+@cache
+def warn_of_absent(asked: str) -> None:
+    """Warn that this machine has no GPU for a part of what was asked for."""
+    warnings.warn(
+        explained(
+            f"backend {asked!r}: this process has no CUDA device, so its group carries CPU tensors only", "no-cuda"
+        ),
+        stacklevel=2,
+    )
+
+
+def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a group as torch's ``_new_process_group_helper`` does; those that ask for MPI are ours.
 
     ``get_backend`` goes on to say what the script asked for.
-
-    Args:
-        launch: how this process was started, before anyone set what torchrun sets.
     """
-    if "helper" in STOCK:
-        return
-    LAUNCH.append(launch)
-    meet_by_url = STOCK["rendezvous"] = rendezvous_module.rendezvous
-    helper = STOCK["helper"] = c10d._new_process_group_helper
-
-    def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        carried = str(backend) in DIVERTED
-        if carried and size < 0:  # c10d asks nobody for its own MPI
+    helper, asked = STOCK["helper"], str(backend)
+    name = cpu_backend(asked)
+    is_subgroup, default = len(ranks) > 0, c10d._world.default_pg
+    if name not in CARRIED or (name in DIVERTED and "meet" not in STOCK):
+        return helper(size, rank, ranks, backend, *args, **kwargs)
+    if is_subgroup and not isinstance(default, ProcessGroup):
+        if name in DIVERTED:
+            return helper(size, rank, ranks, backend, *args, **kwargs)
+        HOOKS["begin beside"](name, default, args[0], kwargs["timeout"])
+    elif not is_subgroup:
+        launch = decision.launched()
+        if launch is None and size > 1 and name in DIVERTED:  # the program finds its processes itself
+            return helper(size, rank, ranks, backend, *args, **kwargs)
+        if name == "mpi":
+            decision.check_mpi(launch, size)
+        if size < 0:  # c10d asks nobody for its own MPI, nor for a store
             rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
-        made = helper(size, rank, ranks, c10d.Backend(NAME) if carried else backend, *args, **kwargs)
-        group, store = made
-        if carried and group in c10d._world.pg_map:
-            asked = NAME if str(backend) == "undefined" else str(backend)
-            c10d._world.pg_map[group] = (asked, store)
-            group.asked_name = None if asked == NAME else asked
-        return made
+            args = (fresh_store(), *args[1:])
+    if "cuda:" in asked and not torch.cuda.is_available():
+        warn_of_absent(asked)
+    made = helper(size, rank, ranks, c10d.Backend(NAME), *args, **kwargs)
+    group, store = made
+    if group in c10d._world.pg_map and asked != NAME:
+        shown = NAME if asked == "undefined" else asked
+        c10d._world.pg_map[group] = (shown, store)
+        group.asked_name = None if name in ("undefined", NAME) else name
+    return made
 
-    def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
-        if launch is not None and not launch.starts_mpi:
-            yield from meet_by_url(url, rank, world_size, **kwargs)
-        else:
-            yield fresh_store(), launch.rank if launch is not None else 0, launch.size if launch is not None else 1
 
+def number(given: int, variable: str) -> int | None:
+    """Return a rank or size as the caller gives it, or else as the environment does."""
+    return given if given != -1 else environment.integer(os.environ, variable)
+
+
+def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
+    """Find the other processes of an unmodified script: over MPI if its launcher starts it, else as torch does.
+
+    A script that starts its processes itself, and says how many there are, is left to torch.
+
+    Raises:
+        ValueError: the caller's rank or size is not the launcher's.
+    """
+    launch = decision.launched()
+    rank, world_size = query(urlparse(str(url)), rank, world_size)
+    if launch is not None and launch.starts_mpi:
+        if rank not in (-1, launch.rank) or world_size not in (-1, launch.size):
+            raise ValueError(
+                f"init_process_group was given rank {rank} of {world_size}, and {launch.name} started this process as "
+                f"rank {launch.rank} of {launch.size}: give neither, or the launcher's"
+            )
+        yield fresh_store(), launch.rank, launch.size
+    elif launch is None and number(world_size, "WORLD_SIZE") in (None, 1) and number(rank, "RANK") in (None, 0):
+        yield fresh_store(), 0, 1
+    else:
+        yield from STOCK["meet"](url, rank, world_size, **kwargs)
+
+
+def divert(is_mpi_available: Callable[[], bool]) -> None:
+    """Let ``init_process_group`` and ``new_group`` with "gloo" or without a name make groups of ours."""
+    if "meet" in STOCK:
+        return
+    STOCK["meet"] = rendezvous_module.rendezvous
     patched: Any = c10d
-    patched._new_process_group_helper, patched.rendezvous = make, meet
+    patched.rendezvous = meet
     modules: list[Any] = [patched, dist]
     for module in modules:
-        module.is_mpi_available = lambda: True
+        module.is_mpi_available = is_mpi_available

@@ -48,11 +48,18 @@ class FileLog:
         self._mine = threading.RLock()
 
     def state(self) -> tuple[int, int]:
-        """Return inode and size, which change with every record, without a lock."""
+        """Return inode and size, which change with every record, without a lock.
+
+        The file is opened for it: NFS asks its server at each open, and answers stat(2) from memory for up to 60 s.
+        """
         try:
-            status = os.stat(self.path)
+            fd = os.open(self.path, _READ_FLAGS)
         except FileNotFoundError:
             return -1, -1
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
         return status.st_ino, status.st_size
 
     @contextlib.contextmanager

@@ -141,9 +141,9 @@ def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth
         except OSError as error:
             now = time.monotonic()
             pause = min(pause * 2, LAST_PAUSE_S) * random.uniform(0.6, 1.0)
-            if not is_worth_it() or (deadline is not None and now + pause >= deadline):
+            if not is_worth_it() or (deadline is not None and now >= deadline):
                 raise connect_timeout(f"{host}:{port}", seconds, tries, error) from error
-        time.sleep(pause)
+        time.sleep(pause if deadline is None else min(pause, deadline - now))
 
 
 def open_connection(host: str, port: int, secret: bytes | None, limit: float | None) -> Connection:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.launch import environment, rendezvous
+from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import private_names
 
 __all__ = [
@@ -111,6 +111,8 @@ def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootst
     if backend == "mpi":
         from hpcdist.backends.mpi.process import runtime
 
+        if not options.get("comm"):
+            decision.check_mpi(decision.launched())
         comm = options.get("comm") or runtime.world(timeout)
         return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)
     store, rank, size = meet(timeout)
@@ -119,7 +121,7 @@ def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootst
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return a store that no other group uses, this process's rank, and how many there are."""
-    store, rank, size = rendezvous.find(environment.detect(), None, None, -1, -1, timeout)
+    store, rank, size = rendezvous.find(decision.launched(), None, None, -1, -1, timeout)
     return rendezvous.part(store, f"dist2:{next(COUNT)}"), rank, size
 
 

@@ -119,15 +119,21 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
         The world's communicator, or None without MPI; and the finding that says what failed, or None.
     """
     launch = environment.detect()
+    if launch is not None and launch.conflict:
+        dist.init_process_group("loopback", world_size=1)
+        return None, Finding(PROBLEM, launch.conflict, "unset RANK WORLD_SIZE   # before the launcher starts the ranks")
     if facts["mpi_library"]["error"] is None and (launch is None or launch.starts_mpi):
         try:
             dist.init_process_group("mpi")
         except dist.DistBackendError as error:
-            dist.init_process_group("loopback")
+            dist.init_process_group("loopback", world_size=1)
             text = str(error).removesuffix(launch.remedy if launch is not None else "").strip()
             return None, Finding(PROBLEM, text, mpi_library.mend_launch(facts["mpi_library"]))
         return dist.get_mpi_comm(), None
-    dist.init_process_group("loopback" if launch is None or launch.starts_mpi else None)
+    if launch is None or launch.starts_mpi:
+        dist.init_process_group("loopback", world_size=1)
+    else:
+        dist.init_process_group()
     return None, None
 
 

@@ -177,7 +177,10 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
             yield Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", mend)
     yield Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}")
     if launched is not None:
-        yield Finding(OK, f"started by {launched['name']}, {launched['size']} ranks")
+        if not launched["conflict"]:
+            yield Finding(OK, f"started by {launched['name']}, {launched['size']} ranks")
+            carrier = "MPI" if launched["starts_mpi"] else "gloo"
+            yield Finding(NOTE, f"CPU tensors go over {carrier}, because {launched['reason']}")
         return
     yield Finding(NOTE, "not started by a launcher; under mpirun or srun the doctor tests the whole job")
     yield from judge_launcher(first)

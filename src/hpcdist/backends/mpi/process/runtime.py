@@ -154,7 +154,8 @@ def check_process() -> None:
         return
     text = (
         f"process {os.getpid()} was started by process {owner} of an MPI job and is not one of its ranks. Start it "
-        "with mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, or 'loopback'"
+        "with mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, or "
+        "'loopback' with world_size=1"
     )
     raise DistBackendError(explained(text, "child-process"))
 

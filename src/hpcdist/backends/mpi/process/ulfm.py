@@ -196,16 +196,28 @@ def leave_pmix() -> None:
 
 
 def limit_silence() -> None:
-    """Have the kernel end TCP connections of this process whose other host is silent: its power or its link is lost."""
+    """Have the kernel end TCP connections of MPI and its launcher whose other host is silent: lost power, a lost link.
+
+    They are those that are open when MPI starts, without a limit of their owner's.
+    """
     found = []
     for each in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError), duplicate(each) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                if not is_untouched(connection):
+                    continue
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in KEEP_ALIVE.items():
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
                 found.append((each, os.fstat(each).st_ino))
     Thread(target=limit_silence_of_receivers, args=(found,), name="hpcdist silence", daemon=True).start()
+
+
+def is_untouched(connection: socket.socket) -> bool:
+    """Tell whether nobody has limited a connection's silence: another library's settings stay as they are."""
+    return not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and not connection.getsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    )
 
 
 def duplicate(number: int, inode: int | None = None) -> socket.socket:
@@ -225,10 +237,13 @@ def limit_silence_of_receivers(sockets: list[tuple[int, int]]) -> None:
     Args:
         sockets: their descriptors and inodes; MPI may close one, and another file get its number.
     """
+    limits = dict.fromkeys(sockets, 0)
     while True:
-        for number, inode in sockets:
+        for (number, inode), before in limits.items():
             with suppress(OSError), duplicate(number, inode) as connection:
                 tried = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNANSWERED.stop)[UNANSWERED]
                 limit = UNANSWERED_MILLISECONDS if max(tried) > 1 else 0
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+                if limit != before:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+                    limits[number, inode] = limit
         time.sleep(1)

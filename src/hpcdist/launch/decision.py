@@ -1,0 +1,45 @@
+"""Decision who started this process, for a world that is about to be made: contradictions are errors."""
+
+from __future__ import annotations
+
+import os
+
+from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.launch import environment
+
+
+def launched() -> environment.Launch | None:
+    """Return how this process was started, to make a world of it.
+
+    Raises:
+        ValueError: the variables contradict each other.
+    """
+    launch = environment.detect()
+    if launch is not None and launch.conflict:
+        text = f"who started this process is contradictory: {launch.conflict}"
+        raise ValueError(explained(text, "launchers-disagree"))
+    return launch
+
+
+def check_mpi(launch: environment.Launch | None, size: int = -1) -> None:
+    """Raise if "mpi" would make a world of one in each of several processes that no MPI launcher started.
+
+    Args:
+        launch: how this process was started.
+        size: how many processes the caller says that there are, if it does.
+
+    Raises:
+        DistBackendError: a launcher without MPI, or the program itself, started several.
+    """
+    if launch is not None and launch.starts_mpi:
+        return
+    who, others = (launch.name, launch.size) if launch is not None else ("no MPI launcher", size)
+    if others <= 1 and not (launch is None and environment.names_others()):
+        return
+    count = max(others, environment.integer(os.environ, "WORLD_SIZE") or 0)
+    text = (
+        f"backend 'mpi': {who} started this process, one of {count}, and MPI would make a world of one of each. Start "
+        "them with mpirun or srun, or use backend 'gloo'; where an MPI launcher's variables are set too, "
+        f"{environment.RANKS_FROM}=mpi chooses them"
+    )
+    raise DistBackendError(explained(text, "no-mpi-launcher"))

@@ -1,0 +1,188 @@
+"""Three doors take the same decisions, whoever set which variable: ``import hpcdist``, torch's "hpcdist", ``run``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+
+import pytest
+
+from tests import programs
+from tests.ports import free_port
+
+pytestmark = pytest.mark.skipif(
+    any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
+)
+
+RUN = ["-m", "hpcdist", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+STRINGS = [
+    "none",
+    "mpi",
+    "cpu:mpi",
+    "cpu:mpi,cuda:nccl",
+    "gloo",
+    "cpu:gloo",
+    "cpu:gloo,cuda:nccl",
+    "cuda:nccl,cpu:gloo",
+]
+
+# prints a line for each backend that is asked for: what was made of it, and how many warnings named the missing GPU
+EACH = """
+    import os, sys, warnings
+    import torch, torch.distributed as dist
+
+    door, *asked = sys.argv[1:]
+    if door == "import":
+        import hpcdist as dist
+    for each in asked:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                dist.init_process_group(*([] if each == "none" else [each]))
+            except (ValueError, RuntimeError) as error:
+                said = f"{type(error).__name__} {error}"
+            else:
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                kinds = {type(each).__name__ for each in getattr(dist.group.WORLD, "backends", {}).values()}
+                said = f"{dist.get_world_size()} {int(total)} {','.join(kinds) or 'stock'} {dist.get_backend()}"
+                if door == "run":
+                    said += " " + type(dist.new_group(backend="cpu:gloo").backends["cpu"]).__name__
+                dist.barrier()
+                dist.destroy_process_group()
+        missing = sum("no CUDA device" in str(warning.message) for warning in seen)
+        os.write(1, f"{each}: {said} {missing}\\n".encode())
+"""
+# what job scripts export for torch beside the launcher's variables; the address is nobody's
+EXPORT = "RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=2 MASTER_ADDR=placeholder MASTER_PORT=1 exec "
+
+
+def started(tmp_path, script, *command, **given):
+    """Start a script by a shell's command line, in which SCRIPT stands for it, and return its process and lines."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    line = " ".join(map(str, command)).replace("SCRIPT", str(path))
+    done = programs.run(["bash", "-c", line], timeout=110, **given)
+    return done, sorted(line for line in done.stdout.splitlines() if line)
+
+
+def under_mpirun(command, exported=EXPORT):
+    """Return a shell's command line that starts a command on two ranks with variables that each rank exports."""
+    options = ["--oversubscribe"] if programs.LIBRARY == "openmpi" else []
+    return [programs.MPIRUN, *options, "-n 2", f"bash -c '{exported}{sys.executable} {command}'"]
+
+
+def test_exported_variables_and_run(tmp_path):
+    _, lines = started(tmp_path, EACH, *under_mpirun(" ".join([*RUN, "SCRIPT", "run", *STRINGS, "hpcdist"])))
+    shown = {each: each if each != "none" else "hpcdist" for each in [*STRINGS, "hpcdist"]}
+    expected = [f"{each}: 2 2 MPIBackend {shown[each]} MPIBackend {int('cuda' in each)}" for each in shown]
+    assert lines == sorted(expected * 2)
+
+
+def test_exported_variables_and_the_import(tmp_path):
+    _, lines = started(tmp_path, EACH, *under_mpirun(" ".join(["SCRIPT import", *STRINGS, "loopback"])))
+    refused = [line for line in lines if line.startswith("loopback: ValueError")]
+    assert len(refused) == 2
+    assert all("started 2" in line for line in refused)
+    kinds = {each: "GlooBackend" if "gloo" in each else "MPIBackend" for each in STRINGS}
+    shown = {each: each if each != "none" else "mpi" for each in STRINGS}
+    expected = [f"{each}: 2 2 {kinds[each]} {shown[each]} {int('cuda' in each)}" for each in STRINGS]
+    assert sorted(set(lines) - set(refused)) == sorted(expected)
+
+
+BESIDE = """
+    import torch
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=asked_port)
+    dist.init_process_group("gloo")
+    for each in beside:
+        everyone = dist.new_group(backend=each)
+        last = dist.new_group([1], backend=each)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=everyone)
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(3), group=last)
+        kind = type(everyone.backends["cpu"]).__name__
+        default = type(dist.group.WORLD).__module__
+        os.write(1, f"beside {default} {each}: {int(total)} {kind} {dist.get_backend(everyone)}\\n".encode())
+    dist.barrier()
+    dist.destroy_process_group()
+    assert not __import__("hpcdist").is_initialized()
+"""
+
+
+def test_exported_variables_and_torchs_door(tmp_path):
+    """Also groups over MPI beside a default group that is torch's own, in a program that does not import hpcdist."""
+    asked = ["mpi", "cpu:mpi", "hpcdist", "cuda:nccl,cpu:hpcdist"]
+    beside = ["mpi", "cpu:mpi", "hpcdist"]
+    names = f"    beside = {beside}\n    asked_port = '{free_port()}'\n"
+    _, lines = started(tmp_path, EACH + names + BESIDE, *under_mpirun(" ".join(["SCRIPT torch", *asked])))
+    stock = "torch.distributed.distributed_c10d"
+    expected = [f"{each}: 2 2 MPIBackend {each} {int('cuda' in each)}" for each in asked]
+    expected += [f"beside {stock} {each}: 2 MPIBackend {each}" for each in beside]
+    assert lines == sorted(expected * 2)
+
+
+def test_variables_that_contradict_the_launcher(tmp_path):
+    exported = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 exec "
+    _, lines = started(tmp_path, EACH, *under_mpirun("SCRIPT torch hpcdist mpi", exported))
+    said = re.compile(r"ValueError .* says rank [01] of 2, RANK and WORLD_SIZE say rank 0 of 4")
+    assert len(lines) == 4
+    assert all(map(said.search, lines))
+    done, _ = started(tmp_path, EACH, *under_mpirun(" ".join([*RUN, "SCRIPT run gloo"]), exported))
+    assert done.returncode == 2
+    assert "RANK and WORLD_SIZE say rank 0 of 4" in done.stderr
+
+
+def test_torchrun_and_mpi(tmp_path):
+    """No door makes a world of one in each of torchrun's processes."""
+    refused = "DistBackendError backend 'mpi': torchrun started this process, one of 2"
+    for command in ["SCRIPT torch mpi", "SCRIPT import mpi cpu:mpi"]:
+        _, lines = started(tmp_path, EACH, *TORCHRUN, command)
+        assert len(lines) == 2 * len(command.split()[2:])
+        assert all(refused in line for line in lines)
+    _, lines = started(tmp_path, EACH, *TORCHRUN, *RUN, "SCRIPT run mpi gloo")
+    assert [refused in line for line in lines] == [False, False, True, True]
+    assert lines[:2] == ["gloo: 2 2 GlooBackend gloo GlooBackend 0"] * 2
+
+
+FORKED = """
+    import os, sys
+    import torch, torch.distributed as dist
+
+    for url in sys.argv[1:]:
+        children = []
+        for rank in range(2):
+            children.append(os.fork())
+            if children[-1] == 0:
+                dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                dist.barrier()
+                os.write(1, f"{url[:3]} {dist.get_rank()} {dist.get_world_size()} {int(total)}\\n".encode())
+                dist.destroy_process_group()
+                os._exit(0)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert "LOCAL_RANK" not in os.environ  # by which Lightning tells that its processes have been started
+    dist.init_process_group("gloo")
+    os.write(1, f"alone {dist.get_world_size()}\\n".encode())
+"""
+
+
+def test_processes_that_a_script_starts_itself(tmp_path):
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    url = f"tcp://127.0.0.1:{free_port()}"
+    done, lines = started(tmp_path, FORKED, sys.executable, *RUN, "SCRIPT env://", url, **given)
+    assert lines == ["alone 1", "env 0 2 2", "env 1 2 2", "tcp 0 2 2", "tcp 1 2 2"], done.stderr
+
+
+def test_processes_that_a_user_starts(tmp_path):
+    """Each with RANK and WORLD_SIZE of its own; "mpi" cannot connect them."""
+    given = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} {sys.executable} {' '.join(RUN)}"
+    both = f"RANK=0 {given} SCRIPT run gloo mpi & RANK=1 {given} SCRIPT run gloo mpi & wait"
+    _, lines = started(tmp_path, EACH, both)
+    assert lines[:2] == ["gloo: 2 2 GlooBackend gloo GlooBackend 0"] * 2
+    assert [line.split()[:4] for line in lines[2:]] == [["mpi:", "DistBackendError", "backend", "'mpi':"]] * 2
