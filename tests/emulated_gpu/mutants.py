@@ -6,25 +6,17 @@ the tests on emulated GPUs on one rank or on two; what survives is printed, and 
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-NCCL = "src/hpcdist/backends/nccl"
-PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no")
-EMULATED = (*PYTEST, "--timeout", "60", "-p", "tests.emulated_gpu.plugin", "--with-mpi")
+from tests.mutants import PYTEST, Mutant, copy_project, run, try_all
+
+EMULATED = (*PYTEST, "-p", "tests.emulated_gpu.plugin", "--with-mpi")
 STREAMS, BACKEND, COMMUNICATORS = "streams.py", "backend.py", "communicators.py"
 
-MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-MPI["OMP_NUM_THREADS"] = "1"
-
-# file, a part of it that occurs once, what stands there instead
-MUTANTS = [
+# file of the backend, a part of it that occurs once, what stands there instead
+LINES = [
     (STREAMS, "        self._before.wait(self.side)\n", ""),
     (STREAMS, "        self._before.record(stream)\n", ""),
     (STREAMS, "        self.end.wait(current)\n", ""),
@@ -79,26 +71,7 @@ MUTANTS = [
     (COMMUNICATORS, "            if self.ended is not None:\n                return True\n", ""),
     (COMMUNICATORS, "if self.group is not None and not self._is_ending:", "if self.group is not None:"),
 ]
-
-
-def run(folder: Path, ranks: int, *arguments: str) -> str | None:
-    """Run tests in a copy of the project; return the first failure, or None."""
-    environment = {**os.environ, **MPI, "PYTHONPATH": f"{folder}/src:{folder}"}
-    command = [sys.executable, *arguments]
-    if ranks:
-        command = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", str(ranks), *command]
-    with (folder / "out").open("w+b") as out:
-        try:
-            status = subprocess.run(
-                command, cwd=folder, env=environment, stdout=out, stderr=out, timeout=300
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return "no end within 300 s"
-        if status == 0:
-            return None
-        out.seek(0)
-        lines = out.read().decode(errors="replace").splitlines()
-    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), f"status {status}")
+MUTANTS = [Mutant(f"hpcdist/backends/nccl/{file}", old, new, "") for file, old, new in LINES]
 
 
 def judge(folder: Path) -> str | None:
@@ -116,30 +89,12 @@ def judge(folder: Path) -> str | None:
 
 def main(numbers: list[int]) -> int:
     """Try the mutants and return the exit status."""
-    survivors = 0
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for name in ("src", "tests"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", folder)
-        if failure := judge(folder):
+        copy_project(Path(temporary))
+        if failure := judge(Path(temporary)):
             sys.exit(f"the tests fail without a mutant: {failure}")
-        for number in numbers or range(len(MUTANTS)):
-            name, old, new = MUTANTS[number]
-            path = folder / NCCL / name
-            text = path.read_text()
-            assert text.count(old) == 1, (number, old, text.count(old))
-            path.write_text(text.replace(old, new))
-            began = time.monotonic()
-            caught = judge(folder)
-            path.write_text(text)
-            survivors += caught is None
-            line = next(each.strip() for each in old.splitlines() if each.strip())
-            print(
-                f"{number:2d} {name}: {line[:60]!r}: {caught or 'SURVIVES'} ({time.monotonic() - began:.0f} s)",
-                flush=True,
-            )
-    return int(survivors > 0)
+    chosen = ((number, MUTANTS[number]) for number in numbers or range(len(MUTANTS)))
+    return int(try_all(chosen, lambda folder, _: judge(folder)) > 0)
 
 
 if __name__ == "__main__":
