@@ -88,14 +88,32 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def mpirun_command(ranks: int, program: list[object], options: list[str] | None = None) -> list[str]:
-    """Return the command line that starts a Python program (a path and arguments, or -c and code) on some ranks."""
+def mpirun_command(
+    ranks: int, program: list[object], options: list[str] | None = None, python: list[str] | None = None
+) -> list[str]:
+    """Return the command line that starts a Python program (a path and arguments, or -c and code) on some ranks.
+
+    Args:
+        ranks: how many.
+        program: what Python runs.
+        options: more for mpirun.
+        python: the words that start Python; this environment's if None, ``tests.forked.python()`` if its start is not
+            what the test is about.
+    """
     tolerant = ["--oversubscribe"] if LIBRARY == "openmpi" else []  # more ranks than cores
-    return [str(part) for part in [MPIRUN, *tolerant, *(options or []), "-n", ranks, sys.executable, *program]]
+    return [
+        str(part)
+        for part in [MPIRUN, *tolerant, *(options or []), "-n", ranks, *(python or [sys.executable]), *program]
+    ]
 
 
 def mpirun(
-    ranks: int, program: list[object], timeout: float = 60, options: list[str] | None = None, **variables: str
+    ranks: int,
+    program: list[object],
+    timeout: float = 60,
+    options: list[str] | None = None,
+    python: list[str] | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program on some ranks to its end."""
-    return run(mpirun_command(ranks, program, options), timeout, **variables)
+    """Run a Python program on some ranks to its end; arguments as for ``mpirun_command``."""
+    return run(mpirun_command(ranks, program, options, python), timeout, **variables)

@@ -10,7 +10,8 @@ import pytest
 from hpcdist.cli import bench, web_page
 from hpcdist.cli.bench import plots
 from hpcdist.cli.bench.timing import Figure
-from tests.programs import MPIRUN, mpirun, run
+from tests.forked import mpirun
+from tests.programs import MPIRUN, run
 
 ROWS = {
     "latency": {

@@ -8,7 +8,8 @@ import pytest
 import hpcdist
 from hpcdist.cli import explain, main
 from hpcdist.core.errors import explained
-from tests.programs import MPIRUN, mpirun
+from tests.forked import mpirun
+from tests.programs import MPIRUN
 
 
 def test_by_name(capsys):

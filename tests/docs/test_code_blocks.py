@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hpcdist
-from tests import programs
+from tests import forked, programs
 from tests.docs.code_blocks import NOT_RUN, ROOT, Block, blocks, pages
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
@@ -29,6 +29,16 @@ def has(name: str) -> bool:
     return hasattr(hpcdist, name) or any(importlib.util.find_spec(module) is not None for module in modules)
 
 
+def is_first_page(block: Block) -> bool:
+    """Tell whether a block is on the page whose programs are started as a user starts them."""
+    return block.page.name == "README.md"
+
+
+def python(block: Block) -> list[str]:
+    """Return the words that start Python."""
+    return [sys.executable] if is_first_page(block) else forked.python()
+
+
 def command(block: Block) -> list[str]:
     """Return what runs a block."""
     if block.language == "bash":
@@ -38,8 +48,8 @@ def command(block: Block) -> list[str]:
         return [*run, "block.py"]
     if "mpirun" in block.settings:
         tolerant = ["--with-ft", "ulfm"] if "ulfm" in block.words else []
-        return programs.mpirun_command(int(block.settings["mpirun"]), ["block.py"], tolerant)
-    return [sys.executable, "block.py"]
+        return programs.mpirun_command(int(block.settings["mpirun"]), ["block.py"], tolerant, python(block))
+    return [*python(block), "block.py"]
 
 
 @pytest.fixture
@@ -83,8 +93,9 @@ def test_blocks_of(name, folder, monkeypatch):
 
 def run(block: Block, folder) -> None:
     """Run one block to its end."""
+    first = [] if is_first_page(block) else [str(forked.folder_with_python(folder / ".bin"))]
     variables = {
-        "PATH": f"{programs.BIN}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "PATH": os.pathsep.join([*first, str(programs.BIN), os.environ.get("PATH", "/usr/bin:/bin")]),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # as many ranks as a page says, on any machine
     }
     done = programs.run(command(block), SECONDS, folder, **variables)

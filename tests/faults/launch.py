@@ -15,6 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests import forked
 from tests.programs import LIBRARY, mpirun_command
 from tests.programs import MPIRUN as MPIRUN  # for the tests here
 from tests.programs import environment as settings
@@ -41,10 +42,15 @@ PLAIN = [each for each in LAUNCHERS if each != "openmpi-ulfm"]  # a rank's death
 
 
 def command(
-    launcher: str, ranks: int, script: Path, arguments: list[str], options: list[str] | None = None
+    launcher: str,
+    ranks: int,
+    script: Path,
+    arguments: list[str],
+    options: list[str] | None = None,
+    python: list[str] | None = None,
 ) -> list[str]:
     """Return the command line that starts a job."""
-    return mpirun_command(ranks, [script, *arguments], [*LAUNCHERS[launcher], *(options or [])])
+    return mpirun_command(ranks, [script, *arguments], [*LAUNCHERS[launcher], *(options or [])], python)
 
 
 class Started:
@@ -117,14 +123,32 @@ class Started:
 
 
 class Job(Started):
-    """A job on this machine."""
+    """A job on this machine.
+
+    Args:
+        launcher: a key of ``LAUNCHERS``.
+        ranks: how many.
+        arguments: the script's.
+        script: what each rank runs.
+        is_forked: whether ranks are forked from one process that has imported torch; not if their start, signals or
+            descriptors are what the test is about.
+        environment: more variables for the ranks.
+    """
 
     def __init__(
-        self, launcher: str, ranks: int, arguments: list[str], script: Path = HERE / "job.py", **environment: str
+        self,
+        launcher: str,
+        ranks: int,
+        arguments: list[str],
+        script: Path = HERE / "job.py",
+        is_forked: bool = True,
+        **environment: str,
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
         traces = {"TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
-        super().__init__(command(launcher, ranks, script, arguments), settings(**traces, **environment), folder)
+        python = forked.python() if is_forked else None
+        line = command(launcher, ranks, script, arguments, python=python)
+        super().__init__(line, settings(**traces, **environment), folder)
         self.launcher = launcher
 
     def close(self) -> None:

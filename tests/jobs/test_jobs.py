@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from tests.ports import free_port
-from tests.programs import BIN, ROOT, mpirun, output, run, start
+from tests.forked import mpirun, python
+from tests.programs import BIN, ROOT, output, run, start
 
 TRAIN = ROOT / "slurm/jobs/train_digits.py"
 SHARED = ROOT / "slurm/jobs/train_shared.py"
@@ -25,7 +26,7 @@ def reached(text: str) -> float:
 @pytest.fixture(scope="module")
 def short_accuracy() -> float:
     """What three epochs reach on one rank, without a launcher."""
-    result = run([sys.executable, TRAIN, *SHORT])
+    result = run([*python(), TRAIN, *SHORT])
     assert result.returncode == 0, result.stderr
     return reached(result.stdout)
 
@@ -59,7 +60,7 @@ def test_training_without_a_launcher(scheme, tmp_path, short_accuracy):
         url = f"file://{tmp_path}/rendezvous"
     else:
         url = f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, TRAIN, *SHORT, "--init-method", url, "--world-size", "4", "--rank"]
+    command = [*python(), TRAIN, *SHORT, "--init-method", url, "--world-size", "4", "--rank"]
     ranks = [start([*command, r]) for r in range(4)]
     try:
         outputs = [output(process, timeout=90)[0] for process in ranks]

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.programs import mpirun, run
+from tests.forked import mpirun
+from tests.programs import run
 
 PROGRAM = """
 import logging

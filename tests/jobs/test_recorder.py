@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from tests.forked import python
 from tests.programs import run
 
 PROGRAM = f"""
@@ -26,7 +27,7 @@ time.sleep(0.2)
 
 def test_the_last_calls_are_kept(tmp_path: Path) -> None:
     prefix = str(tmp_path / "trace_")
-    result = run([sys.executable, "-c", PROGRAM, prefix], TORCH_FR_BUFFER_SIZE="5", TORCH_FR_DUMP_TEMP_FILE=prefix)
+    result = run([*python(), "-c", PROGRAM, prefix], TORCH_FR_BUFFER_SIZE="5", TORCH_FR_DUMP_TEMP_FILE=prefix)
     assert result.returncode == 0, result.stderr
     trace = pickle.loads(Path(f"{prefix}0").read_bytes())
     assert [each["input_sizes"] for each in trace["entries"]] == [[[count]] for count in range(5, 10)]

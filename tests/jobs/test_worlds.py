@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.ports import free_port
-from tests.programs import BIN, mpirun, output, run, start
+from tests.forked import mpirun, python
+from tests.programs import BIN, output, run, start
 
 CYCLES = """
 import os, sys, threading
@@ -72,7 +73,7 @@ def program(tmp_path):
 
 
 def test_the_next_world_meets_where_the_last_one_did(program, tmp_path):
-    command = [sys.executable, program, tmp_path / "rendezvous", *(free_port() for _ in range(4))]
+    command = [*python(), program, tmp_path / "rendezvous", *(free_port() for _ in range(4))]
     ranks = [start([*command], MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
     try:
         outputs = [output(each, timeout=90) for each in ranks]

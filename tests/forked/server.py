@@ -1,0 +1,125 @@
+"""Fork server: ``python server.py SOCKET`` imports torch, and forks for each client that connects to the socket."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy  # noqa: F401
+import torch  # noqa: F401
+import torch.distributed
+
+MOST_FILES = 64
+PR_SET_PDEATHSIG = 1
+
+
+def read(client: socket.socket, count: int) -> bytes:
+    """Return so many bytes from a client."""
+    data = b""
+    while len(data) < count:
+        data += client.recv(count - len(data)) or sys.exit("a client has ended")
+    return data
+
+
+def serve(path: str) -> tuple[list[str], dict[str, str]]:
+    """Fork for each client; return only in a child, with its arguments and environment."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    print("listens", flush=True)
+    events = selectors.DefaultSelector()
+    events.register(listener, selectors.EVENT_READ)
+    ends: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a child's end: its process id and client
+    children: dict[socket.socket, tuple[int, int]] = {}  # by client: the process id, and the descriptor of its end
+    while True:
+        for key, _ in events.select():
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                head, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
+                request = json.loads(read(client, int.from_bytes(head, "little")))
+                if (child := os.fork()) == 0:
+                    events.close()  # now: Python would close them later, when the program has files of these numbers
+                    for each in (listener, client, *children):
+                        each.close()
+                    return become(request, files)
+                for each in files:
+                    os.close(each)
+                end = os.pidfd_open(child)
+                ends[end], children[client] = (child, client), (child, end)
+                events.register(end, selectors.EVENT_READ)
+                events.register(client, selectors.EVENT_READ)
+            elif key.fd in ends:
+                child, client = ends.pop(key.fd)
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                events.unregister(key.fd)
+                os.close(key.fd)
+                if children.pop(client, None) is not None:
+                    events.unregister(client)
+                    with_client(client.sendall, status.to_bytes(4, "little", signed=True))
+                client.close()
+            else:
+                client = key.fileobj
+                child, _ = children[client]
+                sent = with_client(client.recv, 64)
+                if sent:
+                    for number in sent:
+                        os.kill(child, number)
+                else:  # it was killed
+                    del children[client]
+                    events.unregister(client)
+                    os.kill(child, signal.SIGKILL)
+
+
+def with_client(call: Any, argument: Any) -> Any:
+    """Call a method of a client's socket; None if it has been killed."""
+    try:
+        return call(argument)
+    except OSError:
+        return None
+
+
+def become(request: list[Any], files: list[int]) -> tuple[list[str], dict[str, str]]:
+    """Make this child what the client is: its files, its folder; return its arguments and environment."""
+    arguments, environment, folder, numbers = request
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)
+    high = [os.dup2(each, 200 + index) for index, each in enumerate(files)]  # out of the way of the numbers
+    os.closerange(3, 200)
+    for each, number in zip(high, numbers, strict=True):
+        os.dup2(each, number)
+        os.set_inheritable(number, True)
+        os.close(each)
+    os.chdir(folder)
+    return arguments, environment
+
+
+gc.collect()
+gc.freeze()  # no child looks through what was imported, at its end for one
+arguments, environment = serve(sys.argv[1])
+os.environ.clear()
+os.environ.update(environment)
+del environment
+torch.distributed.set_debug_level_from_env()  # as its import does
+if arguments[0] == "-m":
+    sys.argv = arguments[1:]
+    sys.path[0] = os.getcwd()
+    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+else:
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    if arguments[0] == "-c":
+        sys.argv, sys.path[0], source, name = ["-c", *arguments[2:]], "", arguments[1], "<string>"
+    else:
+        sys.argv, sys.path[0], name = arguments, os.path.dirname(os.path.abspath(arguments[0])), arguments[0]
+        program.__file__ = name
+        with open(name) as file:
+            source = file.read()
+    exec(compile(source, name, "exec"), program.__dict__)
