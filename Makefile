@@ -22,6 +22,7 @@ SERIAL  = $(BIN)/python -m pytest -q -p no:cacheprovider tests $(patsubst %,--ig
 BESIDE  = -n $(WORKERS) --dist loadgroup
 
 .PHONY: demo test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl test-pythons test-python \
+  environment python-environments \
   test-gpu gpu-environment gpu-tests test-cluster bench figures lint format docs clean
 
 demo: $(READY)
@@ -69,14 +70,23 @@ test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
 
-# other Pythons, of pyenv or on the PATH
+# other Pythons, of pyenv or on the PATH: with torch's CUDA build where pip finds no other for them
 PYTHONS ?= 3.10 3.13
+on-pythons = @set -e; for version in $(PYTHONS); do folder=.venv-$(MPI)-$$version; \
+  python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+  python=$${python:-$$(command -v python$$version || true)}; \
+  if [ -z "$$python" ]; then echo "SKIPPED: no Python $$version here (pyenv install $$version)"; \
+  elif [ ! -e $$folder/.ready ] && [ $(ROOM) -lt $(GPU_ROOM) ]; then \
+    echo "SKIPPED: Python $$version needs 8 GB here, and there is less"; \
+  else $(MAKE) --no-print-directory $(1) PYTHON=$$python VENV=$$folder; fi; done
+
+python-environments:
+	$(call on-pythons,environment)
+
 test-pythons:
-	@set -e; for version in $(PYTHONS); do \
-	  python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
-	  python=$${python:-$$(command -v python$$version || true)}; \
-	  if [ -z "$$python" ]; then echo "SKIPPED: no Python $$version here (pyenv install $$version)"; continue; fi; \
-	  $(MAKE) --no-print-directory test-python PYTHON=$$python VENV=.venv-$(MPI)-$$version; done
+	$(call on-pythons,test-python)
+
+environment: $(READY)
 
 test-python: $(READY)
 	$(BIN)/python $(PYTEST) tests/unit
@@ -89,6 +99,7 @@ test-cluster: $(READY)
 # On emulated GPUs, which need no GPU: a CUDA build of torch (5.5 GB, in an environment of its own) and a C++ compiler.
 GPU        = .venv-gpu
 GPU_ROOM   = 8000000
+ROOM       = $$(df -Pk . | awk 'NR == 2 {print $$4}')
 GPU_RANKS ?= 1 2 4
 GPU_PYTEST = $(PYTEST) -p tests.emulated_gpu.plugin --with-mpi
 # a part of the facade's own tests, on CUDA tensors
@@ -102,7 +113,7 @@ gpu-environment:
 
 # whether the tests on emulated GPUs can run here; says why not
 GPU_CAN = if ! command -v g++ >/dev/null; then echo "SKIPPED: make test-gpu needs a C++ compiler (g++)"; false; \
-	elif [ ! -e $(GPU)/.ready ] && [ $$(df -Pk . | awk 'NR == 2 {print $$4}') -lt $(GPU_ROOM) ]; then \
+	elif [ ! -e $(GPU)/.ready ] && [ $(ROOM) -lt $(GPU_ROOM) ]; then \
 	  echo "SKIPPED: make test-gpu needs 8 GB here for torch's CUDA build, and there is less"; false; fi
 
 gpu-tests: export PYTHONPATH = .

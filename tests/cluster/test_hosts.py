@@ -134,6 +134,7 @@ def test_a_test_run_that_is_killed_leaves_nothing_behind(number: int) -> None:
 
 
 @needs_mpi
+@pytest.mark.mpich
 @pytest.mark.parametrize("slots", [(2, 2), (1, 2), (1, 1, 1, 1)], ids=str)
 def test_mpi_starts_on_several_hosts(cluster: Cluster, slots: tuple[int, ...]) -> None:
     before = cluster.traffic()

@@ -13,6 +13,7 @@ from tests.faults.launch import LIBRARY
 
 pytestmark = [
     pytest.mark.smoke,
+    pytest.mark.mpich,
     pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
 ]
 JOB = Path(__file__).with_name("any_source_job.py")

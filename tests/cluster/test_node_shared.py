@@ -25,6 +25,7 @@ def test_each_host_has_a_copy_of_its_own(cluster: Cluster, slots: tuple[int, ...
     assert done.stdout == "all see their node's\n", done.stdout
 
 
+@pytest.mark.mpich
 @pytest.mark.parametrize("slots", [(2, 2)], ids=str)
 def test_windows_reach_memory_of_other_hosts(cluster: Cluster, slots: tuple[int, ...]) -> None:
     done = launch.run(cluster, slots, [sys.executable, str(HERE / "window_job.py")], OMP_NUM_THREADS="1")

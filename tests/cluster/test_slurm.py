@@ -13,6 +13,7 @@ from tests.faults.launch import LIBRARY
 
 pytestmark = [
     pytest.mark.smoke,
+    pytest.mark.mpich,
     pytest.mark.slurm,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),

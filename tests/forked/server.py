@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy  # noqa: F401
-import torch  # noqa: F401
+import torch
 import torch.distributed
 
 MOST_FILES = 64

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-from tests.ports import free_port
 from tests.forked import mpirun, python
+from tests.ports import free_port
 from tests.programs import BIN, ROOT, output, run, start
 
 TRAIN = ROOT / "slurm/jobs/train_digits.py"

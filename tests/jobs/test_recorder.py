@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import sys
 from pathlib import Path
 
 from tests.forked import python

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.ports import free_port
 from tests.forked import mpirun, python
+from tests.ports import free_port
 from tests.programs import BIN, output, run, start
 
 CYCLES = """
