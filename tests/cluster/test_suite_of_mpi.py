@@ -22,7 +22,12 @@ pytestmark = [
 FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
 IN_SMOKE = ("test_collectives.py", (1, 2))
 CASES = [
-    pytest.param(name, slots, id=f"{name}-{slots}", marks=[pytest.mark.smoke, pytest.mark.mpich] if (name, slots) == IN_SMOKE else [])
+    pytest.param(
+        name,
+        slots,
+        id=f"{name}-{slots}",
+        marks=[pytest.mark.smoke, pytest.mark.mpich] if (name, slots) == IN_SMOKE else [],
+    )
     for name in FILES
     for slots in ((1, 2), (2, 2))
 ]

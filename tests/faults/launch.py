@@ -130,8 +130,8 @@ class Job(Started):
         ranks: how many.
         arguments: the script's.
         script: what each rank runs.
-        is_forked: whether ranks are forked from one process that has imported torch; not if their start, signals or
-            descriptors are what the test is about.
+        is_forked: whether ranks are forked from one process that has imported torch, for tests in which their start,
+            signals and descriptors play no part.
         environment: more variables for the ranks.
     """
 
@@ -141,7 +141,7 @@ class Job(Started):
         ranks: int,
         arguments: list[str],
         script: Path = HERE / "job.py",
-        is_forked: bool = True,
+        is_forked: bool = False,
         **environment: str,
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))

@@ -73,7 +73,7 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
     if fault in ("other", "shape"):
         environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     is_tolerant = launcher == "openmpi-ulfm"
-    with Job(launcher, RANKS, [fault, call], **environment) as job:
+    with Job(launcher, RANKS, [fault, call], **environment, is_forked=True) as job:
         job.wait("fault", 1, START_SECONDS)
         start = job.events("fault")[0]["time"]
         waiting = 1 if call == "recv" else RANKS - 1  # the ranks that wait for the victim

@@ -36,7 +36,7 @@ print(json.dumps({"rank": rank, "event": "done", "pid": os.getpid()}), flush=Tru
 @pytest.mark.parametrize("launcher", FIRST)
 @pytest.mark.parametrize("what", ["init", "comm"])
 def test_a_rank_that_never_calls_it(launcher: str, what: str, program: Path) -> None:
-    with Job(launcher, 3, [what], program, is_forked=False) as job:
+    with Job(launcher, 3, [what], program) as job:
         job.wait("here", 3, 60)
         assert job.finish(3 + 10) != 0
         assert "Timeout (0:00:03)" in job.stderr()
@@ -45,7 +45,7 @@ def test_a_rank_that_never_calls_it(launcher: str, what: str, program: Path) -> 
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_rank_that_comes_late_is_waited_for_and_nothing_is_left_of_the_limit(launcher: str, program: Path) -> None:
-    with Job(launcher, 3, ["late"], program, is_forked=False) as job:
+    with Job(launcher, 3, ["late"], program) as job:
         assert len(job.wait("done", 3, 60)) == 3, job.stderr()
         assert job.finish(20) == 0
         assert "Timeout" not in job.stderr()

@@ -538,3 +538,10 @@ def test_a_c10d_group_is_dropped_without_waiting_for_a_rank_that_does_not_come(m
     with pytest.raises(DistBackendError, match="it was aborted"):
         work.wait()
     gate.is_open.set()
+
+
+def test_its_thread_has_ended_once_it_is_closed():
+    for _ in range(50):
+        queue = Queue("closed")
+        queue.close()
+        assert not queue._thread.is_alive()
