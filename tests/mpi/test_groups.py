@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist import dist2
 from hpcdist.backends.mpi.communicator import group_tag
+from hpcdist.core.world import WORLD
 
 from .expected import same
 
@@ -331,6 +333,61 @@ def gloos_options(**values):
     for name, value in values.items():
         setattr(options, name, value)
     return options
+
+
+SHORT = timedelta(seconds=0.3)
+
+
+# whatever makes a group of some ranks
+WAYS = {
+    "new_group": lambda ranks: dist.new_group(ranks, timeout=SHORT),
+    "local": lambda ranks: dist.new_group(ranks, timeout=SHORT, use_local_synchronization=True),
+    "split_group": lambda ranks: dist.split_group(split_ranks=[ranks], timeout=SHORT),
+    "method": lambda ranks: dist.group.WORLD.split_group(ranks, timeout=SHORT),
+    "dist2": lambda ranks: dist2.new_group("mpi", SHORT, "cpu"),
+    "torch": lambda ranks: torch.distributed.new_group(ranks, timeout=SHORT),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_group_is_watched(way, world, rank, size):
+    """A message that nobody sends ends at the group's limit, whatever made the group."""
+    if size == 1 or world.config != "mpi":
+        pytest.skip("needs another rank, and MPI")
+    group = WAYS[way](list(range(size)))
+    assert WORLD.has(group)
+    assert group in list(WORLD.watched())
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError, match="has not ended after 0.3 s"):
+            dist.recv(torch.ones(1), group=group, group_src=1)
+    dist.barrier()
+    group.shutdown()
+    assert not WORLD.has(group)
+
+
+def test_one_group_that_cannot_be_freed_leaves_no_other_open(rank, monkeypatch):
+    """All are ended, with their threads, and the first error is raised."""
+    first, second = dist.new_group(), dist.new_group()
+    dist.all_reduce(torch.ones(1), group=first, async_op=True).wait()
+    backend, queue = first.any_backend(), first.any_backend().open_queue()
+    parent = dist.group.WORLD
+    monkeypatch.setattr(dist.group.WORLD, "close", lambda: None)  # the other tests go on with it
+
+    def fail(reason=None):
+        raise RuntimeError(f"rank {rank} cannot free it")
+
+    monkeypatch.setattr(second.any_backend(), "close", fail)
+    with monkeypatch.context() as context:
+        context.setattr(WORLD, "clear", lambda: None)
+        with pytest.raises(RuntimeError, match=f"rank {rank} cannot free it"):
+            dist.destroy_process_group()
+    assert not first.backends
+    assert not second.backends
+    assert backend.queue is None
+    assert not queue._thread.is_alive()
+    assert dist.group.WORLD is parent
+    for group in (first, second):
+        WORLD.remove(group)
 
 
 MAKERS = {

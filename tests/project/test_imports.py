@@ -203,3 +203,14 @@ def test_the_search_finds_circles_and_what_is_reached():
         ["a", "b", "c", "d"],
         ["a", "c"],
     ]
+
+
+def test_one_function_makes_groups():
+    """The factory registers what it makes; a group made elsewhere would be watched by nobody."""
+    found = [
+        module
+        for module, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "ProcessGroup"
+    ]
+    assert found == ["hpcdist.core.factory"]

@@ -30,7 +30,6 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.ranks import listed
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.world import WORLD, default_group
@@ -371,10 +370,7 @@ class ElasticJob:
         """Make the default group on a communicator; every rank of it calls."""
         bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
         backends = registry.connect_all(self._carriers, bootstrap, own)
-        name, count = WORLD.next_name(), tuple(range(own.size))
-        begin(
-            ProcessGroup(count, own.rank, backends, self._config, name, "default_pg", self._timeout), self._device, None
-        )
+        begin(backends, self._config, WORLD.next_name(), self._timeout, self._device, None)
         if self._is_shown:
             mirror.show(WORLD.groups.values())
 

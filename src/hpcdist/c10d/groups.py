@@ -14,7 +14,7 @@ import torch
 
 from hpcdist.c10d.names import Backend, BackendConfig, parse_pairs
 from hpcdist.c10d.queries import member
-from hpcdist.core import registry, world
+from hpcdist.core import factory, registry, world
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
@@ -335,8 +335,7 @@ def add(
 ) -> ProcessGroup:
     """Build a group from its communicators and make it known."""
     rank = ranks.index(parent.ranks[parent.rank()])
-    group = ProcessGroup(tuple(ranks), rank, backends, config, name, description or "undefined", timeout)
-    group.bound_device_id = device_id or parent.bound_device_id
-    WORLD.add(group)
+    device = device_id or parent.bound_device_id
+    group = factory.make(ranks, rank, backends, config, name, description or "undefined", timeout, device)
     LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra=of(group))
     return group

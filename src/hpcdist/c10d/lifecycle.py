@@ -14,9 +14,11 @@ from hpcdist.c10d import reproduction
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
-from hpcdist.core import errors, hooks, registry
+from hpcdist.core import errors, factory, hooks, registry
 from hpcdist.core.agreement import check_same
+from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
+from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import decision, environment, topology
@@ -100,11 +102,9 @@ def init_process_group(
     bootstrap = prepare(device_backends, launch, init_method, store, rank, world_size, comm, limit)
     bootstrap = bootstrap._replace(device_id=device, options=pg_options)
     backends = registry.connect_all(device_backends, bootstrap)
-    first = next(iter(backends.values()))
     name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
-    group = ProcessGroup(tuple(range(first.size)), first.rank, backends, config, name, "default_pg", limit)
     is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
-    begin(group, device, bootstrap.store, is_shown)
+    begin(backends, config, name, limit, device, bootstrap.store, is_shown)
 
 
 def forget_aborted() -> None:
@@ -135,17 +135,23 @@ def read_environment() -> None:
 
 
 def begin(
-    group: ProcessGroup,
+    backends: dict[str, Communicator],
+    config: str,
+    name: str,
+    timeout: timedelta,
     device: torch.device | None,
     store: Store | None,
     is_shown: bool = False,
-) -> None:
-    """Make a group the default one, once its ranks have found that they share their settings.
+) -> ProcessGroup:
+    """Make the default group, and find that its ranks share their settings.
 
     Whatever raises, no default group is left behind.
 
     Args:
-        group: the group, which nobody knows yet.
+        backends: its communicators by device type.
+        config: the backend string.
+        name: the same on all ranks.
+        timeout: the limit of each call.
         device: what it is bound to.
         store: through which its ranks were found, if any.
         is_shown: whether it becomes torch.distributed's too.
@@ -154,11 +160,12 @@ def begin(
         DistBackendError: the ranks do not share their settings; on every rank.
     """
     before = hooks.reproducible
-    group.bound_device_id = device
     for each in watchdog.RUNNING:
         each.reset()
-    WORLD.default, WORLD.store = group, store
-    WORLD.add(group)
+    first = next(iter(backends.values()))
+    ranks = range(first.size)
+    group = factory.make(ranks, first.rank, backends, config, name, "default_pg", timeout, device, is_default=True)
+    WORLD.store = store
     try:
         reproduction.set_from_environment()
         if group.cpu is not None and group.size() > 1:
@@ -178,6 +185,7 @@ def begin(
             group.drop("init_process_group has failed")  # on this rank alone, perhaps
         WORLD.clear()
         raise
+    return group
 
 
 def watch(group: ProcessGroup) -> None:
@@ -288,7 +296,8 @@ def check_device(device_id: torch.device | int | None) -> torch.device | None:
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Free a group's communicators; every rank of it calls this. One that was aborted is forgotten.
 
-    On this rank, receives that wait for a message raise, and calls of other threads but daemons are waited for.
+    On this rank, receives that wait for a message raise, and calls of other threads but daemons are waited for. If one
+    group cannot be freed the others are all the same; the first error is raised then.
 
     Args:
         group: the group; None or the default group destroys all, and ``init_process_group`` may follow.
@@ -301,13 +310,14 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     pg = WORLD.default if group is None else group
     if pg is None:
         raise errors.not_initialized()
-    if not isinstance(pg, ProcessGroup) or not (pg.backends or WORLD.groups.get(pg.group_name) is pg):
+    if not isinstance(pg, ProcessGroup) or not (pg.backends or WORLD.has(pg)):
         raise errors.destroyed(pg)
-    doomed = [pg] if pg is not WORLD.default else list(reversed(WORLD.groups.values()))  # the default group last
+    doomed: list[Group] = [pg]
+    if pg is WORLD.default:  # itself last, and in the same order on every rank
+        doomed = [each for each in reversed(WORLD.groups.values()) if not each.is_own_world]
     try:
-        for each in doomed:  # the same order on every rank
-            each.close()
-            logs.LOG.debug("destroyed", extra=logs.of(each))
+        errors.end_all(each.close for each in doomed)
+        logs.LOG.debug("destroyed", extra=logs.of(pg))
     finally:
         if pg is WORLD.default:
             WORLD.clear()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from hpcdist.core import world
+from hpcdist.core import errors, factory, world
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
@@ -54,17 +55,17 @@ def shrink_group(
     me = remaining.index(old.ranks[old.rank()])
     description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
     ranks = range(len(remaining)) if is_default else remaining
-    new = ProcessGroup(tuple(ranks), me, by_device, old.config, name, description, old.timeout)
-    new.bound_device_id = old.bound_device_id
-    for gone in list(WORLD.groups.values()):
-        if gone is old or is_default:
-            gone.drop(f"group {gone.group_name!r} was shrunk")
-            WORLD.groups.pop(gone.group_name, None)
-    if is_default:
-        WORLD.default = new
-        for watchdog in RUNNING:
-            watchdog.renumber(remaining)
-    WORLD.add(new)
+    gone = list(WORLD.groups.values()) if is_default else [old]
+    try:
+        errors.end_all(partial(each.drop, f"group {each.group_name!r} was shrunk") for each in gone)
+    finally:
+        for each in gone:
+            WORLD.remove(each)
+        if is_default:
+            for watchdog in RUNNING:
+                watchdog.renumber(remaining)
+        device, config, limit = old.bound_device_id, old.config, old.timeout
+        new = factory.make(ranks, me, by_device, config, name, description, limit, device, is_default=is_default)
     LOG.info("shrunk without ranks %s: %d ranks left", sorted(excluded), len(remaining), extra={"group": name})
     return new
 

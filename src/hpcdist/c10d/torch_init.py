@@ -20,10 +20,9 @@ from hpcdist.c10d.lifecycle import (
     refuse_reconfigure,
 )
 from hpcdist.c10d.names import Backend
-from hpcdist.core import registry
+from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
-from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import mirror, registration
@@ -83,9 +82,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     store = None if is_mpi else rendezvous.meet(options.store, rank, size, options.timeout)
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
-    group = ProcessGroup(tuple(range(size)), rank, backends, config, options.group_id, "default_pg", options.timeout)
-    begin(group, device, store)
-    return group
+    return begin(backends, config, options.group_id, options.timeout, device, store)
 
 
 def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:
@@ -94,11 +91,9 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
     name, limit = options.group_id, options.timeout
     by_device = default.create_backends(members, name, limit)
     rank = ranks.index(default.ranks[default.rank()])
-    group = ProcessGroup(ranks, rank, by_device, default.config, name, "undefined", limit)
-    group.bound_device_id = default.bound_device_id
-    WORLD.groups[name] = group
     WORLD.made = max(WORLD.made, int(name) + 1 if name.isdigit() else 0)
-    return group
+    device = default.bound_device_id  # torch enters the group in its tables itself
+    return factory.make(ranks, rank, by_device, default.config, name, "undefined", limit, device, is_shown=False)
 
 
 def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> None:

@@ -6,7 +6,7 @@ import io
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "MismatchError",
     "QueueEmptyError",
     "destroyed",
+    "end_all",
     "explained",
     "not_initialized",
     "run_hook",
@@ -46,6 +47,18 @@ class MismatchError(ValueError, RuntimeError):
 def explained(text: str, name: str) -> str:
     """Return a message with the command that prints its entry on the page of errors, which a test knows to be there."""
     return f"{text} [python -m hpcdist explain {name}]"
+
+
+def end_all(steps: Iterable[Callable[[], Any]]) -> None:
+    """Take all steps of an end, also after one that failed, and then raise the first error; Ctrl-C raises at once."""
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def not_initialized() -> ValueError:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from hpcdist.core import errors
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
 from hpcdist.core.naps import nap
+from hpcdist.core.work import Work
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -58,11 +60,12 @@ class ParentsBackend:
         return errors.DistBackendError(errors.explained(text, "forked-child"))
 
     def give_up(self) -> None:
-        """Let the waits for calls that the parent has under way raise in this process; tell nobody else."""
+        """Let the waits for calls that the parent has under way, and their futures, raise in this process."""
         queue = self._inner.queue
         works = [*getattr(self._inner, "unfinished", ()), *(queue.pending() if queue is not None else ())]
         for work in works:
-            work._error, work._done = self._refusal(), True
+            work.__dict__.pop("_event", None)  # the parent's profiler
+            Work._finish(work, self._refusal())  # without what a subclass does to the library's part
 
 
 class Group:
@@ -78,9 +81,11 @@ class Group:
         journal: the calls of this rank on the group.
         known: what need not be asked of a collective that repeats the last one of its kind.
         asked_name: what a script that runs on ``torch.distributed`` calls the backend; None if it says nothing.
+        is_own_world: whether the end of the default group does not end it (``dist2``).
     """
 
     asked_name: str | None = None
+    is_own_world = False
 
     def __init__(
         self,
@@ -208,7 +213,7 @@ class Group:
         made = {each: make(each) for each in dict.fromkeys(kept.values())}
         return {kind: made[each] for kind, each in kept.items()}
 
-    def leave_to_parent(self) -> None:
+    def detach(self) -> None:
         """Make no calls any more, in a forked child; one of a group's several ranks would be there twice."""
         if self.size() > 1:
             self.backends = self.carriers = theirs = self.derive(ParentsBackend)
@@ -227,8 +232,7 @@ class Group:
 
     def drop(self, reason: str) -> None:
         """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here."""
-        for backend in self._forget():
-            backend.drop(reason)
+        errors.end_all(partial(backend.drop, reason) for backend in self._forget())
 
     def end(self) -> None:
         """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
@@ -237,8 +241,7 @@ class Group:
     def end_threads(self) -> None:
         """End the libraries' threads after ``end``, if no call is under way."""
         if not self.journal.blocked():
-            for backend in self._ended:
-                backend.end_threads()
+            errors.end_all(backend.end_threads for backend in self._ended)
 
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.
@@ -247,16 +250,18 @@ class Group:
         left in it if the library cannot end it, and the communicators with it.
         """
         reason = f"group {self._name!r} was destroyed"
+        backends = dict.fromkeys(self.backends.values())
         try:
             with self.journal.during("destroy_process_group"):
-                for backend in dict.fromkeys(self.backends.values()):
+                for backend in backends:
                     backend.end_receives(reason)
-                if not self._await_other_threads():
+                if self._await_other_threads():
+                    errors.end_all(
+                        backend.close for backend in reversed(backends)
+                    )  # the CPU's last: others met over it
+                else:
                     self.revoke(reason)
                     self.drop(reason)
-                # the CPU's last: the others met over it
-                for backend in reversed(dict.fromkeys(self.backends.values())):
-                    backend.close()
         finally:
             self._forget()
 

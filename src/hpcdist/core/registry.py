@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, end_all
 
 
 class Entry(NamedTuple):
@@ -112,8 +114,8 @@ def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: B
             if name not in made:
                 made[name] = connect(name, bootstrap._replace(peer=next(iter(made.values()), None)))
     except BaseException:
-        for backend in made.values():
-            if backend not in given:
-                backend.drop("another backend of the group could not be connected")
+        reason = "another backend of the group could not be connected"
+        with suppress(Exception):  # what could not be connected is raised
+            end_all(partial(backend.drop, reason) for backend in made.values() if backend not in given)
         raise
     return {device: made[name] for device, name in device_backends.items()}

@@ -52,24 +52,50 @@ class World:
         self.mirror: Mirror | None = None
         self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
 
-    def add(self, group: Group) -> None:
-        """Register a group under its name."""
-        self.groups[group.group_name] = group
-        if self.mirror is not None:
+    def add(self, group: Group, is_shown: bool = True) -> None:
+        """Register a group under its name, and show it to the mirror."""
+        self._register(group)
+        if is_shown and self.mirror is not None:
             self.mirror.add(group)
+
+    def _register(self, group: Group) -> None:
+        """Enter a group; ``split_group`` may have given its name to another, which keeps its place."""
+        key = group.group_name
+        while key in self.groups and self.groups[key].backends:
+            key += "'"
+        self.groups[key] = group
+
+    def has(self, group: Any) -> bool:
+        """Tell whether a group is registered."""
+        return any(each is group for each in self.groups.values())
+
+    def rename(self, group: Group, name: str) -> None:
+        """Register a group under another name, if it is registered."""
+        is_known = self.has(group)
+        self._unregister(group)
+        group._name = group.journal.group = name
+        if is_known:
+            self._register(group)
 
     def remove(self, group: Group) -> None:
         """Forget a group."""
-        self._leave(self.groups.pop(group.group_name, None))
+        if self._unregister(group):
+            self._leave(group)
         if self.mirror is not None:
             self.mirror.remove(group)
 
     def discard(self, group: Group) -> None:
         """Forget a group that its own ``shutdown`` ends, of which the mirror knows already."""
         if group is self.default:
-            self._begin_anew()
-        elif self.groups.get(group.group_name) is group:
-            self._leave(self.groups.pop(group.group_name))
+            self._reset()
+        elif self._unregister(group):
+            self._leave(group)
+
+    def _unregister(self, group: Group) -> bool:
+        """Take a group out of the table; tell whether it was there."""
+        before = len(self.groups)
+        self.groups = {key: each for key, each in self.groups.items() if each is not group}
+        return len(self.groups) < before
 
     def count(self) -> int:
         """Return how many groups all ranks have made together, also those that the mirror's owner made."""
@@ -90,21 +116,23 @@ class World:
         return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def clear(self) -> None:
-        """Forget everything, so that the next init starts anew."""
+        """Forget everything, so that an init may follow; groups that are a world of their own stay while they live."""
         mirror = self.mirror
-        self._begin_anew()
+        self._reset()
         if mirror is not None:
             mirror.clear()
 
-    def _begin_anew(self) -> None:
-        for group in self.groups.values():
-            self._leave(group)
+    def _reset(self) -> None:
+        kept = {key: each for key, each in self.groups.items() if each.is_own_world and each.backends}
+        for key, group in self.groups.items():
+            if key not in kept:
+                self._leave(group)
         left = self._left
         self.__init__()  # type: ignore[misc]
-        self._left = left
+        self.groups, self._left = kept, left
 
-    def _leave(self, group: Group | None) -> None:
-        if group is not None and group.journal.blocked():
+    def _leave(self, group: Group) -> None:
+        if group.journal.blocked():
             self._left.append(group)
 
     def watched(self) -> list[Group]:
@@ -125,14 +153,13 @@ class World:
         for group in self.groups.values():
             group.end_threads()
 
-    def leave_to_parent(self) -> None:
+    def detach(self) -> None:
         """Make no calls on any group, in a forked child: ranks, sizes and names may be asked for."""
-        for group in self.groups.values():
-            group.leave_to_parent()
+        errors.end_all(group.detach for group in self.groups.values())
 
 
 WORLD = World()
-os.register_at_fork(after_in_child=lambda: WORLD.leave_to_parent())
+os.register_at_fork(after_in_child=lambda: WORLD.detach())
 
 
 def default_group() -> Group:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from hpcdist.backends.mpi.retired import keep, retire
 from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
+from hpcdist.core.errors import end_all
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
 from hpcdist.core.supervised import Unfinished
@@ -243,12 +245,10 @@ class MPIBackend(Backend):
         super().close()
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
-            for window in self.windows[::-1]:
-                window.close()
-            self.collectives.close()
-            self.communicator.close_receives()
+            steps = [*(window.close for window in self.windows[::-1]), self.collectives.close]
+            steps.append(self.communicator.close_receives)
             if not self.communicator.is_revoked():  # to free it would wait for the dead
-                self.communicator.close_private()
+                steps.append(self.communicator.close_private)
             if self._bundler is not None:
-                self._bundler.close()
-            retire(self.comm, self.unfinished)
+                steps.append(self._bundler.close)
+            end_all([*steps, partial(retire, self.comm, self.unfinished)])

@@ -16,11 +16,14 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.core import registry
+from hpcdist.c10d.lifecycle import watch
+from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import private_names
+from hpcdist.watch.watchdog import RUNNING
 
 __all__ = [
     "ProcessGroup",
@@ -68,7 +71,7 @@ def register_backend(name: str, func: ProcessGroupFactory) -> None:
 
 
 def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kwargs: object) -> Any:
-    """Make a group of all processes of the job that is in no registry; every process calls this.
+    """Make a group of all processes of the job beside the default group; every process calls this.
 
     Args:
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"`` or a name given to ``register_backend``.
@@ -99,8 +102,23 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     bootstrap = prepare(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
     made = registry.connect(backend, bootstrap)
     name = f"dist2:{next(COUNT)}"
-    group = ProcessGroup(tuple(range(made.size)), made.rank, {where.type: made}, backend, name, "dist2", timeout)
-    group.bound_device_id = bootstrap.device_id
+    numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
+    is_first = not {*numbers} - {None}
+    ranks = range(made.size) if None in numbers else numbers  # the world's, by which the watchdog asks
+    group = factory.make(
+        ranks,
+        made.rank,
+        {where.type: made},
+        backend,
+        name,
+        "dist2",
+        timeout,
+        bootstrap.device_id,
+        is_shown=False,
+        is_own_world=True,
+    )
+    if is_first:
+        watch(group)
     return group
 
 

@@ -1,0 +1,108 @@
+"""Factory of groups: makes each one and registers it in the world, whose groups the watchdog looks at.
+
+It is the only caller of the constructor. Whatever asks for a group (init, new_group, a split, torch's registries,
+dist2, a shrink, an elastic job) gets one that has a timeout and a report, that a forked child leaves to its parent, and
+whose calls the end of the process waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcdist.core import registry
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.world import WORLD
+
+if TYPE_CHECKING:
+    from hpcdist.core.backend import Backend
+
+
+def make(
+    ranks: Sequence[int],
+    rank: int,
+    backends: dict[str, Backend],
+    config: str,
+    name: str,
+    description: str,
+    timeout: timedelta,
+    device: torch.device | None = None,
+    *,
+    is_default: bool = False,
+    is_shown: bool = True,
+    is_own_world: bool = False,
+) -> ProcessGroup:
+    """Make a group of this rank's communicators and register it.
+
+    Args:
+        ranks: the global rank of each rank of the group, in order.
+        rank: this process's rank in the group.
+        backends: by device type.
+        config: the backend string.
+        name: the same on every rank of the group.
+        description: what the group is for.
+        timeout: the limit of each call.
+        device: what the group is bound to.
+        is_default: it becomes the default group.
+        is_shown: enter it in torch's tables too, if our world is torch's.
+        is_own_world: the end of the default group does not end it.
+    """
+    group = ProcessGroup(tuple(ranks), rank, backends, config, name, description, timeout)
+    group.bound_device_id = device
+    group.is_own_world = is_own_world
+    if is_default:
+        WORLD.default = group
+    WORLD.add(group, is_shown)
+    return group
+
+
+def split_group(
+    self: ProcessGroup,
+    ranks: list[int],
+    timeout: timedelta | None = None,
+    opts: Any = None,
+    group_name: str | None = None,
+    group_desc: str | None = None,
+    device_types: list[torch.device] | None = None,
+) -> ProcessGroup | None:
+    """Make a group of some ranks of this one, which torch's tables do not have; the members call.
+
+    Args:
+        self: this group.
+        ranks: ranks of this group, in the order of their ranks in the new one.
+        timeout: the limit of each call, this one included; None for this group's.
+        opts: c10d's options of the backend; a communicator is made like this group's.
+        group_name: a name for the members; None makes one of this group's, the ranks and a number.
+        group_desc: what the group is for.
+        device_types: keep only the backends of these.
+
+    Returns:
+        The group; None on a rank that is not in it.
+
+    Raises:
+        TypeError: other options.
+    """
+    registry.check_options(opts, [each.name for each in self.backends.values()])
+    if self.rank() not in ranks:
+        return None
+    # no two groups meet under one name, although their members call for the same ranks again
+    self.splits[tuple(ranks)] += 1
+    own_name = f"{self.group_name}:split:{'_'.join(map(str, ranks))}:{self.splits[tuple(ranks)]}"
+    kinds = [each.type for each in device_types] if device_types else None
+    limit = timeout or self.timeout
+    return make(
+        [self.ranks[rank] for rank in ranks],
+        ranks.index(self.rank()),
+        self.create_backends(ranks, own_name, limit, kinds),
+        self.config,
+        group_name or own_name,
+        group_desc or f"{self.group_desc}:split",
+        limit,
+        is_shown=False,
+    )
+
+
+ProcessGroup.split_group = split_group
