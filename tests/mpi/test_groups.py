@@ -358,7 +358,7 @@ def test_every_group_is_watched(way, world, rank, size):
     assert WORLD.has(group)
     assert group in list(WORLD.watched())
     if rank == 0:
-        with pytest.raises(dist.DistBackendError, match="has not ended after 0.3 s"):
+        with pytest.raises(dist.DistBackendError, match=r"has not ended after 0\.3 s"):
             dist.recv(torch.ones(1), group=group, group_src=1)
     dist.barrier()
     group.shutdown()

@@ -370,9 +370,9 @@ class ElasticJob:
         """Make the default group on a communicator; every rank of it calls."""
         bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
         backends = registry.connect_all(self._carriers, bootstrap, own)
-        begin(backends, self._config, WORLD.next_name(), self._timeout, self._device, None)
+        group = begin(backends, self._config, WORLD.next_name(), self._timeout, self._device, None)
         if self._is_shown:
-            mirror.show(WORLD.groups.values())
+            mirror.show([group])
 
     def _take_over(self, group: Group, source: int) -> None:
         """Bring the state to that of one rank, and make what belongs to the ranks that there are."""

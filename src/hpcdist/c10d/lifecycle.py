@@ -176,7 +176,7 @@ def begin(
         if group.rank() == 0:
             topology.warn_if_spread()
         if is_shown:
-            mirror.show(WORLD.groups.values())
+            mirror.show([group])
     except BaseException as error:
         hooks.reproducible = before
         if isinstance(error, errors.DistBackendError):
