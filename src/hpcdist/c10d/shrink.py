@@ -56,8 +56,12 @@ def shrink_group(
     description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
     ranks = range(len(remaining)) if is_default else remaining
     gone = list(WORLD.groups.values()) if is_default else [old]
+
+    def drop(each: Group) -> None:
+        each.drop(f"group {each.group_name!r} was shrunk")
+
     try:
-        errors.end_all(partial(each.drop, f"group {each.group_name!r} was shrunk") for each in gone)
+        errors.end_all(partial(drop, each) for each in gone)
     finally:
         for each in gone:
             WORLD.remove(each)

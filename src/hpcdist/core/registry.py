@@ -9,11 +9,10 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.errors import DistBackendError, end_all
+from hpcdist.core.errors import DistBackendError
 
 
 class Entry(NamedTuple):
@@ -114,8 +113,9 @@ def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: B
             if name not in made:
                 made[name] = connect(name, bootstrap._replace(peer=next(iter(made.values()), None)))
     except BaseException:
-        reason = "another backend of the group could not be connected"
-        with suppress(Exception):  # what could not be connected is raised
-            end_all(partial(backend.drop, reason) for backend in made.values() if backend not in given)
+        for backend in made.values():
+            if backend not in given:
+                with suppress(Exception):  # what could not be connected is raised
+                    backend.drop("another backend of the group could not be connected")
         raise
     return {device: made[name] for device, name in device_backends.items()}
