@@ -20,6 +20,8 @@ Layout; imports point down only:
 Importing hpcdist initialises no MPI.
 """
 
+import hpcdist.core.requirements  # noqa: I001  # first: it says what the other imports would lack
+
 from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -37,9 +39,7 @@ from torch.distributed import (
     ReduceScatterOptions,
     ScatterOptions,
     default_pg_timeout,
-    record_comm,
 )
-from torch.distributed.distributed_c10d import GroupName
 
 import hpcdist.c10d.debug_server
 import hpcdist.c10d.torch_init
@@ -157,6 +157,8 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
 from hpcdist.torch_bridge import compiler as _compiler
+from hpcdist.torch_bridge.mirror import GroupName
+from hpcdist.torch_bridge.profiler import record_comm
 from stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __version__ = "0.1.0"

@@ -7,14 +7,14 @@ import time
 import urllib.request
 
 import pytest
+import torch
 import torch.distributed as torch_dist
-import torch.distributed.debug
-from torch.distributed.debug import _store
 
 import hpcdist as dist
 from hpcdist.c10d import debug_server
 from tests.ports import free_port
 
+_store = pytest.importorskip("torch.distributed.debug._store", reason="torch has this server since 2.10")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -129,6 +130,13 @@ def test_synchronized_batch_norm_is_torchs_own_limit(rank, size):
     torch.testing.assert_close(layer.eval()(batch), nn.BatchNorm1d(3).eval()(batch))
 
 
+FIRST_MESSAGES = getattr(PipelineStage, "_get_init_p2p_neighbors_ops", None)
+
+
+@pytest.mark.skipif(
+    FIRST_MESSAGES is not None and "dtype" not in inspect.getsource(FIRST_MESSAGES),
+    reason="torch 2.9 sends 8 bytes where it receives 4, at which gloo aborts too",
+)
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
 def test_a_pipeline_equals_one_process(rank, size, kind):
     torch.manual_seed(2)

@@ -94,7 +94,7 @@ def test_no_reduce_dtype_equals_gloo(rank, size, gloo):
         fully_shard(model, mesh=mesh, mp_policy=policy)
         trained.append(whole(train(model, inputs(size)[rank])))
     reduced = {each[4] for each in RING.calls if str(each[2]).startswith("reduce_scatter")}
-    is_later = torch.__version__.split(".")[:2] >= ["2", "15"]
+    is_later = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     assert reduced == {torch.float32 if is_later else torch.bfloat16}
     theirs, ours = trained
     for name in ours:

@@ -13,7 +13,7 @@ from hpcdist.core.journal import MESSAGES, RING, Journal
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ROWS
 from hpcdist.core.world import WORLD
-from hpcdist.watch.flight_recorder import Recorder
+from hpcdist.watch.flight_recorder import KNOWS_GLOO, MAKER, NCCL_NAMES, Recorder
 
 OURS = ("Window", "Window.close", "node_shared", "profile", "new_group", "destroy_process_group")
 
@@ -26,9 +26,10 @@ def test_a_trace_has_no_call_that_the_tool_refuses(monkeypatch: pytest.MonkeyPat
         with group.journal.during(name, 0):
             pass
     calls = [each for each in Recorder("job").trace()["entries"] if each["process_group"][0] == "0"]
-    names = {each["profiling_name"].removeprefix("gloo:").split()[0] for each in calls}
+    names = {each["profiling_name"].removeprefix(f"{MAKER}:").split()[0] for each in calls}
     assert names <= types.COLLECTIVES | types.P2P
-    assert {"barrier", "all_reduce", "send", "recv", "split"} <= names
+    theirs = {} if KNOWS_GLOO else NCCL_NAMES
+    assert {theirs.get(each, each) for each in ("barrier", "all_reduce", "send", "recv", "split")} <= names
 
 
 def test_destroyed_groups_are_counted_and_nothing_else_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def init_device_mesh(
             "call init_process_group with bridge=True, without HPCDIST_BRIDGE=0 and before any other "
             "torch.distributed.init_process_group"
         )
-    return torch_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
+    override = {} if backend_override is None else {"backend_override": backend_override}  # not every torch has it
+    return torch_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **override)
 
 
 def make_dimension(ranks_per_subgroup: list[list[int]], description: str, is_sorted: bool) -> Any:

@@ -56,6 +56,7 @@ from hpcdist.core.table import (
     Row,
 )
 from hpcdist.core.work import DoneWork, Work
+from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.mirror import forget_coalescing
 
 # the methods that c10d makes operators
@@ -72,6 +73,7 @@ EARLIER = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
+LATER = {later: earlier for earlier, later in EARLIER.items()}
 NAMESPACE = "c10d"
 OPTION_TYPES = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
@@ -146,15 +148,23 @@ def exchange_operator(
     return work
 
 
+def name_in_cpp(name: str) -> str:
+    """Return the name under which this torch's C++ calls a method of a group."""
+    later = EARLIER.get(name, name)
+    return later if has("`all_gather_single` and the other names in `_single`") else LATER.get(later, later)
+
+
 def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
     """Return a method that goes through the dispatcher if somebody there must see the call."""
-    base = exchange_operator if EARLIER.get(name, name) == "all_to_all_single" else getattr(TorchProcessGroup, name)
+    base = getattr(TorchProcessGroup, name, None) or getattr(TorchProcessGroup, name_in_cpp(name))
+    if EARLIER.get(name, name) == "all_to_all_single":
+        base = exchange_operator
 
     def call_base(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
         return base(self, *args, **kwargs)
 
     # torch's binding calls the method made in Python, unless a function of its name calls it with the same group
-    code = call_base.__code__.replace(co_name=EARLIER.get(name, name))
+    code = call_base.__code__.replace(co_name=name_in_cpp(name))
     call_base = FunctionType(code, globals(), name, None, call_base.__closure__)
 
     @wraps(method)
@@ -185,7 +195,7 @@ def leave_coalescing(pg: ProcessGroup, error: Exception) -> None:
 
 
 for _name in (*METHODS, *EARLIER):
-    if hasattr(TorchProcessGroup, _name):
+    if hasattr(TorchProcessGroup, name_in_cpp(_name)):
         setattr(ProcessGroup, _name, through_dispatcher(_name, getattr(ProcessGroup, _name)))
 
 

@@ -24,8 +24,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.late_store import LATE_STORE
 
+GroupName: Any = c10d.GroupName if has("`GroupName`") else str
 NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group takes it
 
 
@@ -53,7 +55,7 @@ class TorchWorld:
         world.pg_to_tag[group] = tag
         for each in ("", tag):
             world.tags_to_pg.setdefault(each, []).append(group)
-        bindings._register_process_group(c10d.GroupName(name), group)
+        bindings._register_process_group(GroupName(name), group)
         if group is WORLD.default:
             world.group_count = max(world.group_count, WORLD.made)
             c10d._update_default_pg(group)
@@ -71,7 +73,7 @@ class TorchWorld:
                 members.remove(group)
             if not members:
                 world.tags_to_pg.pop(tag, None)
-        bindings._unregister_process_group(c10d.GroupName(group.group_name))
+        bindings._unregister_process_group(GroupName(group.group_name))
 
     def clear(self) -> None:
         """End torch's world, with the groups that it made itself."""

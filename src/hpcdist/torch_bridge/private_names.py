@@ -3,7 +3,7 @@
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked
 ====================================================  ==================================================  ==============
-``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.13.0, 2.15.0
+``_C._distributed_c10d._current_process_group``,      ``dist2``'s group of this thread is torch's too     2.9.1, 2.15.0
 ``._set_process_group``
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
@@ -21,6 +21,7 @@ the underscore names of ``torch.distributed``         handed on by ``c10d.torch_
 from __future__ import annotations
 
 import importlib
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hpcdist.core.backend import Bootstrap
+from hpcdist.torch_bridge.features import has
 
 
 def named(name: str) -> Any:
@@ -72,14 +74,26 @@ def all_reduce_functionally(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return summed
 
 
+class Current(threading.local):
+    """The current group of this thread, in a torch that keeps none."""
+
+    group: Any = None
+
+
+CURRENT, THREADS_GROUP = Current(), "a current group in each thread"
+
+
 def current_group() -> Any:
     """Return the group that torch's code in this thread takes for the current one, or None."""
-    return bindings._current_process_group()
+    return bindings._current_process_group() if has(THREADS_GROUP) else CURRENT.group
 
 
 def set_current_group(group: Any) -> None:
     """Set the group that torch's code in this thread takes for the current one."""
-    bindings._set_process_group(group)
+    if has(THREADS_GROUP):
+        bindings._set_process_group(group)
+    else:
+        CURRENT.group = group
 
 
 def occupy_gpu(cycles: int) -> None:

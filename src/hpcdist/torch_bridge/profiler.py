@@ -12,19 +12,51 @@ what                                                  why                       
 
 from __future__ import annotations
 
+import threading
 from _thread import get_ident
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as bindings
+import torch.distributed as dist
 from torch.autograd import profiler
 
 from hpcdist.core import hooks
+from hpcdist.torch_bridge.features import has
 
 autograd: Any = torch.autograd
 ENDER = ThreadPoolExecutor(1, "hpcdist-profiler")  # begins its thread when a call is profiled
+
+
+class Naming(threading.local):
+    """The name that ``record_comm`` has set in this thread, in a torch that keeps none."""
+
+    name = ""
+
+
+NAMING = Naming()
+
+
+@contextmanager
+def record_comm(name: str) -> Iterator[None]:
+    """Name the calls of this thread in the profiler's events (c10d's since torch 2.12)."""
+    before, NAMING.name = NAMING.name, name
+    try:
+        yield
+    finally:
+        NAMING.name = before
+
+
+def comm_name() -> str:
+    """Return the name that ``record_comm`` has set in this thread, or an empty one."""
+    return NAMING.name
+
+
+if has("`record_comm`"):
+    record_comm, comm_name = dist.record_comm, bindings._get_comm_profiling_name
 
 
 class AsynchronousEvent:
@@ -54,7 +86,7 @@ def record(
     """Begin a profiler's event; ``record_comm``'s name goes before ours."""
     if name is None:
         return None
-    return AsynchronousEvent(bindings._get_comm_profiling_name() or name, inputs)
+    return AsynchronousEvent(comm_name() or name, inputs)
 
 
 def is_profiled() -> bool:

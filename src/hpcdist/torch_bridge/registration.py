@@ -10,10 +10,12 @@ what                                                  why                       
 ``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
 ``.is_mpi_available``
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
-``distributed_c10d.monitored_barrier``                refuses, on 2.13, what is not named "gloo"          2.13.0
+``distributed_c10d.monitored_barrier``                refuses what is not named "gloo"                   2.8.0, 2.13.0
 ``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
 ``distributed_c10d._get_split_source``                hands C++ a backend made in Python                  2.13.0, 2.14.1
 ``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
+``distributed_c10d.batch_isend_irecv``                launches a message at a time on a group made in     2.8.0, 2.13.0
+                                                      Python: on NCCL they wait for each other
 ``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
 ====================================================  ==================================================  ==============
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 from urllib.parse import urlparse
@@ -36,6 +39,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, environment
 from hpcdist.launch.rendezvous import query
+from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.late_store import fresh_store
 from hpcdist.torch_bridge.mirror import NAME
 from hpcdist.torch_bridge.stock import STOCK
@@ -74,6 +78,23 @@ def register(
     name_local_groups()
     split_from_none()
     follow_aborts()
+    hold_batches_together()
+
+
+def hold_batches_together() -> None:
+    """Let ``torch.distributed.batch_isend_irecv`` launch the messages on a group of ours together."""
+    if "batch" in STOCK or not has("`batch_isend_irecv` only for its own class"):
+        return
+    stock = STOCK["batch"] = c10d.batch_isend_irecv
+
+    @wraps(stock)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        group: Any = getattr(p2p_op_list[0], "group", None) or c10d._world.default_pg if p2p_op_list else None
+        with group.grouped() if isinstance(group, ProcessGroup) else nullcontext():
+            return stock(p2p_op_list)
+
+    for module in (c10d, dist):
+        setattr(module, "batch_isend_irecv", batch_isend_irecv)  # noqa: B010  # for mypy
 
 
 def name_local_groups() -> None:
@@ -130,11 +151,10 @@ def follow_aborts() -> None:
 
 
 def keep_recorder_away() -> None:
-    """Keep torch 2.15 from attaching its flight recorder to groups of ours, which it cannot: ``watch`` records them."""
-    stock = getattr(c10d, "_maybe_attach_flight_recorder", None)
-    if stock is None or "recorder" in STOCK:
+    """Keep torch from attaching its flight recorder to groups of ours, which it cannot: ``watch`` records them."""
+    if "recorder" in STOCK or not has("a flight recorder attached to each group"):
         return
-    STOCK["recorder"] = stock
+    stock = STOCK["recorder"] = getattr(c10d, "_maybe_attach_flight_recorder")  # noqa: B009  # for mypy
 
     def attach(pg: Any, *args: Any) -> None:
         if not isinstance(pg, ProcessGroup):
@@ -144,8 +164,8 @@ def keep_recorder_away() -> None:
 
 
 def open_monitored_barrier() -> None:
-    """Let ``torch.distributed.monitored_barrier`` take groups of ours: torch 2.13 does only what is named "gloo"."""
-    if "monitored_barrier" in STOCK:
+    """Let ``torch.distributed.monitored_barrier`` take groups of ours."""
+    if "monitored_barrier" in STOCK or not has("`monitored_barrier` only for gloo"):
         return
     stock = STOCK["monitored_barrier"] = c10d.monitored_barrier
 

@@ -19,10 +19,10 @@ from typing import Any
 from hpcdist.core.journal import ONE_SIDED, RING, Call
 from hpcdist.core.table import ROWS, Shape
 from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge.features import has
 from hpcdist.watch import calls_under_way
 
 VERSION = "2.10"
-MAKER = "gloo"  # the tool accepts the names of torch's own libraries alone, and "mpi" is none of them
 LENGTH_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -39,6 +39,16 @@ NAMES = {
     "send_object_list": "send",
     "recv_object_list": "recv",
 }
+# where torch's tool knows NCCL's recorder only: its names
+NCCL_NAMES = {
+    "all_gather_single": "_all_gather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "all_to_all",
+    "barrier": "all_reduce_barrier",
+    "split": "all_reduce_barrier",
+}
+KNOWS_GLOO = has("`all_gather_single` and the other names in `_single`")
+MAKER = "gloo" if KNOWS_GLOO else "nccl"  # the tool takes the names of torch's own libraries only, not "mpi"
 KNOWN = {*ROWS, "send", "recv"}
 UNKNOWN = {"create_group", *ONE_SIDED}  # some ranks make them; the tool has nothing like them
 
@@ -171,6 +181,8 @@ def entry(
     if is_message:
         me, peer = group.rank(), call.root if call.root is not None else -1
         name = f"send {me}->{peer}" if name == "send" else f"recv {me}<-{peer}"
+    if not KNOWS_GLOO:
+        name = NCCL_NAMES.get(name, name)
     return {
         "record_id": record,
         "pg_id": int(group.group_name) if group.group_name.isdigit() else 0,

@@ -1,0 +1,24 @@
+"""Check of the installed torch when hpcdist is imported: says in one line what is missing, before anything needs it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["check_torch"]
+
+
+def check_torch() -> None:
+    """Raise if this torch is not supported.
+
+    Raises:
+        ImportError: a torch without ``torch.distributed``, or older than 2.8.
+    """
+    found = f"torch {torch.__version__} in {next(iter(torch.__path__))}"
+    if not dist.is_available():
+        raise ImportError(f"hpcdist needs torch.distributed, without which this torch was built: {found}")
+    if not hasattr(dist, "QueueEmptyError"):  # the newest name that hpcdist takes from torch without asking for it
+        raise ImportError(f"hpcdist supports torch 2.8 and later, and this is {found}")
+
+
+check_torch()

@@ -1,0 +1,114 @@
+"""Features of torch that differ among the releases that hpcdist supports.
+
+Each is found by looking for it, never by torch's version number: a site's own build has numbers of its own. "since" and
+"until" name the first and the last release that has it; the documentation is written from them, and a test compares
+them with the torch that it runs on.
+
+====================================================  ===================================================
+what is looked at                                     see the table ``FEATURES``
+====================================================  ===================================================
+``_C._distributed_c10d._current_process_group``       torch's own group of the current thread
+``device_mesh.DeviceMesh._init_one_process_group``    the place where a dimension's groups are made
+====================================================  ===================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch._C._distributed_c10d as bindings
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["FEATURES", "Feature", "has"]
+
+
+class Feature(NamedTuple):
+    """Something of torch that some supported releases lack.
+
+    Attributes:
+        is_there: whether this torch has it.
+        since: the first release that has it, or None if all do that are older than ``until``.
+        until: the last release that has it, or None if the newest does.
+        consequence: what hpcdist does about it, or what is missing for the user.
+    """
+
+    is_there: bool
+    since: str | None
+    until: str | None
+    consequence: str
+
+
+def names_in(function: Any) -> tuple[str, ...]:
+    """Return the names that a function's code uses, below its decorators."""
+    return inspect.unwrap(function).__code__.co_names
+
+
+def arguments(function: Any) -> tuple[str, ...]:
+    """Return the names of a function's arguments, or none if this torch has no such function."""
+    return tuple(inspect.signature(function).parameters) if function is not None else ()
+
+
+MAKES_ONE = getattr(device_mesh.DeviceMesh, "_init_one_process_group", None)
+LAYOUT = "torch.distributed._mesh_layout"
+MESH_ARGUMENTS = ("sub_layout", "rank_map", "dim_name", "backend_override")
+
+# read when this module is imported, before hpcdist replaces any of torch's functions
+FEATURES = {
+    "a current group in each thread": Feature(
+        hasattr(bindings, "_current_process_group"), "2.9", None, "without it hpcdist keeps one for `hpcdist.dist2`"
+    ),
+    "`backend_override` of `init_device_mesh`": Feature(
+        "backend_override" in arguments(device_mesh.init_device_mesh),
+        "2.9",
+        None,
+        "without it TypeError if it is given",
+    ),
+    "`GroupName`": Feature(hasattr(c10d, "GroupName"), "2.10", None, "without it `hpcdist.GroupName` is `str`"),
+    "groups of a mesh's dimension in one place": Feature(
+        arguments(MAKES_ONE)[:4] == MESH_ARGUMENTS,
+        "2.10",
+        None,
+        "with it one MPI_Comm_split makes all groups of a dimension; without it they are made one by one",
+    ),
+    "layouts of a mesh that nest": Feature(
+        hasattr(getattr(import_module(LAYOUT), "_MeshLayout", None), "nest") if find_spec(LAYOUT) else False,
+        "2.10",
+        "2.12",
+        "hpcdist asks for the ranks of a dimension in the way that fits",
+    ),
+    "`torch.distributed.debug`": Feature(
+        find_spec("torch.distributed.debug") is not None, "2.10", None, "without it `start_debug_server` raises"
+    ),
+    "`record_comm`": Feature(hasattr(dist, "record_comm"), "2.12", None, "without it hpcdist has one of its own"),
+    "`all_gather_single` and the other names in `_single`": Feature(
+        hasattr(dist.ProcessGroup, "all_gather_single"),
+        "2.13",
+        None,
+        "without them C++ calls a group's methods by their earlier names; `hpcdist` has both",
+    ),
+    "`batch_isend_irecv` only for its own class": Feature(
+        "type" in names_in(c10d.batch_isend_irecv),
+        None,
+        "2.13",
+        "hpcdist launches its groups' messages together: on NCCL they would wait for each other",
+    ),
+    "`monitored_barrier` only for gloo": Feature(
+        "GLOO" in names_in(c10d.monitored_barrier), None, "2.13", "hpcdist lets it take its groups"
+    ),
+    "a flight recorder attached to each group": Feature(
+        hasattr(c10d, "_maybe_attach_flight_recorder"),
+        "2.15",
+        None,
+        "hpcdist keeps it away from its groups, where it raises, and records them itself",
+    ),
+}
+
+
+def has(name: str) -> bool:
+    """Tell whether this torch has one of ``FEATURES``."""
+    return FEATURES[name].is_there

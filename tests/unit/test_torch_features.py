@@ -1,0 +1,45 @@
+"""Features of torch: each is in the releases that the table says, and an unsupported torch is refused in one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hpcdist.torch_bridge.features import FEATURES, Feature
+
+RELEASE = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+
+
+def release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_in_the_releases_that_the_table_says(name: str) -> None:
+    feature: Feature = FEATURES[name]
+    since, until = release(feature.since or "0"), release(feature.until or "99")
+    assert feature.is_there == (since <= RELEASE <= until)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "del dist.QueueEmptyError; torch.__version__ = '2.7.1+rocm6.3'",
+            "hpcdist supports torch 2.8 and later, and this is torch 2.7.1+rocm6.3 in /",
+        ),
+        (
+            "dist.is_available = lambda: False",
+            "hpcdist needs torch.distributed, without which this torch was built: torch 2",
+        ),
+    ],
+)
+def test_an_unsupported_torch_is_refused_at_import_in_one_line(change: str, message: str) -> None:
+    code = f"import torch, torch.distributed as dist; {change}; import hpcdist"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")
