@@ -23,7 +23,7 @@ BESIDE  = -n $(WORKERS) --dist loadgroup
 
 .PHONY: demo test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl test-pythons test-python \
   environment python-environments \
-  test-gpu gpu-environment gpu-tests test-cluster bench figures lint format docs clean
+  test-gpu gpu-environment gpu-tests test-cluster versions bench figures lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -137,6 +137,10 @@ $(GPU)/.ready: pyproject.toml
 $(VENV)/.nccl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'
 	@touch $@
+
+# each torch and each MPI that clusters have, in an environment of its own: an hour or two; ARGS="torch-2.8.0 mpich" some of them
+versions: $(READY)
+	$(BIN)/python -m tests.versions $(ARGS)
 
 # the promises on speed, on 2 ranks, and the stores beside torch's: minutes on a quiet machine
 bench: $(READY)

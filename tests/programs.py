@@ -26,15 +26,17 @@ SET_BY_LAUNCHERS = (
 )
 
 
-def library() -> str:
-    """Return which MPI this environment's mpirun belongs to: openmpi, mpich, or none."""
+def library() -> tuple[str, bool]:
+    """Return which MPI this environment's mpirun belongs to (openmpi, mpich, or none), and whether it has ULFM."""
     if not MPIRUN.exists():
-        return "none"
+        return "none", False
     text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
-    return "openmpi" if "open mpi" in text or "prte" in text else "mpich"
+    if "open mpi" not in text and "prte" not in text:
+        return "mpich", False
+    return "openmpi", "(open mpi) 4." not in text
 
 
-LIBRARY = library()
+LIBRARY, HAS_ULFM = library()
 
 
 def environment(**variables: str) -> dict[str, str]:

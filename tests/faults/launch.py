@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests import forked
-from tests.programs import LIBRARY, mpirun_command
+from tests.programs import HAS_ULFM, LIBRARY, mpirun_command
 from tests.programs import MPIRUN as MPIRUN  # for the tests here
 from tests.programs import environment as settings
 
@@ -24,7 +24,7 @@ Self = TypeVar("Self", bound="Started")  # typing has one of its own from Python
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 LAUNCHERS = {
-    "openmpi": {"openmpi-ulfm": ["--with-ft", "ulfm"], "openmpi": []},
+    "openmpi": {**({"openmpi-ulfm": ["--with-ft", "ulfm"]} if HAS_ULFM else {}), "openmpi": []},
     "mpich": {"mpich": []},
     "none": {},
 }[LIBRARY]
