@@ -1,4 +1,4 @@
-"""Writes the table of reductions in reference/support.md from the code's own tables.
+"""Writes the tables of reductions and of torch's releases in reference/support.md from the code's own tables.
 
 python docs/support_table.py            writes it
 python docs/support_table.py --check    ends with 1 where the page is not what the code says
@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 from hpcdist.core.reduction import ALL_OPS, KIND_OF, KINDS, WIDE, name_of
+from hpcdist.torch_bridge.features import FEATURES
 
 PAGE = Path(__file__).parent / "reference" / "support.md"
-BEGIN, END = "<!-- written by docs/support_table.py: from here -->", "<!-- to here -->"
+BEGIN, END = "<!-- {}, written by docs/support_table.py: from here -->", "<!-- to here -->"
 
 
-def table() -> str:
-    """Return the table, a row a dtype and a column an op."""
+def reductions() -> str:
+    """Return the table of reductions, a row a dtype and a column an op."""
     names = [name_of(op) for op in ALL_OPS]
     lines = [
         f"| dtype | {' | '.join(names)} | combined in |",
@@ -30,11 +31,25 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def features() -> str:
+    """Return the table of what differs among the supported releases of torch."""
+    lines = ["| of torch | since | until | in hpcdist |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {each.since or ''} | {each.until or ''} | {each.consequence} |" for name, each in FEATURES.items()
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"reductions": reductions, "features": features}
+
+
 def filled(page: str) -> str:
-    """Return the page with the table that the code has now."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    """Return the page with the tables that the code has now."""
+    for name, table in TABLES.items():
+        before, begin, rest = page.partition(BEGIN.format(name))
+        _, _, after = rest.partition(END)
+        page = f"{before}{begin}\n{table()}\n{END}{after}"
+    return page
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.__main__": {"hpcdist.cli"},
     "hpcdist.c10d": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT, "hpcdist.watch", "hpcdist.torch_bridge", "stores"},
     "hpcdist.torch_bridge": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT},
-    "hpcdist.watch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "stores"},
+    "hpcdist.watch": {"hpcdist.core", "hpcdist.torch_bridge", ENVIRONMENT, ADDRESSES, "stores"},
     "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "stores"},
     ENVIRONMENT: set(),
     ADDRESSES: set(),

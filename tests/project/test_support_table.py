@@ -1,4 +1,4 @@
-"""The table in docs/reference/support.md agrees with the code."""
+"""The tables in docs/reference/support.md agree with the code."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def script():
     return module
 
 
-def test_the_page_has_the_table_of_the_code():
+def test_the_page_has_the_tables_of_the_code():
     page = (DOCS / "reference" / "support.md").read_text()
     assert script().filled(page) == page, "run: python docs/support_table.py"
 
 
 def test_every_dtype_that_reduces_has_a_row():
-    lines = [line for line in script().table().splitlines() if line.startswith("| `")]
+    lines = [line for line in script().reductions().splitlines() if line.startswith("| `")]
     assert [line.split("`")[1] for line in lines] == [str(d).removeprefix("torch.") for d in reduction.KIND_OF]
     row = next(line for line in lines if "`complex64`" in line).split("|")
-    heads = [cell.strip() for cell in script().table().splitlines()[0].split("|")]
+    heads = [cell.strip() for cell in script().reductions().splitlines()[0].split("|")]
     cells = dict(zip(heads, (cell.strip() for cell in row), strict=True))
     assert (cells["SUM"], cells["MAX"], cells["BAND"]) == ("✓", "–", "–")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpcdist.torch_bridge.features import FEATURES, Feature
+from tests.programs import ROOT
 
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
@@ -43,3 +44,10 @@ def test_an_unsupported_torch_is_refused_at_import_in_one_line(change: str, mess
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")
+
+
+@pytest.mark.parametrize("installed", ["2.8.0+rocm6.4", "2.10.0.post1", "2.13.0a0+git1b3c5d7", "2.14.0+xpu"])
+def test_pip_finds_a_sites_torch_sufficient(installed: str) -> None:
+    specifiers = pytest.importorskip("packaging.requirements")
+    wanted = re.findall(r'"(torch>=.*)",', (ROOT / "pyproject.toml").read_text())[0]
+    assert specifiers.Requirement(wanted).specifier.contains(installed, prereleases=True)  # as pip asks

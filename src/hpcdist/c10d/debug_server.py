@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as c10d
 
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment, rendezvous
+from hpcdist.torch_bridge.features import has
 
 STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
 
@@ -73,5 +74,5 @@ def install() -> None:
     debug.start_debug_server = start_debug_server
 
 
-with suppress(ImportError):  # a torch without it
+if has("`torch.distributed.debug`"):
     install()

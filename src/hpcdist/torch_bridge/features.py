@@ -82,7 +82,7 @@ FEATURES = {
         "hpcdist asks for the ranks of a dimension in the way that fits",
     ),
     "`torch.distributed.debug`": Feature(
-        find_spec("torch.distributed.debug") is not None, "2.10", None, "without it `start_debug_server` raises"
+        find_spec("torch.distributed.debug") is not None, "2.10", None, "without it there is no `start_debug_server`"
     ),
     "`record_comm`": Feature(hasattr(dist, "record_comm"), "2.12", None, "without it hpcdist has one of its own"),
     "`all_gather_single` and the other names in `_single`": Feature(

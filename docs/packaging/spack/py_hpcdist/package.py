@@ -20,7 +20,7 @@ class PyHpcdist(PythonPackage):
 
     depends_on("python@3.10:", type=("build", "run"))
     depends_on("py-hatchling@1.25:", type="build")
-    depends_on("py-torch@2.13:2", type=("build", "run"))
+    depends_on("py-torch@2.8:2", type=("build", "run"))
     depends_on("py-numpy@1.26:", type=("build", "run"))
     # built with the MPI that this Spack has
     depends_on("py-mpi4py@4.1:4", type=("build", "run"))
