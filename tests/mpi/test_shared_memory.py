@@ -264,11 +264,33 @@ def test_more_threads_than_cores_are_warned_of(comm):
 
 
 def test_no_room_in_dev_shm_is_found_before_anybody_writes(comm, monkeypatch):
-    """Of MPICH's window it was found by the rank that wrote to it, which died of SIGBUS."""
+    """It was found by the rank that wrote to it, which died of SIGBUS."""
+
+    def full(descriptor, nbytes):
+        raise OSError(28, "No space left on device")
+
     if comm.rank == comm.size - 1:
+        monkeypatch.setattr(memory_file, "reserve", full)
         monkeypatch.setattr(memory_file, "free", lambda: 7)
     with pytest.raises(RuntimeError, match=r"has 7 bytes free, and \d+ are needed"):
         node_shared(comm)
+    assert not list(memory_file.FOLDER.glob("hpcdist-*"))
+
+
+def test_the_memory_of_a_window_is_taken_when_it_is_made(comm, monkeypatch):
+    """A second group's window must not be promised the room that the first one has not used yet."""
+    made, create = [], memory_file.create
+
+    def note(nbytes):
+        descriptor, name = create(nbytes)
+        made.append((os.dup(descriptor), nbytes))
+        return descriptor, name
+
+    monkeypatch.setattr(memory_file, "create", note)
+    node_shared(comm).close()
+    ((descriptor, nbytes),) = made
+    assert os.fstat(descriptor).st_blocks * 512 >= nbytes
+    os.close(descriptor)
 
 
 @pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND", "mpi") != "mpi", reason="MPI's memory")

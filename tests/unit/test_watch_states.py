@@ -101,13 +101,13 @@ def test_a_call_that_is_being_ended_is_not_asked_about() -> None:
     [
         (SYNC, [Means.INTERRUPT, Means.ABORT]),
         (SYNC._replace(has_work=True), [Means.CANCEL, Means.INTERRUPT, Means.ABORT]),
-        (SYNC._replace(is_reported=True), [Means.FORETELL, Means.INTERRUPT, Means.ABORT]),
+        (SYNC._replace(is_reported=True), [Means.SET_REASON, Means.INTERRUPT, Means.ABORT]),
         (SYNC._replace(ends_waits=True), []),
         (SYNC._replace(ends_waits=True, has_work=True), [Means.CANCEL]),
         (QUEUED, [Means.INTERRUPT, Means.GIVE_UP]),
         (QUEUED._replace(ends_waits=True), [Means.GIVE_UP]),
-        (QUEUED._replace(is_reported=True), [Means.FORETELL, Means.GIVE_UP]),
-        (QUEUED._replace(is_reported=True, interrupts_all=True), [Means.FORETELL, Means.GIVE_UP, Means.INTERRUPT]),
+        (QUEUED._replace(is_reported=True), [Means.SET_REASON, Means.GIVE_UP]),
+        (QUEUED._replace(is_reported=True, interrupts_all=True), [Means.SET_REASON, Means.GIVE_UP, Means.INTERRUPT]),
         (QUEUED._replace(is_running=False), []),
         (QUEUED._replace(is_running=False, on_device=True), [Means.INTERRUPT]),
     ],
@@ -142,7 +142,7 @@ def test_each_means_gets_its_time_and_the_next_one_follows() -> None:
     states, record = CallStates(), object()
     states.see([record], 0.0)
     states.end(record, 10.0, SYNC._replace(has_work=True, is_reported=True, interrupts_all=True))
-    assert use(states, record, 10.0, {Means.CANCEL}) == [Means.CANCEL, Means.FORETELL]
+    assert use(states, record, 10.0, {Means.CANCEL}) == [Means.CANCEL, Means.SET_REASON]
     assert use(states, record, 10.0 + NEWS_SECONDS / 2, set()) == []
     assert use(states, record, 10.0 + NEWS_SECONDS, set()) == [Means.INTERRUPT]
     assert states.was_interrupted(record)
@@ -152,7 +152,7 @@ def test_each_means_gets_its_time_and_the_next_one_follows() -> None:
 
 
 def test_where_mpi_cannot_interrupt_the_job_is_aborted_at_once_or_after_the_reporter_had_its_time() -> None:
-    for is_reported, first in ((False, [Means.INTERRUPT, Means.ABORT]), (True, [Means.FORETELL])):
+    for is_reported, first in ((False, [Means.INTERRUPT, Means.ABORT]), (True, [Means.SET_REASON])):
         states, record = CallStates(), object()
         states.see([record], 0.0)
         states.end(record, 10.0, SYNC._replace(is_reported=is_reported))
@@ -244,7 +244,7 @@ def test_a_rank_that_leaves_waits_for_those_that_are_busy_and_looks_ever_more_ra
 def test_a_call_that_waits_for_this_rank_at_two_looks_aborts_the_job() -> None:
     waits = CALM._replace(waits={(2, "0", 7): "rank 2 waits for it in barrier #7"})
     states = ExitStates(LIMIT, 0.0)
-    assert exit_after(states, [(0.2, waits), (0.4, waits)]) == [ExitDecision.WAIT, ExitDecision.ABORT]
+    assert exit_after(states, [(0.2, waits), (0.4, waits)]) == [ExitDecision.WAIT, ExitDecision.END]
     assert "rank 2 waits for it in barrier #7" in states.reason
     passing = ExitStates(LIMIT, 0.0)
     assert exit_after(passing, [(0.2, waits), (0.4, CALM), (0.6, waits)]) == [ExitDecision.WAIT] * 3
@@ -277,6 +277,15 @@ def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
     ]
     at_once = ExitStates(LIMIT, 0.0)  # it may have ended with all others, whose end is on its way
     assert exit_after(at_once, [(1.0, alone), (2.0, alone)]) == [ExitDecision.WAIT, ExitDecision.LEAVE]
+
+
+def test_a_call_is_not_overdue_any_more_once_the_rank_that_was_said_to_have_ended_has_answered() -> None:
+    states, record = CallStates(), object()
+    states.see([record], 0.0)
+    assert states.decide(record, 2.0, 2.0, False, at_once) is Decision.ASK
+    states.withdraw(record)
+    assert states.decide(record, 3.0, LIMIT, False, at_once) is Decision.WAIT
+    assert states.decide(record, LIMIT, LIMIT, False, at_once) is Decision.ASK
 
 
 # -- the next node -------------------------------------------------------------------------------------------

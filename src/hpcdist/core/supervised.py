@@ -79,7 +79,7 @@ class Supervised(ABC):
     def end_receives(self, reason: str) -> None:  # noqa: B027  # nothing to do is the answer of most
         """Make receives raise that wait for a message, of other threads too: no rank sends one any more."""
 
-    def foretell(self, reason: str) -> None:  # noqa: B027  # as above
+    def set_revoke_reason(self, reason: str) -> None:  # noqa: B027  # as above
         """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
 
     def interrupts_all(self) -> bool:
@@ -106,18 +106,20 @@ class Supervised(ABC):
         """Tell whether the library knows that a rank of the job has died; it need not be one of this group."""
         return False
 
-    def farewell(self) -> Callable[[], bool] | None:
-        """Begin to leave the job; return what tells, without waiting, whether every rank is leaving too.
+    def exit_barrier(self) -> Callable[[], bool] | None:
+        """Begin a barrier of all ranks that leave the job; return what tells, without waiting, whether all have come.
 
-        None says that a rank may leave alone.
+        None says that a rank may leave without the others.
         """
         return None
 
-    def leave_alone(self) -> None:  # noqa: B027  # as above
-        """Leave the job without the library's end, as every rank is leaving: a thread of this one is in a call."""
+    def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:  # noqa: B027  # as above
+        """Leave the library's end out, in which all ranks take part, when this process ends.
 
-    def abandon(self) -> None:  # noqa: B027  # as above
-        """Leave the job without the end that all ranks take part in: one has ended before, and none makes calls."""
+        Args:
+            seconds: how long the process may take to end from now on; None for no limit.
+            ends_well: whether the launcher is told that this is no failure.
+        """
 
     def end_threads(self) -> None:  # noqa: B027  # as above
         """End the library's own threads, as the process ends and no call is under way; no other rank takes part."""

@@ -45,7 +45,7 @@ class Means(Enum):
 
     CANCEL = "cancel the receive that it waits for"
     GIVE_UP = "have the wait for a queued call raise, while its thread stays in the call"
-    FORETELL = "leave it to the rank that reported, whose revocation ends it on all ranks"
+    SET_REASON = "leave it to the rank that reported, whose revocation ends it on all ranks"
     INTERRUPT = "revoke the communicator, or end the device's"
     ABORT = "abort the job"
 
@@ -75,7 +75,7 @@ def means_for(facts: Facts) -> list[Rung]:
         if facts.is_reported:
             # revoked here too: the reporter's revocation does not reach a communicator that it is not in
             also = [(Means.INTERRUPT, math.inf)] if facts.interrupts_all else []
-            return [(Means.FORETELL, 0.0), (Means.GIVE_UP, 0.0), *also]
+            return [(Means.SET_REASON, 0.0), (Means.GIVE_UP, 0.0), *also]
         first = [] if facts.ends_waits else [(Means.INTERRUPT, 0.0)]
         return [*first, (Means.GIVE_UP, math.inf)]
     # a receive whose message has begun to come may not be cancelled (MPI 3.8.4), and its sender may be stopped
@@ -83,7 +83,7 @@ def means_for(facts: Facts) -> list[Rung]:
     if facts.ends_waits:
         return found
     if facts.is_reported:
-        found.append((Means.FORETELL, NEWS_SECONDS if facts.interrupts_all else YIELD_SECONDS))
+        found.append((Means.SET_REASON, NEWS_SECONDS if facts.interrupts_all else YIELD_SECONDS))
     # Open MPI's revocation does not end a send that shared memory holds back, to a rank that takes nothing
     return [*found, (Means.INTERRUPT, STUCK_SECONDS), (Means.ABORT, math.inf)]
 
@@ -158,6 +158,10 @@ class CallStates:
         """Take note that a lower rank asks about the same call: its verdict is waited for."""
         each = self.of(record, now)
         each.state, each.since = State.DUE, now
+
+    def withdraw(self, record: Any) -> None:
+        """Take note that a call is not overdue after all."""
+        self._watched[id(record)].state = State.RUNNING
 
     def end(self, record: Any, now: float, facts: Facts) -> None:
         """Begin to end a wait."""

@@ -16,6 +16,7 @@ from hpcdist.watch.liveness import Liveness
 
 LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an abort; a stuck MPI_Abort takes 3
 ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
+END_SECONDS = 15.0  # how long a process may take that ends with its own status; Python and torch take 0.2
 ABORT_STATUS = 1
 
 
@@ -38,10 +39,10 @@ class JobEnd:
         """Whether this process knows that the job is to end."""
         return self._exits is not None
 
-    def note(self, reason: str) -> None:
-        """Take note that the job is aborted."""
+    def note(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
+        """Take note that the job is aborted, and that the launcher has some seconds to end this process."""
         if self._exits is None:
-            self._exits = time.monotonic() + LAUNCHER_SECONDS, reason
+            self._exits = time.monotonic() + seconds, reason
             self._liveness.kill_stopped()
 
     def look(self, now: float) -> None:

@@ -1,9 +1,10 @@
 """Exit of a rank: it waits until every rank leaves, and aborts the job if it cannot end.
 
 MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
-collective would wait in it for ever, and they for it. So a rank that leaves begins a farewell (a non-blocking
-barrier), and until all have joined asks the others where they are. If one is in a call that cannot end without this
-rank, the job is aborted. Once a process has ended without a farewell, that barrier may never end: then this rank leaves
+collective would wait in it for ever, and they for it. So a rank that leaves begins the exit barrier, a non-blocking
+one, and until all have come asks the others where they are. If one is in a call that cannot end without this rank, the
+process ends without MPI_Finalize and with its own status, upon which the launcher ends the others; they were told, and
+end by themselves if it does not. Once a process has ended before the barrier, that may never end: then this rank leaves
 when all others have ended or said that they leave. A process that is stopped, or that answers nobody, is waited for
 until the timeout. A forked child is no rank, and leaves at once.
 """
@@ -26,6 +27,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
 from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.job_end import END_SECONDS
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
@@ -43,6 +45,7 @@ class Decision(Enum):
 
     WAIT = "wait"
     LEAVE = "leave without the others"
+    END = "end the job with this process's own status: the others wait for it"
     ABORT = "abort the job"
 
 
@@ -82,7 +85,7 @@ class ExitStates:
         """Return what to do, given what is seen now."""
         if lasting := [text for key, text in look.waits.items() if key in self.suspects]:
             self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
-            return Decision.ABORT
+            return Decision.END
         if not look.stuck:
             self._moved = now
         elif now - self._moved >= self.limit:
@@ -123,7 +126,7 @@ class ProcessExit:
                 if backend.queue is not None:
                     backend.queue.close()
         watchdog.has_left = True
-        everyone_leaves = self.backend.farewell()
+        everyone_leaves = self.backend.exit_barrier()
         if everyone_leaves is None:
             return
         states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
@@ -132,11 +135,15 @@ class ProcessExit:
             if time.monotonic() >= next_look:
                 look = observer.look(states)
                 decision = states.decide(look, time.monotonic())
-                if decision is Decision.ABORT:
+                if decision in (Decision.ABORT, Decision.END):
                     watchdog.dump()
-                    watchdog.abort(self.backend, states.reason)
-                elif decision is Decision.LEAVE:
-                    self.backend.abandon()
+                    if decision is Decision.ABORT:
+                        watchdog.abort(self.backend, states.reason)
+                    watchdog.announce_abort(states.reason, END_SECONDS)
+                    self.backend.skip_finalize(END_SECONDS)
+                    return
+                if decision is Decision.LEAVE:
+                    self.backend.skip_finalize()
                     return
                 next_look = time.monotonic() + states.pause
             time.sleep(nap)
@@ -152,7 +159,7 @@ class ProcessExit:
                 f"a thread is still in {last.name}: this process ends without MPI_Finalize, which could crash under it"
             )
             watchdog.say(explained(text, "thread-at-exit"))
-            self.backend.leave_alone()
+            self.backend.skip_finalize(ends_well=True)
 
     def forget(self) -> None:
         """Forget the job, in a forked child: its threads and its MPI are the parent's."""

@@ -38,7 +38,7 @@ from hpcdist.watch.channel import LARGEST, Channel, Message, key_of
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, SUBJECT, VERDICT, Inquiries, Subject, Verdict, turn, witnessed
 from hpcdist.watch.inspection import SECRET_VARIABLE, DebugSocket, Inspection, program, slurm_job
-from hpcdist.watch.job_end import ABORT_STATUS, JobEnd
+from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.report import WHERE, Answers
@@ -102,7 +102,7 @@ class Watchdog:
                 {"group": str, "dump": (bool, None), "about": (SUBJECT, None), "left": (bool, None)},
             ),
             ("verdict", self._hear, {"verdict": VERDICT}),
-            ("abort", self._note_abort, {"reason": str}),
+            ("abort", self._note_abort, {"reason": str, "seconds": (int, float)}),
             ("inspect", self._inspected, {"first": int}),
         ):
             self.channel.register(kind, handler, shape)
@@ -247,7 +247,7 @@ class Watchdog:
 
     def _note_abort(self, message: Message) -> Message:
         self.dump_if_due()  # while there is time
-        self.job_end.note(f"rank {message['from']} aborts the job ({message['reason']})")
+        self.job_end.note(f"rank {message['from']} aborts the job ({message['reason']})", message["seconds"])
         return {}
 
     def _inspected(self, message: Message) -> Message:
@@ -349,11 +349,16 @@ class Watchdog:
         own = start + turn(group.rank())
         return own if subject is None else max(own, self.inquiries.next_turn(subject, group.rank()))
 
+    def _limit(self, each: UnderWay, seconds: float) -> float:
+        """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
+        limit = each.group.timeout.total_seconds()
+        return (
+            min(limit, ENDED_SECONDS) if seconds >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks) else limit
+        )
+
     def _advance(self, each: UnderWay, now: float) -> None:
         """Take a call one step further if it is overdue: wait for what another rank finds out, or ask."""
-        limit = each.group.timeout.total_seconds()
-        if self.states.seconds(each.record, now) >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks):
-            limit = ENDED_SECONDS
+        limit = self._limit(each, self.states.seconds(each.record, now))
         subject = Subject.of(each)
         verdict = None if subject is None else self.inquiries.verdict(subject)
         decision = self.states.decide(
@@ -374,6 +379,9 @@ class Watchdog:
         answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=subject)
         if each.has_ended() or self.states.state(record) is State.ENDING:
             return  # it ended while the others were asked
+        if self._limit(each, seconds) > seconds:  # who was said to have ended has answered
+            self.states.withdraw(record)
+            return
         if subject is not None and self.inquiries.has_lower(subject, self.rank):
             self.states.yield_to_lower(record, time.monotonic())
             return
@@ -450,8 +458,8 @@ class Watchdog:
         backend, reason = each.backend, self._reasons[id(each.record)]
         if means is Means.CANCEL:
             return each.work is not None and each.work._interrupt(reason)
-        if means is Means.FORETELL:
-            backend.foretell(reason)
+        if means is Means.SET_REASON:
+            backend.set_revoke_reason(reason)
             return True
         if means is Means.INTERRUPT:
             return backend.interrupt(reason, each.is_current)
@@ -466,13 +474,19 @@ class Watchdog:
 
     def abort(self, backend: Backend, reason: str) -> None:
         """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
+        self.announce_abort(reason)
+        backend.abort(ABORT_STATUS)
+
+    def announce_abort(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
+        """Write why the job is aborted and tell all its processes, which end by themselves after some seconds."""
         self.say(reason)
         others = [each for each in self.channel.everyone() if each != self.channel.own]
         first_line = reason.splitlines()[0]
         if not self.job_end.is_known:  # else the others know
-            self.channel.ask_endpoints(dict(enumerate(others)), "abort", {}, NEWS_SECONDS, reason=first_line[:1000])
-        self.job_end.note(first_line)
-        backend.abort(ABORT_STATUS)
+            self.channel.ask_endpoints(
+                dict(enumerate(others)), "abort", {}, NEWS_SECONDS, reason=first_line[:1000], seconds=seconds
+            )
+        self.job_end.note(first_line, seconds)
 
     def say(self, text: str) -> None:
         """Write to stderr, whole, if the launcher that forwards it is still there."""

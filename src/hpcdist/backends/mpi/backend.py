@@ -144,14 +144,14 @@ class MPIBackend(Backend):
                     work._interrupt(reason)
                 work.is_completed()
 
-    def foretell(self, reason: str) -> None:
+    def set_revoke_reason(self, reason: str) -> None:
         """Raise with this reason when the communicator is revoked (ULFM)."""
         if ulfm.is_tolerant():
             self.communicator.interruption = reason
 
     def revoke(self, reason: str) -> bool:
         """Revoke the group's communicators (ULFM); False if this MPI cannot."""
-        self.foretell(reason)
+        self.set_revoke_reason(reason)
         self.communicator.revoke()
         return ulfm.is_tolerant()
 
@@ -171,18 +171,17 @@ class MPIBackend(Backend):
         """Ask MPI for the dead of its world (ULFM)."""
         return bool(ulfm.failed(MPI.COMM_WORLD))
 
-    def farewell(self) -> Callable[[], bool] | None:
-        """Begin to leave the job."""
-        return runtime.farewell()
+    def exit_barrier(self) -> Callable[[], bool] | None:
+        """Begin the exit barrier."""
+        return runtime.exit_barrier()
 
-    def leave_alone(self) -> None:
-        """Leave without MPI_Finalize, under which a call of another thread crashes."""
-        runtime.abandon()
-        ulfm.leave_pmix()
-
-    def abandon(self) -> None:
-        """Leave without MPI_Finalize, which would wait for the rank that has ended."""
-        runtime.abandon()
+    def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
+        """Leave without MPI_Finalize, which waits for all ranks, and under which a call of another thread crashes."""
+        runtime.skip_finalize()
+        if ends_well:
+            ulfm.leave_pmix()
+        if seconds is not None:
+            runtime.limit_end(seconds)
 
     def abort(self, status: int) -> None:
         """End the job."""

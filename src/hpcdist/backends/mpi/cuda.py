@@ -270,9 +270,9 @@ class StagedBackend(Backend):
         """Interrupt the MPI backend."""
         return self.inner.interrupt(reason, is_current)
 
-    def foretell(self, reason: str) -> None:
+    def set_revoke_reason(self, reason: str) -> None:
         """Tell the MPI backend."""
-        self.inner.foretell(reason)
+        self.inner.set_revoke_reason(reason)
 
     def interrupts_all(self) -> bool:
         """Tell what the MPI backend does."""

@@ -79,14 +79,19 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]
     """Return memory of so many bytes of each rank of a node, zero, which all of them share; every rank of it calls.
 
     Raises:
-        OSError: a rank cannot make its segment, or not map another's; on every rank of the node.
+        OSError: a rank cannot make its segment for want of room, or not map another's; on every rank of the node.
     """
     name, failure = "", None
     segments: list[torch.UntypedStorage] = []
     try:
         try:
             descriptor, name = memory_file.create(nbytes)
-            os.close(descriptor)
+            try:
+                memory_file.reserve(descriptor, nbytes)  # else a rank that writes later may die of SIGBUS
+            except OSError as error:
+                failure = f"{memory_file.too_little(os.uname().nodename, memory_file.free(), nbytes)} ({error})"
+            finally:
+                os.close(descriptor)
         except OSError as error:
             failure = str(error)
         names = node.allgather(name)
@@ -97,27 +102,12 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]
                 segments.append(torch.UntypedStorage.from_file(path, True, nbytes))  # type: ignore[arg-type]
         except (OSError, RuntimeError) as error:
             failure = str(error)
-        failures = [each for each in node.allgather(failure) if each is not None]
+        failures = [each for each in node.allgather(failure) if each]
     finally:
         memory_file.remove(name)
     if failures:
         raise OSError(failures[0])
     return segments
-
-
-def check_room(nbytes: int, told: list[int | None]) -> None:
-    """Raise if /dev/shm has less room than a window needs.
-
-    Args:
-        nbytes: of the window.
-        told: what each rank of the node finds free, None or 0 if it does not know.
-
-    Raises:
-        OSError: it has less.
-    """
-    free = min((each for each in told if each), default=nbytes)
-    if free < nbytes:
-        raise OSError(memory_file.too_little(os.uname().nodename, free, nbytes))
 
 
 def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
@@ -186,15 +176,13 @@ class NodeWindow:
         self.size = node.size
         self._poll, self._is_background = poll, is_background
         self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
-        places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads(), memory_file.free()))
-        cores = len(set().union(*(allowed for allowed, _, _ in places)))  # a launcher may bind each rank to its own
+        places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
+        cores = len(set().union(*(allowed for allowed, _ in places)))  # a launcher may bind each rank to its own
         if self.rank == 0:
-            warn_of_threads(self.size, sum(threads for _, threads, _ in places), cores)
+            warn_of_threads(self.size, sum(threads for _, threads in places), cores)
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
-        # a file takes no memory yet: if there is no room, the rank that writes to it dies of SIGBUS
-        check_room(self.size * self.segment_bytes, [free for _, _, free in places])
         self._sync = barrier()
         self._memory = map_segments(self.segment_bytes, node)
         mapped: list[Any] = [address(each.data_ptr(), each.nbytes()) for each in self._memory]

@@ -51,6 +51,7 @@ NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, o
 
 START_SECONDS: list[float] = []  # how long MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
+OF_EXIT: list[Any] = []  # the communicator of the exit barrier
 os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would end the parent's
 
 
@@ -200,9 +201,15 @@ def finalize() -> None:
         MPI.Finalize()
 
 
-def abandon() -> None:
-    """Have this process end without MPI_Finalize."""
+def skip_finalize() -> None:
+    """Have this process end without MPI_Finalize, with the program's own status."""
     OWNED.clear()
+
+
+def limit_end(seconds: float) -> None:
+    """Have the kernel end this process after some seconds, whatever its threads wait for."""
+    ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL, from whichever thread this is
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:
@@ -228,27 +235,26 @@ def abort(status: int) -> None:
         time.sleep(min(MPI.COMM_WORLD.Get_rank() * TURN_SECONDS, LONGEST_TURN))
     # Abort may wait for a lock that a stuck thread holds, and mpi4py keeps Python's own meanwhile: the kernel's alarm
     # needs neither. The launcher ends the job of a killed rank.
-    ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL, from whichever thread this is
-    signal.setitimer(signal.ITIMER_REAL, ABORT_SECONDS)
+    limit_end(ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(status)
 
 
-def farewell() -> Callable[[], bool] | None:
-    """Begin to leave; return what tells whether all ranks of the job are leaving too.
+def exit_barrier() -> Callable[[], bool] | None:
+    """Begin a barrier of all ranks that leave; return what tells whether all of them have come.
 
     MPI_Finalize waits for every rank, so a rank that ends while the others wait for it in a collective would wait
-    with them for ever. Where a rank has died (ULFM), those that live are waited for, by MPI_Comm_iagree: one that left
-    without MPI_Finalize before the others are done would count as dead to them. None where hpcdist did not initialise
-    MPI.
+    with them for ever. If a rank has died (ULFM), those that live are waited for, by MPI_Comm_iagree: one that left
+    without MPI_Finalize before the others are done would count as dead to them. None if hpcdist did not initialise
+    MPI on all ranks. It has a communicator of its own: MPI.COMM_WORLD is the program's.
     """
-    if not OWNED or OWNED[0].Is_finalized():
+    if not OWNED or OWNED[0].Is_finalized() or not OF_EXIT:
         return None
     from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
-    MPI = OWNED[0]
-    begin = ulfm.begin_agreement if ulfm.failed(MPI.COMM_WORLD) else MPI.Comm.Ibarrier
+    MPI, (comm,) = OWNED[0], OF_EXIT
+    begin = ulfm.begin_agreement if ulfm.failed(comm) else MPI.Comm.Ibarrier
     try:
-        request = begin(MPI.COMM_WORLD)
+        request = begin(comm)
     except MPI.Exception:
         return None  # a rank has just died
 
@@ -261,6 +267,14 @@ def farewell() -> Callable[[], bool] | None:
     return is_complete
 
 
+def prepare_exit_barrier(comm: Any) -> None:
+    """Make the communicator of the exit barrier, with the first world that has all ranks; every rank of it calls."""
+    MPI = load()
+    if not OF_EXIT and comm.Get_size() == MPI.COMM_WORLD.Get_size() and comm.allreduce(bool(OWNED), MPI.LAND):
+        OF_EXIT.append(comm.Dup())
+        OF_EXIT[0].Set_errhandler(MPI.ERRORS_RETURN)
+
+
 def duplicate(comm: Any, timeout: timedelta) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
@@ -270,10 +284,11 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
             own = given.Dup()
         except MPI.Exception as error:
             raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}") from error
+        own.Set_errhandler(MPI.ERRORS_RETURN)
+        prepare_exit_barrier(own)
     unlink_segments(MPI)
     if joined := connection():
         os.environ[PROCESS] = f"{os.getpid()} {joined}"
-    own.Set_errhandler(MPI.ERRORS_RETURN)
     return own
 
 
