@@ -17,6 +17,7 @@ import signal
 import stat
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
@@ -270,7 +271,11 @@ def exit_barrier() -> Callable[[], bool] | None:
 def prepare_exit_barrier(comm: Any) -> None:
     """Make the communicator of the exit barrier, with the first world that has all ranks; every rank of it calls."""
     MPI = load()
-    if not OF_EXIT and comm.Get_size() == MPI.COMM_WORLD.Get_size() and comm.allreduce(bool(OWNED), MPI.LAND):
+    if OF_EXIT or comm.Get_size() != MPI.COMM_WORLD.Get_size():
+        return
+    owned = array("i", [bool(OWNED)])
+    comm.Allreduce(MPI.IN_PLACE, [owned, MPI.INT], MPI.MIN)
+    if owned[0]:
         OF_EXIT.append(comm.Dup())
         OF_EXIT[0].Set_errhandler(MPI.ERRORS_RETURN)
 
