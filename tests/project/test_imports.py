@@ -41,6 +41,7 @@ EXCEPTIONS = {
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.mpi.node.places", "hpcdist.launch.topology"): "which network cards this node has",
+    ("hpcdist.backends.mpi.process.runtime", "hpcdist.launch.arrival"): "which ranks have not come to the start of MPI",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
     (
         "hpcdist.c10d.lifecycle",

@@ -186,3 +186,29 @@ def test_processes_that_a_user_starts(tmp_path):
     _, lines = started(tmp_path, EACH, both)
     assert lines[:2] == ["gloo: 2 2 GlooBackend gloo GlooBackend 0"] * 2
     assert [line.split()[:4] for line in lines[2:]] == [["mpi:", "DistBackendError", "backend", "'mpi':"]] * 2
+
+
+LATE = """
+    import os, subprocess, sys, time
+    from mpi4py import MPI
+    import hpcdist
+    from hpcdist.launch import arrival
+
+    arrival.SECONDS = 1.0
+    if MPI.COMM_WORLD.Get_rank() == 1:
+        time.sleep(4)
+        command = [sys.executable, "-m", "hpcdist", "debug", "--once"]
+        seen = subprocess.run(command, capture_output=True, text=True)
+        os.write(1, (seen.stdout + seen.stderr).encode())
+    hpcdist.init_process_group()
+    hpcdist.barrier()
+    os.write(1, b"all\\n")
+"""
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    done, lines = started(tmp_path, LATE, *under_mpirun("SCRIPT", "exec "))
+    said = r"\[rank 0 of 2\] init_process_group has waited .* rank 1 of this node \(process \d+\) has not come"
+    assert len(re.findall(said, done.stderr)) == 1, done.stderr
+    assert any(re.search(r"process \d+, rank 0 of 2, is in init_process_group", line) for line in lines), lines
+    assert lines.count("all") == 2

@@ -10,7 +10,7 @@ import torch.distributed as td
 
 import hpcdist
 from hpcdist.cli.run import variables
-from hpcdist.launch import decision, environment, rendezvous, slurm_step
+from hpcdist.launch import decision, environment, rendezvous, slurm_secret, slurm_step
 from tests.ports import free_port
 
 STEP = {
@@ -202,7 +202,8 @@ def test_step_before_job():
         slurm_step.step({})
 
 
-def test_two_jobs_on_one_node_find_their_own_store(monkeypatch):
+def test_two_jobs_on_one_node_find_their_own_store(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     limit = timedelta(seconds=20)
@@ -222,7 +223,7 @@ def test_two_jobs_on_one_node_find_their_own_store(monkeypatch):
     assert second.port != first.port
     monkeypatch.setenv("SLURM_PROCID", "1")
     places = [("127.0.0.1", first.port), ("127.0.0.1", second.port)]
-    mine = rendezvous.join_any(places, limit, b"slurm-78.1.0")
+    mine = rendezvous.join_any(places, limit, slurm_secret.secret("78.1.0", slurm_secret.key_of(["localhost"])))
     mine.set("key", "of job 78")
     assert second.get("key") == b"of job 78"
     assert not first.check(["key"])

@@ -23,6 +23,7 @@ from hpcdist.cli import web_page
 from hpcdist.cli.job_arguments import described
 from hpcdist.core.errors import printable
 from hpcdist.core.ranks import listed, plural
+from hpcdist.launch import arrival
 from hpcdist.watch import inspection, report
 from hpcdist.watch.channel import Channel, Endpoint, key_of
 from hpcdist.watch.liveness import Liveness
@@ -115,6 +116,10 @@ def find(pid: int | None) -> Job:
             jobs.setdefault(each["job"], (each, endpoint))
     if len(jobs) != 1:
         lines = [f"  --pid {endpoint.pid:<8} {printable(each['program'])}" for each, endpoint in jobs.values()]
+        lines += [
+            f"  process {each.process}, rank {each.rank} of {each.size}, is in init_process_group, waiting for others"
+            for each in arrival.arrivals()
+        ]
         what = "several jobs of yours run" if jobs else "no job of yours with a group of hpcdist runs"
         raise ConnectionError("\n".join([f"{what} on this machine", *lines]))
     ((each, endpoint),) = jobs.values()

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, parse_qs, urlparse
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 import stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
 from hpcdist.core.work import LONGEST_TIMEOUT
-from hpcdist.launch import addresses, environment, slurm_step
+from hpcdist.launch import addresses, environment, slurm_secret, slurm_step
 from stores.errors import LostServerError, wait_timeout
 
 Found = tuple[Store, int, int]
@@ -30,6 +31,8 @@ Handler = Callable[..., Iterator[Found]]
 PORTS = range(20000, 60000)  # where slurm:// looks for a free one
 INVITATION, COMPLETE = "world/next", "complete"  # the keys of ``meet``
 LOST_PAUSE = 0.02  # seconds until the next look for a server, after one has ended
+CREDENTIAL = "munge"  # the key of a notice
+NOTICES: list[Store] = []  # rank 0's, which its other ranks may still read
 CANDIDATES = 8  # ports that a slurm:// job may use, so that jobs on one node do not collide
 
 
@@ -254,21 +257,48 @@ def by_slurm(
     """Use the variables of an srun step: rank 0's server listens on the step's first node.
 
     The ports to try follow from job and step, because another program may have one of them. A client tells its job's
-    server from another job's on the same node by the secret.
+    server from another job's on the same node by the secret (``slurm_secret``). If MUNGE hands it out, anyone may read
+    the credential at those ports, and the store itself has another one.
     """
     step = slurm_step.step(os.environ)
     rank, world_size = required("slurm", step.rank, step.size)
     host = addresses.LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
-    secret = f"slurm-{step.identity}".encode()
+    key = slurm_secret.key_of(step.hosts)
     first = sum(step.identity.encode()[i] * 257**i for i in range(len(step.identity)))
     ports = [PORTS[(first + 1009 * i) % len(PORTS)] for i in range(CANDIDATES)]
-    if rank == 0:
-        yield serve_any(host, ports, timeout, secret), rank, world_size
+    if key is None:
+        yield by_munge(rank, host, ports, step.identity, timeout), rank, world_size
+    elif rank == 0:
+        yield serve_any(host, ports, timeout, slurm_secret.secret(step.identity, key)), rank, world_size
     else:
-        yield join_any([(host, port) for port in ports], timeout, secret), rank, world_size
+        places = [(host, port) for port in ports]
+        yield join_any(places, timeout, slurm_secret.secret(step.identity, key)), rank, world_size
 
 
-def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes) -> Store:
+def by_munge(rank: int, host: str, ports: list[int], identity: str, timeout: timedelta) -> Store:
+    """Open or join a store whose secret and port a MUNGE credential says, which rank 0 serves at one of the ports."""
+    if rank == 0:
+        secret = secrets.token_bytes(32)
+        store = stores.TCPStore(host, 0, None, True, timeout, wait_for_workers=False, secret=secret)
+        notice = serve_any(host, ports, timeout, None)
+        notice.set(CREDENTIAL, slurm_secret.sealed(identity, store.port, secret))
+        NOTICES.append(notice)
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        for port in ports:
+            with suppress(DistNetworkError, DistStoreError):
+                limit = timedelta(seconds=2)
+                notice = stores.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+                found = slurm_secret.unsealed(identity, notice.get(CREDENTIAL).decode(errors="replace"))
+                if found is not None:
+                    return join_any([(host, found[0])], timeout, found[1])
+        time.sleep(0.05)
+    text = f"no notice of this job's store after {timeout.total_seconds():.0f} s; tried {host}, ports {ports}"
+    raise DistNetworkError(explained(text, "store-unreachable"))
+
+
+def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes | None) -> Store:
     """Open a server on the first port that is free."""
     for port in ports:
         try:

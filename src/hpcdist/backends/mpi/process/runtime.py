@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import default_pg_timeout
 
-from hpcdist.backends.mpi.process import intel_mpi, open_mpi
+from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core.errors import DistBackendError, explained, run_hook, write_to_stderr
 from hpcdist.core.work import LONGEST_TIMEOUT
+from hpcdist.launch import arrival
 from hpcdist.launch.environment import Launch, detect
 
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
@@ -48,6 +50,7 @@ INSTALL_HINT = (
 
 
 PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for those that it starts
+PREFIX = "OPAL_PREFIX"  # where Open MPI is installed
 NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
 
 START_SECONDS: list[float] = []  # how long MPI_Init took, for the doctor
@@ -119,6 +122,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         # up to here a message within a node is copied through shared memory, and not read from the sender's: 1.5 to 2.8
         # times as fast from 4 to 32 KiB, and cut to the buffer that receives it (known issues)
         os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", str(32 << 10))
+        check_launcher(MPI, detect())
         intel_mpi.prepare(MPI)
         leave_out_han()
         begin = time.monotonic()
@@ -175,6 +179,33 @@ def leave_out_han() -> None:
     """
     if is_fault_tolerant() and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
         os.environ.setdefault(HAN_PRIORITY, "-1")
+
+
+def check_launcher(MPI: Any, launch: Launch | None) -> None:
+    """Raise if MPI_Init would end this process under its launcher; unset the prefix of an Open MPI that is not loaded.
+
+    MPICH 5 without PMIx ends the process where it finds PMIx's variables; Open MPI 4.1.4 where OPAL_PREFIX, which Open
+    MPI 5's mpirun exports, is not its own. MPICH 4 begins a world of one (``check_world``).
+    """
+    name, version = MPI.get_vendor()
+    prefix = os.environ.get(PREFIX)
+    if name == "Open MPI" and prefix:
+        loaded = next(iter(libraries.loaded_libraries()), prefix)
+        if not Path(loaded).resolve().is_relative_to(Path(prefix).resolve()):
+            del os.environ[PREFIX]
+    is_pmix = NAMESPACE in os.environ and DESCRIPTOR not in os.environ
+    if name != "MPICH" or version < (5,) or not is_pmix or "pmix" in MPI.Get_library_version().lower():
+        return
+    who = (
+        f"{launch.name} started {launch.size} ranks (this is rank {launch.rank})"
+        if launch
+        else "the launcher uses PMIx"
+    )
+    text = (
+        f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built without "
+        f"PMIx, by which this launcher connects its ranks. {launch.remedy if launch else ''}"
+    )
+    raise DistBackendError(explained(text.rstrip(), "separate-worlds"))
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
@@ -284,7 +315,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
     given = checked(comm)
-    with limited(timeout):
+    with limited(timeout), arrival.announced(given.Get_rank(), given.Get_size()):
         try:
             own = given.Dup()
         except MPI.Exception as error:

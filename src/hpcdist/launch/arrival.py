@@ -1,0 +1,113 @@
+"""Arrival at ``init_process_group``: which ranks of this node have come to it, while MPI waits for the others.
+
+There is no group yet that could be asked. So each rank that has come holds a socket without a file (abstract, unix(7)),
+whose name says who it is, and the ranks that the node has are read from the environments of this user's processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Timer
+from typing import NamedTuple
+
+from hpcdist.core.errors import write_to_stderr
+from hpcdist.core.ranks import listed
+from hpcdist.launch import environment
+
+PREFIX = "hpcdist-init-"
+SECONDS = 10.0  # after which a rank that waits says so
+
+
+class Arrival(NamedTuple):
+    """A process in ``init_process_group``: its id, rank, and how many ranks it waits for."""
+
+    process: int
+    rank: int
+    size: int
+
+
+@contextmanager
+def announced(rank: int, size: int) -> Iterator[None]:
+    """Let others know that this rank has come, and say which have not if that takes long."""
+    timer = Timer(SECONDS, report, (rank, size))
+    timer.daemon = True
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        with suppress(OSError):
+            made.bind(f"\0{PREFIX}{os.getuid()}-{os.getpid()}-{rank}-{size}")
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def arrivals() -> list[Arrival]:
+    """Return this user's processes on this machine that are in ``init_process_group``."""
+    found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    return sorted(Arrival(*map(int, each)) for each in found if variables(int(each[0])))
+
+
+def variables(process: int) -> dict[str, str]:
+    """Return the environment of a process; nothing if it has ended or is another user's."""
+    try:
+        parts = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(part.decode(errors="replace").split("=", 1) for part in parts if b"=" in part)
+
+
+def launcher_of(process: int) -> int:
+    """Return the nearest parent of a process without a rank: what started it on this node."""
+    while True:
+        try:
+            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            return 0
+        if parent <= 1 or environment.detect(variables(parent)) is None:
+            return parent
+        process = parent
+
+
+def ranks_here(launcher: int) -> dict[int, list[int]]:
+    """Return the ranks that a launcher has started on this node, and the processes of each."""
+    found: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        launch = environment.detect(variables(int(folder.name)))
+        if launch is not None and launcher_of(int(folder.name)) == launcher:
+            found.setdefault(launch.rank, []).append(int(folder.name))
+    return found
+
+
+def absent(size: int) -> dict[int, int]:
+    """Return the ranks of this process's node that have not come, each with its first process.
+
+    Nothing is returned if the world is not the launcher's, whose ranks have other numbers then.
+    """
+    launch = environment.detect()
+    if launch is None or launch.size != size:
+        return {}
+    come = {each.process for each in arrivals()}
+    here = ranks_here(launcher_of(os.getpid()))
+    return {rank: min(here[rank]) for rank in sorted(here) if come.isdisjoint(here[rank])}
+
+
+def report(rank: int, size: int) -> None:
+    """Say which ranks have not come; the first rank of the node that waits does."""
+    launcher = launcher_of(os.getpid())
+    if any(each.rank < rank for each in arrivals() if launcher_of(each.process) == launcher):
+        return
+    missing = absent(size)
+    which = "of other ranks, none of them on this node, one"
+    if missing:
+        processes = ", ".join(map(str, missing.values()))
+        which = f"{listed(list(missing))} of this node ({'process' if len(missing) == 1 else 'processes'} {processes})"
+    write_to_stderr(
+        f"[rank {rank} of {size}] init_process_group has waited in MPI for {SECONDS:.0f} s: {which} "
+        f"{'have' if len(missing) > 1 else 'has'} not come to it. Every rank calls it, in the same place among the "
+        "program's own calls of MPI\n"
+    )

@@ -1,0 +1,139 @@
+"""Secret of a Slurm step without MPI: derived from what only its user has, because squeue shows job and step to all.
+
+It is an HMAC over job and step, keyed by a random file in the user's home, which the first rank that needs it makes. If
+the step has several hosts and the home is on a disk of one of them, MUNGE, which Slurm itself relies on, encrypts a
+random secret for this user (``sealed`` and ``unsealed``).
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpcdist.core.errors import DistBackendError, explained
+
+VARIABLE = "HPCDIST_STORE_SECRET"  # the user's own, for hosts that share no home and have no MUNGE
+FILE = Path(".hpcdist", "store-key")  # in the home
+LENGTH = 32
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs", "rootfs"}
+MUNGE_SECONDS = 10
+
+
+def secret(identity: str, key: bytes) -> bytes:
+    """Return the secret of a job's step."""
+    return hmac.digest(key, b"hpcdist slurm:// " + identity.encode(), "sha256")
+
+
+def key_of(hosts: list[str]) -> bytes | None:
+    """Return the key that all ranks of this user find, or None if only MUNGE can hand them one.
+
+    Args:
+        hosts: those of the step.
+
+    Raises:
+        DistBackendError: the key is not this user's alone, or there is nothing that all hosts share.
+    """
+    if own := os.environ.get(VARIABLE):
+        return own.encode()
+    home = Path.home()
+    if len(set(hosts)) == 1 or file_system(home) not in LOCAL:
+        return key_in(home / FILE)
+    if shutil.which("munge") and shutil.which("unmunge"):
+        return None
+    text = (
+        f"slurm:// has no secret that the hosts of this step share: the home {home} is on a disk of this host, and "
+        f"there is no munge. Set {VARIABLE} in the job script: export {VARIABLE}=$(openssl rand -hex 32)"
+    )
+    raise DistBackendError(explained(text, "store-secret"))
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that a folder is on."""
+    kinds = {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        kinds[place.replace("\\040", " ")] = kind
+    real = folder.resolve()
+    return next((kinds[str(each)] for each in (real, *real.parents) if str(each) in kinds), "")
+
+
+def key_in(file: Path) -> bytes:
+    """Return the random key in a file of this user alone, which is made if it is not there.
+
+    Raises:
+        DistBackendError: it cannot be made or read, or others could read or replace it.
+    """
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        if not file.exists():
+            make(file)
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            about, folder, key = os.fstat(fd), os.stat(file.parent, follow_symlinks=False), os.read(fd, LENGTH)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise refused(file, str(error)) from error
+    for each in (about, folder):
+        if each.st_uid != os.getuid() or stat.S_IMODE(each.st_mode) & 0o077:
+            raise refused(file, f"it belongs to user {each.st_uid} with mode {stat.S_IMODE(each.st_mode):o}")
+    if len(key) != LENGTH or not stat.S_ISREG(about.st_mode):
+        raise refused(file, f"it has {len(key)} bytes, expected {LENGTH}")
+    return key
+
+
+def make(file: Path) -> None:
+    """Make a key whole and at once: of several ranks that do so together, one wins, and all read its key."""
+    draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, secrets.token_bytes(LENGTH))
+        os.fsync(fd)
+        with suppress(FileExistsError):
+            os.link(draft, file)
+    finally:
+        os.close(fd)
+        draft.unlink()
+
+
+def refused(file: Path, why: str) -> DistBackendError:
+    """Return the error of a key that is not this user's alone, or cannot be had."""
+    text = (
+        f"slurm:// cannot use {file}, which holds the key of this user's jobs: {why}. Remove it, or set {VARIABLE} in "
+        "the job script"
+    )
+    return DistBackendError(explained(text, "store-secret"))
+
+
+def sealed(identity: str, port: int, content: bytes) -> str:
+    """Return a MUNGE credential that only this user's processes can read: where the job's store is, and its secret."""
+    text = json.dumps([identity, port, content.hex()])
+    command = ["munge", "--restrict-uid", str(os.getuid())]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=MUNGE_SECONDS)
+    if done.returncode:
+        raise DistBackendError(explained(f"slurm:// found no secret: munge said {done.stderr.strip()}", "store-secret"))
+    return done.stdout.strip()
+
+
+def unsealed(identity: str, credential: str) -> tuple[int, bytes] | None:
+    """Return port and secret of a credential; None for one that is not this user's, or is of another step."""
+    command = ["unmunge", "--keys", "UID,STATUS", "--metadata", "/dev/fd/2"]
+    done = subprocess.run(command, input=credential, capture_output=True, text=True, timeout=MUNGE_SECONDS)
+    if done.returncode or not any(
+        line.startswith("UID:") and line.rstrip().endswith(f"({os.getuid()})") for line in done.stderr.splitlines()
+    ):
+        return None
+    said: Any = None
+    with suppress(ValueError):
+        said = json.loads(done.stdout)
+    if not isinstance(said, list) or len(said) != 3 or said[0] != identity:
+        return None
+    return int(said[1]), bytes.fromhex(said[2])
