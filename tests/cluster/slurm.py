@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,7 @@ class Slurm:
             if not name.startswith(("SLURM_", "SBATCH_")) and name not in ("HOSTNAME", "TMPDIR")
         }
         self.environment |= {
+            "HPCDIST_STORE_SECRET": secrets.token_hex(16),  # MUNGE's socket is not where others look for it
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_btl_tcp_if_include": "eth0",

@@ -40,6 +40,27 @@ def test_torchs_own_init_process_group_under_srun(mpi, cluster, request):
     assert result.stdout.splitlines() == ["torch hpcdist 2 [2.0, 2.0, 2.0]"] * 2
 
 
+SITE_SCRIPTS = {
+    # NERSC, LUMI: the job script exports torch's variables in each rank
+    "exported": 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"',
+    # CSC: torchrun as the step's task on each node; its workers are torchrun's
+    "torchrun": 'script=$(mktemp); echo "$3" > $script; "$1" -m torch.distributed.run --nnodes=2 --nproc-per-node=1 '
+    "--rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29641 $script; rm $script",
+}
+
+
+@pytest.mark.parametrize("script", SITE_SCRIPTS)
+def test_site_scripts_that_export_torchs_variables(script, cluster, openmpi):
+    program = STEP_OF_TORCH.replace('"torch",', "type(dist.group.WORLD.backends['cpu']).__name__,")
+    command = ["srun", "--nodes=2", "--ntasks=2", f"--mpi={openmpi['HPCDIST_MPI']}", "bash", "-c", SITE_SCRIPTS[script]]
+    result = cluster.run(
+        *command, "bash", openmpi["HPCDIST_PYTHON"], "-c", program, timeout=100, MASTER_ADDR="nid1", MASTER_PORT="29500"
+    )
+    assert result.returncode == 0, result.stderr
+    kind = {"exported": "MPIBackend", "torchrun": "GlooBackend"}[script]
+    assert result.stdout.splitlines() == [f"{kind} hpcdist 2 [2.0, 2.0, 2.0]"] * 2
+
+
 @pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
 def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, request):
     environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])

@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import struct
+import threading
 import time
 from datetime import timedelta
 
@@ -193,3 +194,24 @@ def test_the_last_user_removes_the_file(tmp_path):
     assert path.exists(), "a clone is still there"
     del twin
     assert not path.exists()
+
+
+def test_a_cached_stat_does_not_hide_a_key(tmp_path, monkeypatch):
+    """NFS answers stat(2) from memory for a while, and asks its server at each open."""
+    path = str(tmp_path / "store")
+    reader, writer = stores.FileStore(path, -1), stores.FileStore(path, -1)
+    reader.set_timeout(timedelta(seconds=5))
+    cached, real = os.stat(path), os.stat
+    seen = threading.Event()
+
+    def stat(name, *args, **kwargs):
+        seen.set()
+        return cached if name == path else real(name, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stat)
+        late = threading.Timer(0.3, writer.set, ("late", "value"))
+        late.start()
+        assert reader.get("late") == b"value"
+        late.join()
+    assert seen.is_set()

@@ -337,3 +337,22 @@ def test_a_busy_owner_does_not_slow_others(processes):
     finally:
         owner.kill()
         owner.join(5)
+
+
+def test_a_port_without_a_server_takes_the_whole_timeout():
+    with socket.socket() as unused:  # bound, so that nobody gets it, and not listening
+        unused.bind(("127.0.0.1", 0))
+        start = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match="timed out after 700ms"):
+            stores.TCPStore("127.0.0.1", unused.getsockname()[1], None, False, timedelta(seconds=0.7))
+    assert time.monotonic() - start >= 0.7
+
+
+def test_large_values_to_torchs_own_server():
+    """One MULTI_SET of 16 MiB took its server 25 s."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = stores.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=15), wait_for_workers=False)
+    values = [bytes([number]) * (1 << 20) for number in range(16)]
+    keys = [str(number) for number in range(16)]
+    client.multi_set(keys, values)
+    assert client.multi_get(keys) == values

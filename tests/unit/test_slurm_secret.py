@@ -89,6 +89,7 @@ def test_another_user_reads_neither_the_key_nor_the_store(home, monkeypatch):
 def test_hosts_that_share_nothing(home, monkeypatch):
     monkeypatch.setattr(slurm_secret, "file_system", lambda folder: "ext4")
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(slurm_secret, "ELSEWHERE", "")
     with pytest.raises(hpcdist.DistBackendError, match=r"HPCDIST_STORE_SECRET=\$\(openssl rand"):
         slurm_secret.key_of(HOSTS)
     monkeypatch.setenv(slurm_secret.VARIABLE, "chosen")

@@ -24,6 +24,7 @@ VARIABLE = "HPCDIST_STORE_SECRET"  # the user's own, for hosts that share no hom
 FILE = Path(".hpcdist", "store-key")  # in the home
 LENGTH = 32
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs", "rootfs"}
+ELSEWHERE = os.defpath  # where MUNGE may be, if the PATH does not lead there
 MUNGE_SECONDS = 10
 
 
@@ -46,13 +47,18 @@ def key_of(hosts: list[str]) -> bytes | None:
     home = Path.home()
     if len(set(hosts)) == 1 or file_system(home) not in LOCAL:
         return key_in(home / FILE)
-    if shutil.which("munge") and shutil.which("unmunge"):
+    if tool("munge") and tool("unmunge"):
         return None
     text = (
         f"slurm:// has no secret that the hosts of this step share: the home {home} is on a disk of this host, and "
         f"there is no munge. Set {VARIABLE} in the job script: export {VARIABLE}=$(openssl rand -hex 32)"
     )
     raise DistBackendError(explained(text, "store-secret"))
+
+
+def tool(name: str) -> str | None:
+    """Return the path of a command of MUNGE, if it is there."""
+    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), ELSEWHERE)))
 
 
 def file_system(folder: Path) -> str:
@@ -116,7 +122,7 @@ def refused(file: Path, why: str) -> DistBackendError:
 def sealed(identity: str, port: int, content: bytes) -> str:
     """Return a MUNGE credential that only this user's processes can read: where the job's store is, and its secret."""
     text = json.dumps([identity, port, content.hex()])
-    command = ["munge", "--restrict-uid", str(os.getuid())]
+    command = [tool("munge") or "munge", "--restrict-uid", str(os.getuid())]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=MUNGE_SECONDS)
     if done.returncode:
         raise DistBackendError(explained(f"slurm:// found no secret: munge said {done.stderr.strip()}", "store-secret"))
@@ -125,7 +131,7 @@ def sealed(identity: str, port: int, content: bytes) -> str:
 
 def unsealed(identity: str, credential: str) -> tuple[int, bytes] | None:
     """Return port and secret of a credential; None for one that is not this user's, or is of another step."""
-    command = ["unmunge", "--keys", "UID,STATUS", "--metadata", "/dev/fd/2"]
+    command = [tool("unmunge") or "unmunge", "--keys", "UID,STATUS", "--metadata", "/dev/fd/2"]
     done = subprocess.run(command, input=credential, capture_output=True, text=True, timeout=MUNGE_SECONDS)
     if done.returncode or not any(
         line.startswith("UID:") and line.rstrip().endswith(f"({os.getuid()})") for line in done.stderr.splitlines()
