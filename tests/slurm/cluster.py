@@ -129,7 +129,7 @@ class Cluster:
             if not name.startswith(("SLURM_", "SBATCH_", "PMI", "OMPI_COMM", "PRTE_"))
         }
         self.environment["SLURM_CONF"] = str(self.folder / "slurm.conf")
-        # the home is on a disk of this machine, which both nodes are, and MUNGE's socket is not where others look for it
+        # the home is on a disk, which both nodes share here, and MUNGE's socket is not where others look for it
         self.environment["HPCDIST_STORE_SECRET"] = secrets.token_hex(16)
 
     def __enter__(self) -> Cluster:

@@ -1,4 +1,4 @@
-"""Random bytes to the store's port and into its file: nobody else notices, no thread or process ends, no memory grows."""
+"""Random bytes to the store's port and into its file: nobody else notices, nothing ends, no memory grows."""
 
 from __future__ import annotations
 
