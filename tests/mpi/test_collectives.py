@@ -114,6 +114,7 @@ LAYOUTS = {
     "channels last": lambda: torch.empty(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
     "numpy": lambda: np.empty((4, 3), dtype=np.float32),
     "numpy, strided": lambda: np.empty((4, 6), dtype=np.float32)[:, ::2],
+    "numpy, backward": lambda: np.empty((4, 6), dtype=np.float32)[::-1, ::-2],
 }
 
 
@@ -122,11 +123,11 @@ LAYOUTS = {
 def test_layouts(layout, is_async, rank, size):
     def filled(value):
         data = LAYOUTS[layout]()
-        (data.detach() if isinstance(data, torch.Tensor) else torch.from_numpy(data)).fill_(value)
+        data.detach().fill_(value) if isinstance(data, torch.Tensor) else data.fill(value)
         return data
 
     def all_equal(data, value):
-        return bool((torch.as_tensor(data) == value).all())
+        return bool((data == value).all())
 
     def run(call, *args, **kwargs):
         work = call(*args, **kwargs, async_op=is_async)

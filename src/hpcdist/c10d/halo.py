@@ -71,7 +71,7 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
         if peer is None:
             peer = world.group_rank(pg, rank, None)
         if not (is_plain(tensor) and tensor.is_cpu):
-            tensor, are_plain = dense(as_tensor(tensor, f"{name}[{rank}]", writable)), False
+            tensor, are_plain = dense(as_tensor(tensor, f"{name}[{rank}]", writable, writable)), False
         found.append((tensor, peer))
     return found, are_plain
 
@@ -169,7 +169,7 @@ class HaloExchange:
             ValueError: fewer dimensions than the mesh, or fewer cells than a neighbour needs.
             DistBackendError: a neighbour's size differs.
         """
-        whole = dense(as_tensor(tensor, "tensor", writable=True))
+        whole = dense(as_tensor(tensor, "tensor", writable=True, is_viewed=True))
         seen = whole.data_ptr(), whole.shape, whole.stride(), whole.dtype, whole.is_conj(), whole.is_neg()
         if seen != self._seen:  # what has been described still belongs to the memory, which ``_last`` keeps
             self._check(whole, 3)

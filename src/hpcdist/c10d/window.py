@@ -59,7 +59,7 @@ class Window:
             self.dtype = offers[0].dtype
             self.sizes = [each.numel for each in offers]
             nbytes = [numel * self.dtype.itemsize for numel in self.sizes]
-            own = as_tensor(memory, "memory", True) if offers[0].is_tensor else None
+            own = as_tensor(memory, "memory", True, True) if offers[0].is_tensor else None
             self._remote = backend.open_window(nbytes, own, pg.journal.during)
         self._group, self._backend, self._itemsize = pg, backend, self.dtype.itemsize
         self.tensor = self._remote.own.view(self.dtype)
@@ -228,7 +228,7 @@ def offer(memory: Any, dtype: Any) -> Offer:
         if memory < 0:
             raise ValueError(f"`memory` is {memory}; expected a number of elements, or a tensor")
         return Offer(False, memory, dtype, *place)
-    tensor = as_tensor(memory, "memory", True)
+    tensor = as_tensor(memory, "memory", True, True)
     if not is_plain(tensor) or not tensor.is_cpu:
         raise ValueError("`memory` is no plain tensor; expected a contiguous one on the CPU")
     return Offer(True, tensor.numel(), tensor.dtype, *place)

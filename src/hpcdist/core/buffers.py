@@ -17,6 +17,7 @@ import torch
 from hpcdist.core.errors import MismatchError
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+ORIGINAL = "_hpcdist_original"  # attribute of a tensor: the array whose values it holds, with strides below zero
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
 
 
@@ -31,31 +32,41 @@ def is_plain(tensor: Any) -> bool:
     )
 
 
-def as_tensor(value: Any, name: str, writable: bool = False) -> torch.Tensor:
+def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
     """Return a caller's tensor or array as a tensor on the same memory, outside autograd.
+
+    An array with negative strides, which torch lacks, is copied; ``put`` on the copy writes to the array too.
 
     Args:
         value: a tensor, or a NumPy array of a dtype that torch has.
         name: the parameter's name, for the message.
         writable: whether the call writes to it.
+        is_viewed: whether it does so by views, so that it has to be the same memory.
 
     Raises:
         TypeError: neither tensor nor array, or a dtype that torch lacks.
-        ValueError: an array to write to is read-only.
+        ValueError: an array to write to is read-only, or has negative strides and is viewed.
     """
     if isinstance(value, torch.Tensor):
         # what is written to a detached sparse tensor does not reach the original: its number of nonzeros may change
-        return value.detach() if value.layout is torch.strided else value
+        return value.detach() if value.layout is torch.strided and not is_copy(value) else value
     if isinstance(value, np.ndarray):
         if writable and not value.flags.writeable:
             raise ValueError(f"parameter `{name}` is a read-only numpy.ndarray, and this call writes to it")
-        if not value.flags.writeable:
-            value = value.copy()
-        return torch.from_numpy(value)  # TypeError names the dtypes that torch has
+        is_backward = min(value.strides, default=0) < 0 and not is_viewed
+        tensor = torch.from_numpy(value.copy() if is_backward or not value.flags.writeable else value)
+        if is_backward and writable:
+            setattr(tensor, ORIGINAL, value)
+        return tensor  # TypeError names the dtypes that torch has
     raise TypeError(
         f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor "
         f"(or numpy.ndarray) but got {type(value)} instead."
     )
+
+
+def is_copy(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor stands for an array that is written by ``put`` only."""
+    return hasattr(tensor, ORIGINAL)
 
 
 def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Tensor]:
@@ -76,12 +87,12 @@ def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Ten
 
 def for_reading(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with the same values."""
-    return tensor.resolve_neg().resolve_conj().contiguous()
+    return tensor.clone() if is_copy(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
 
 
 def for_writing(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor to receive what is meant for ``tensor``: itself where it can be."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and not is_copy(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
@@ -220,8 +231,10 @@ def put(values: torch.Tensor, target: torch.Tensor) -> None:
     if target.is_inference() and not torch.is_inference_mode_enabled():  # made in that mode, and only written there
         with torch.inference_mode():
             target.copy_(values)
-        return
-    target.copy_(values)
+    else:
+        target.copy_(values)
+    if is_copy(target):
+        getattr(target, ORIGINAL)[...] = target.numpy()
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

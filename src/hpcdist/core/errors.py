@@ -21,6 +21,7 @@ from torch.distributed import (
 from hpcdist.core import hooks
 
 __all__ = [
+    "CallsDifferError",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -42,6 +43,10 @@ class MismatchError(ValueError, RuntimeError):
     c10d checks some of them in Python (ValueError) and some in C++ (RuntimeError), and which one where depends on the
     call and the backend; this is caught as either.
     """
+
+
+class CallsDifferError(MismatchError, DistError):
+    """Ranks of a group made different calls, or the same one with other sizes, dtypes, ops or roots."""
 
 
 def explained(text: str, name: str) -> str:

@@ -189,9 +189,10 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         return hooks.dispatch(call, pg, async_op)
     if row.buffers == 0:
         backend = pg.any_backend()
-        if backend is pg.cpu:
+        work = dispatch(pg, backend, call, async_op)
+        if backend is pg.cpu and not async_op:
             pg.known.keep(row, backend)
-        return dispatch(pg, backend, call, async_op)
+        return work
     in_place = send is recv
     # only a rooted call leaves one side out, on some ranks
     output = None if recv is None and row.rooted else as_tensor(recv, "tensor", writable=True)
@@ -220,6 +221,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
             check_parts(row, op, given, output)
             flat = joint([output], dtype)
             given, output, then = as_real(given), flat, in_turn(scattering(flat, [output]), then)
+    if given is not None and output is not None and not (in_place and row.is_in_place):
         if not is_shaped(row, pg, given, output, counts):
             raise size_error(row, pg, given, output, counts)
 

@@ -15,6 +15,8 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.bundle import Bundler
+from hpcdist.backends.mpi import call_check
+from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, CheckedObjects, is_wanted
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.places import locate
@@ -39,12 +41,13 @@ class MPIBackend(Backend):
     Args:
         comm: the communicator, with MPI.ERRORS_RETURN; the backend frees it.
         thresholds: from how many bytes on node-shared memory is used; the same on all ranks.
+        checks_calls: whether to check that all ranks make the same calls; the same on all ranks.
     """
 
     name: ClassVar[str] = "mpi"
-    objects: MPIObjects
+    objects: CheckedObjects
 
-    def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds) -> None:
+    def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
         self.communicator = Communicator(comm)
         self.comm = comm
         self.rank, self.size = self.communicator.rank, self.communicator.size
@@ -52,7 +55,10 @@ class MPIBackend(Backend):
         self.unfinished = Unfinished()
         self.collectives = Collectives(self.communicator, thresholds, self._is_background)
         self.point_to_point = PointToPoint(self.communicator, self.unfinished)
-        self.objects = MPIObjects(self.communicator)
+        objects = MPIObjects(self.communicator)
+        self.check = CallCheck(self.communicator, self.collectives.carry_out, objects, checks_calls)
+        self.collectives.check = self.check if self.size > 1 else None
+        self.objects = CheckedObjects(objects, self.check)
         self.windows: list[MPIWindow] = []  # the open ones, in the same order on all ranks
         self._bundler: Bundler | None = None
         self._is_closed = False
@@ -69,11 +75,12 @@ class MPIBackend(Backend):
         given = bootstrap.comm if bootstrap.comm is not None else runtime.world(bootstrap.timeout)
         comm = runtime.duplicate(given, bootstrap.timeout)
         ulfm.is_tolerant()  # found out now, while no call is stuck
-        return cls(comm, Thresholds.from_environment())
+        return cls(comm, Thresholds.from_environment(), is_wanted())
 
     def settings(self) -> dict[str, str]:
-        """Return the thresholds of node-shared memory."""
-        return {VARIABLE: self.collectives.plans.thresholds.fingerprint()}
+        """Return the thresholds of node-shared memory, and whether calls are checked."""
+        checks = "1" if self.check.is_asked_for else "0"
+        return {VARIABLE: self.collectives.plans.thresholds.fingerprint(), call_check.VARIABLE: checks}
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -204,7 +211,7 @@ class MPIBackend(Backend):
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
         """Make all subgroups by one MPI_Comm_split."""
         self.settle()
-        made = self.communicator.split(subgroups)
+        made = self.check.make(SPLIT_SAID, 0, lambda: self.communicator.split(subgroups))
         return None if made is None else self._of(made)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> MPIBackend:
@@ -230,7 +237,7 @@ class MPIBackend(Backend):
 
     def _of(self, comm: MPI.Intracomm) -> MPIBackend:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        return type(self)(comm, self.collectives.plans.thresholds)
+        return type(self)(comm, self.collectives.plans.thresholds, self.check.is_wanted)
 
     def drop(self, reason: str) -> None:
         """End the queue, and receives that wait for a message; the communicator stays."""
@@ -244,7 +251,7 @@ class MPIBackend(Backend):
         super().close()
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
-            steps = [*(window.close for window in self.windows[::-1]), self.collectives.close]
+            steps = [self.check.leave, *(window.close for window in self.windows[::-1]), self.collectives.close]
             steps.append(self.communicator.close_receives)
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)

@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, memory, message, shares, starts
 from hpcdist.backends.mpi.exchange import Exchange
+from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import Reduction
 from hpcdist.core.buffers import overlap
 from hpcdist.core.call import Call, Run
-from hpcdist.core.table import ALL_REDUCE, BROADCAST, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
 
 IN_PLACE = MPI.IN_PLACE
+BARRIER_SAID = what(BARRIER.name)
 
 
 class Collectives:
@@ -49,13 +52,27 @@ class Collectives:
         self._exchange = Exchange(communicator)
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(comm, communicator.derived, communicator.poll, is_background)
+        self.check: CallCheck | None = None
 
     def run(self, call: Call) -> None:
         """Run one collective to its end.
 
         Raises:
+            CallsDifferError: another rank makes another call.
             DistBackendError: MPI failed, or a rank has died.
         """
+        if self.check is None:
+            self.carry_out(call)
+        else:
+            self.check.run(call, self._said(call))
+
+    def _said(self, call: Call) -> int:
+        """Return what the call board has of a call, without root."""
+        tensor = call.tensor
+        return BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
+
+    def carry_out(self, call: Call) -> None:
+        """Run one collective that was checked."""
         row, send, recv, op, root, *_ = call
         try:
             if send is None:
@@ -222,7 +239,9 @@ class Collectives:
             run = self._between_two(row, send.dtype, op)
         if run is None:
             return lambda send, recv: self.run(Call(row, send, recv, op, root))
-        return self._checked(row, run) if self._communicator.is_checked else run
+        if self._communicator.is_checked:
+            run = self._checked(row, run)
+        return run if self.check is None else self.check.repeated(call, self._said(call), run)
 
     def _checked(self, row: Row, run: Run) -> Run:
         def run_and_check(send: torch.Tensor, recv: torch.Tensor) -> None:
@@ -312,7 +331,7 @@ class Collectives:
                 buffers = describe(send, recv)
                 known = source, target, buffers
             if buffers is None:
-                self.run(Call(row, send, recv, op))
+                self.carry_out(Call(row, send, recv, op))
                 return
             try:
                 call(*buffers, *last)

@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
+from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.core.reduction import name_of
@@ -28,10 +29,12 @@ class Plan(NamedTuple):
         reduction: MPI's datatype and op, and what surrounds the call; None for rows that move.
         shared_from: from how many bytes of the larger buffer on hpcdist carries the call out itself: through the memory
             of the node, and between nodes by messages.
+        said: what the call board has of it (``node.call_board``), without root.
     """
 
     reduction: Reduction | None
     shared_from: int
+    said: int
 
 
 class Plans:
@@ -67,7 +70,7 @@ class Plans:
             name = None if op is None else name_of(op)
             library = MPI.get_vendor()[0]
             shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.size, library, self.network)
-        made = Plan(reduction, shared_from)
+        made = Plan(reduction, shared_from, what(row.name, dtype, op))
         if lasts:
             self._made[row, dtype, id(op)] = made
         return made

@@ -1,0 +1,413 @@
+"""Check that all ranks of a group make the same collective: a difference is an error on every rank, not a hang.
+
+The ranks of a node write each call on a board (``node.call_board``) before they give it to MPI, and then look at the
+others' words of the same number:
+
+1. write the own words; a full memory barrier; read the others'. So of two ranks whose calls differ, at least one sees
+   it: the barriers of both have an order, and who comes second reads what the other has written before its own.
+2. No difference, or nobody else has come yet: make the call, and then look whether something was decided meanwhile.
+3. A difference: the rank says that it has seen one and makes no call. One of those decides for all (they take turns).
+   A rank that has begun the call and has not said that it sees the difference is in MPI or on its way there. All such
+   ranks make one and the same call, by 1. If there are none, all raise. Otherwise they may block, and what frees them
+   is their own call: every rank that has made another one takes part in theirs with memory of its own.
+   Who returns sees that there is a decision, and raises too.
+
+MPI has then carried out the same calls on all ranks, so that the group can be used again. Calls that do not wait for
+others, such as a broadcast on its root, let a rank run ahead. It waits before its words would be lost, and the one that
+decides leaves a word that stops it: what it has begun until then is carried out by all.
+
+After an error the numbers go on at a later one, which all derive from the decision: an old word looks like no call.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.node.call_board import (
+    COUNTED,
+    COUNTS_KEPT,
+    LAST,
+    LEAVE,
+    NUMBER,
+    OBJECTS,
+    RING,
+    SPLIT,
+    STOP,
+    CallBoard,
+    Said,
+    counted,
+    open_board,
+    size_of,
+    tensors_of,
+    what,
+)
+from hpcdist.core.call import Call, Run
+from hpcdist.core.errors import CallsDifferError, explained
+from hpcdist.core.naps import nap
+from hpcdist.core.objects import Objects
+from hpcdist.core.ranks import listed
+from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
+from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, EXCHANGES, ROWS, row
+
+VARIABLE = "HPCDIST_CHECK_CALLS"
+LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
+HALF = RING // 2
+OPS = {NAMES[op]: op for op in ALL_OPS}
+Result = TypeVar("Result")
+
+
+def is_wanted() -> bool:
+    """Tell whether the environment leaves the check on.
+
+    Raises:
+        ValueError: a value that is neither 0 nor 1.
+    """
+    value = os.environ.get(VARIABLE) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}={value!r}: expected 1 (compare the calls of ranks, which is the default) or 0")
+    return value == "1"
+
+
+class CallCheck:
+    """The check of one group's collectives over MPI.
+
+    Args:
+        communicator: the group's.
+        carry_out: runs a collective, unchecked.
+        objects: the object collectives, unchecked.
+        is_wanted: whether calls are checked; if not on all ranks, none are.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        carry_out: Callable[[Call], None],
+        objects: Objects,
+        is_wanted: bool,
+    ) -> None:
+        self._communicator = communicator
+        self._carry_out, self._objects = carry_out, objects
+        self.is_asked_for = self.is_wanted = is_wanted
+        self.number = 0  # of the last call
+        self.handled = 0  # how many decisions were followed
+        self._start = 0  # the number of the first call after the last error
+        self._is_open = communicator.size == 1
+        self._board: CallBoard | None = None
+
+    def _open(self) -> None:
+        with self._communicator.translating("a group's first call"):
+            self._board, self.is_wanted = open_board(self._communicator.comm, self.is_wanted)
+        self._is_open = True
+
+    # -- calls ---------------------------------------------------------------------------------------
+
+    def run(self, call: Call, base: int) -> None:
+        """Run a collective on tensors.
+
+        Args:
+            call: the collective.
+            base: its first word without root.
+        """
+        if not self._is_open:
+            self._open()
+        if self._board is None:
+            self._carry_out(call)
+            return
+        communicator = self._communicator
+        size = size_of(call, communicator.rank, communicator.size)
+        counts = counted(call) if size < 0 or size >= COUNTED else None
+        first = base if call.root is None else base + (call.root << 32)
+        self.make(first, size, lambda: self._carry_out(call), counts)
+
+    def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
+        """Make a call, given its words and what makes it."""
+        if not self._is_open:
+            self._open()
+        board = self._board
+        if board is None:
+            return make()
+        self.number = number = self.number + 1
+        if counts is not None:
+            self._keep_pace(number - COUNTS_KEPT + 1)
+            board.write_counts(number, counts)
+        at = number & LAST
+        board.sizes[board.own][at] = size
+        board.whats[board.own][at] = first + (number & NUMBER)
+        board.fence()
+        if not self._is_clear(number):
+            self._fail(number, make)
+        result = make()
+        if board.decided[0] != self.handled:
+            self._look_back(number)
+        return result
+
+    def repeated(self, call: Call, base: int, run: Run) -> Run:
+        """Return what runs a collective again, checked; arguments as for ``run``, and what runs it unchecked."""
+        board, communicator = self._board, self._communicator
+        if not self._is_open:
+            return lambda send, recv: self.run(call._replace(send=send, recv=recv), base)
+        if board is None:
+            return run
+        size = size_of(call, communicator.rank, communicator.size)
+        first = base if call.root is None else base + (call.root << 32)
+        if len(board.ranks) != 2:
+            return lambda send, recv: self.make(first, size, lambda: run(send, recv))
+        whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
+        ((their_whats, their_sizes),) = board.others
+        acquire, release = board.acquire, board.release
+
+        def run_checked(send: Any, recv: Any) -> None:  # as ``make``, for latency
+            self.number = number = self.number + 1
+            at = number & LAST
+            word = first + (number & NUMBER)
+            sizes[at] = size
+            whats[at] = word
+            acquire()
+            release()
+            if (
+                (their_whats[at] != word or their_sizes[at] != size)
+                and (not number % HALF or not (their_whats[at] - number) & NUMBER)
+                and not self._is_clear(number)
+            ):
+                self._fail(number, lambda: run(send, recv))
+            run(send, recv)
+            if decided[0] != self.handled:
+                self._look_back(number)
+
+        return run_checked
+
+    def leave(self) -> None:
+        """Say that this rank makes no more calls.
+
+        Raises:
+            CallsDifferError: another one does.
+        """
+        if self._board is not None and not self._communicator.is_revoked():
+            self.make(LEAVE_SAID, 0, bool)
+
+    # -- looking at the others -----------------------------------------------------------------------
+
+    def _is_clear(self, number: int) -> bool:
+        """Tell whether no other rank that has come has made another call."""
+        board = self._board
+        assert board is not None
+        if not number % HALF:
+            self._keep_pace(max(number - HALF + 1, self._start))
+        at = number & LAST
+        word, size = board.whats[board.own][at], board.sizes[board.own][at]
+        for whats, sizes in board.others:
+            if (whats[at] != word or sizes[at] != size) and not (whats[at] - number) & NUMBER:
+                return all(
+                    board.fits(r, number) for r in range(len(board.ranks)) if r != board.own and board.has(r, number)
+                )
+        return True
+
+    def _keep_pace(self, number: int) -> None:
+        """Wait until all others have begun a call, so that no words are lost that they have not compared."""
+        board = self._board
+        assert board is not None
+        for r in range(len(board.ranks)):
+            if r != board.own and not board.has_come_to(r, number):
+                self._wait(lambda r=r: board.has_come_to(r, number))  # type: ignore[misc]
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        while not is_over():
+            with self._communicator.translating("a call"):
+                self._communicator.poll()
+            nap(time.monotonic() - began)
+
+    # -- a difference --------------------------------------------------------------------------------
+
+    def _fail(self, number: int, make: Callable[[], Any]) -> None:
+        """Have it decided what becomes of a call that differs from another rank's, do that, and raise."""
+        board = self._board
+        assert board is not None
+        if self._communicator.is_revoked():
+            return  # MPI refuses the call
+        board.failing[board.own] = number
+        index = self.handled + 1
+        if board.decided[0] < index:
+            board.take_turn()
+            try:
+                self._wait(lambda: board.decided[0] >= index or board.has_turn())
+                if board.decided[0] < index:
+                    self._decide(index, number)
+            finally:
+                board.end_turn()
+        self._follow(index, number, make)
+
+    def _decide(self, index: int, number: int) -> None:
+        board = self._board
+        assert board is not None
+        board.stop(number)
+        board.fence()
+        found: list[tuple[int, int]] = []
+
+        def is_known() -> bool:
+            last, leader, each = number - 1, board.own, number
+            while each < number + RING:
+                begun = [
+                    r
+                    for r in range(len(board.ranks))
+                    if r != board.own and board.has(r, each) and board.said(r, each).name != STOP
+                ]
+                inside = [r for r in begun if board.failing[r] != each]
+                kinds = {self._kind(board.said(r, each)) for r in inside}
+                if len(kinds) > 1:
+                    return False  # one of them is about to see the difference
+                if inside:
+                    last, leader = each, inside[0]
+                if not begun:
+                    break
+                each += 1
+            found[:] = [(last, leader)]
+            return True
+
+        self._wait(is_known)
+        ((last, leader),) = found
+        board.decide(index, number, last, leader)
+
+    @staticmethod
+    def _kind(said: Said) -> Said:
+        return said._replace(size=0) if said.name in {each.name for each in EXCHANGES} else said
+
+    def _look_back(self, number: int) -> None:
+        """Raise after a call that others have found to differ from theirs."""
+        assert self._board is not None
+        index = self.handled + 1
+        if self._board.decision(index)[0] <= number:
+            self._follow(index, number, None)
+
+    def _follow(self, index: int, number: int, make: Callable[[], Any] | None) -> None:
+        """Carry out what was decided, and raise.
+
+        Args:
+            index: of the decision.
+            number: of this rank's call.
+            make: makes it; None if it was made.
+        """
+        board = self._board
+        assert board is not None
+        differs, last, leader = board.decision(index)
+        error = self._error(differs, number)
+        try:
+            for each in range(number + (make is None), last + 1):
+                if make is not None and each == number and (leader == board.own or board.fits(leader, number)):
+                    make()
+                else:
+                    self._stand_in(leader, each)
+        finally:
+            self.handled = index
+            self._start = differs + RING + HALF
+            self.number = self._start - 1
+        raise error
+
+    def _stand_in(self, leader: int, number: int) -> None:
+        """Take part in a call of another rank's with memory of its own, so that the ranks in it return."""
+        board, communicator = self._board, self._communicator
+        assert board is not None
+        said, rank, ranks = board.said(leader, number), communicator.rank, communicator.size
+        if said.name in OBJECTS:
+            stand_in_for_object(self._objects, said)
+        elif said.name == SPLIT:
+            communicator.comm.Split(MPI.UNDEFINED, 0)
+        elif said.name in ROWS:
+            its, op = row(said.name), OPS.get(said.op)
+            op = multiplied_by(1.0) if op == PREMUL_SUM else op
+            counts = None
+            if its in EXCHANGES and ranks == 2:
+                theirs = board.counts(leader, number)
+                if theirs is not None:
+                    its, (sent, received) = ALL_TO_ALL, theirs
+                    counts = [0, 0], [0, 0]
+                    counts[0][1 - rank], counts[1][1 - rank] = received[rank], sent[rank]
+                    said = said._replace(size=0)
+            elif said.size >= COUNTED and (theirs := board.counts(leader, number)) is not None:
+                shares = theirs[1] if its is ALL_GATHER else theirs[0]
+                mine = [shares[rank]]
+                counts = (mine, shares) if its is ALL_GATHER else (shares, mine)
+            if counts is None and not 0 <= said.size < COUNTED:
+                return
+            if counts is not None:
+                send, recv = (torch.zeros(sum(each), dtype=said.dtype) for each in counts)
+            elif its.buffers:
+                send, recv = tensors_of(its, said, rank, ranks)  # type: ignore[assignment]
+            else:
+                send = recv = None  # type: ignore[assignment]
+            self._carry_out(Call(its, send, recv, op, said.root if its.rooted else None, counts))
+
+    def _error(self, number: int, own: int) -> CallsDifferError:
+        """Return the error that names who makes which call."""
+        board = self._board
+        assert board is not None
+        calls: dict[str, list[int]] = {}
+        for index, rank in enumerate(board.ranks):
+            if board.has(index, number) and (said := board.said(index, number)).name != STOP:
+                text = str(said)
+                if said.size < 0 or said.size >= COUNTED:
+                    counts = board.counts(index, number)
+                    text += "" if counts is None else f" (sends {counts[0]}, receives {counts[1]})"
+                calls.setdefault(text, []).append(rank)
+        ways = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
+        text = f"the ranks of a group of {self._communicator.size} do not make the same call. {ways}"
+        if own != number and board.has(board.own, own):
+            text += f". This rank, {self._communicator.rank}, is in {board.said(board.own, own)}"
+        return CallsDifferError(explained(text, "calls-differ"))
+
+
+def stand_in_for_object(objects: Objects, said: Said) -> None:
+    """Take part in an object collective with nothing."""
+    name, root = said.name.removesuffix("_object"), said.root
+    if name == "all_gather":
+        objects.all_gather(None)
+    elif name == "gather":
+        objects.gather(None, root)
+    elif name == "broadcast":
+        objects.broadcast(None, root)
+    else:
+        objects.scatter(None, root)
+
+
+class CheckedObjects(Objects):
+    """The object calls on one communicator, checked: every collective is a call like those on tensors."""
+
+    def __init__(self, objects: Objects, check: CallCheck) -> None:
+        self._objects, self._make = objects, check.make
+        self.send, self.recv = objects.send, objects.recv  # type: ignore[method-assign]
+        self._said = {name: what(name) for name in OBJECTS}
+
+    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
+        """Gather every rank's object on all ranks."""
+        said = self._said["all_gather_object"]
+        return self._make(said, 0, lambda: self._objects.all_gather(value, weights_only))
+
+    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
+        """Gather every rank's object on the root."""
+        said = self._said["gather_object"] + (root << 32)
+        return self._make(said, 0, lambda: self._objects.gather(value, root, weights_only))
+
+    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
+        """Hand the root's object to all ranks."""
+        said = self._said["broadcast_object"] + (root << 32)
+        return self._make(said, 0, lambda: self._objects.broadcast(value, root, weights_only))
+
+    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
+        """Hand each rank its object of the root's list."""
+        said = self._said["scatter_object"] + (root << 32)
+        return self._make(said, 0, lambda: self._objects.scatter(values, root, weights_only))
+
+    def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
+        """Send an object; the unchecked one takes this one's place."""
+        raise NotImplementedError
+
+    def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
+        """Receive an object; likewise."""
+        raise NotImplementedError

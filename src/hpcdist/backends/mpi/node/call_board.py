@@ -1,0 +1,333 @@
+"""Call board of a node: shared memory in which each rank of a group writes the collective that it is about to make.
+
+Two words of 8 bytes say a call: which one it is (row, dtype, op, root and the number of the call) and its size. Equal
+calls are equal words, so that ranks compare them without reading them. The words of the last calls of each rank lie in
+a ring; call n of a rank is at n modulo the ring's length. ``call_check`` says who writes and reads what when.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.node.window import barrier
+from hpcdist.core import memory_file
+from hpcdist.core.call import Call
+from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
+from hpcdist.core.table import ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
+from hpcdist.launch.environment import NODE_KEY
+
+RING = 64  # calls of each rank that can be read
+LAST = RING - 1
+COUNTS_KEPT = 8  # of those, whose counts can be read
+COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
+DECISIONS = 16
+NUMBER = (1 << 32) - 1  # the bits of a word that count calls
+AHEAD = 1 << 31  # from here on a difference of two numbers, modulo 2^32, is negative
+COUNTED = 1 << 48  # sizes at and above are a hash of counts, below zero the counts of one rank
+
+LEAVE, SPLIT = "destroy_process_group", "new_group"
+OBJECTS = ("all_gather_object", "gather_object", "broadcast_object", "scatter_object")
+STOP = "stop"  # no call: an earlier one has failed
+CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, STOP)
+CODES = {name: code for code, name in enumerate(CALLS)} | {
+    row.name: CALLS.index("all_to_all_single") for row in EXCHANGES
+}
+DTYPES = (None, *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+OPS = ("", *(NAMES[op] for op in ALL_OPS))
+ROOT_BITS, OP_BITS, DTYPE_BITS = 15, 4, 6  # and 5 for the call: 30, which leaves room for the number in 63
+
+
+class Said(NamedTuple):
+    """A call as the board has it."""
+
+    name: str
+    dtype: torch.dtype | None
+    op: str
+    root: int
+    size: int  # elements a rank; COUNTED and above, or below zero: counts
+
+    def __str__(self) -> str:
+        text = self.name
+        if self.dtype is not None:
+            each = "" if self.name in ("all_reduce", "reduce", "broadcast") else " a rank"
+            elements = f"{self.size} elements{each}" if 0 <= self.size < COUNTED else "elements by counts"
+            text += f" of {elements}, {str(self.dtype).removeprefix('torch.')}"
+        if self.op:
+            text += f", {self.op}"
+        row = ROWS.get(self.name)
+        if self.name in OBJECTS[1:] or (row is not None and row.rooted):
+            text += f", root {self.root}"
+        return text
+
+
+def what(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
+    """Return the first word of a call, without its number."""
+    if dtype is not None and op is None and dtype.is_complex:
+        dtype = dtype.to_real()  # moved as real and imaginary parts, which another rank may give
+    code = CODES[name] << DTYPE_BITS | DTYPE_CODES[dtype]
+    code = code << OP_BITS | (0 if op is None else OPS.index(name_of(op)))
+    return (code << ROOT_BITS | (root or 0) & ((1 << ROOT_BITS) - 1)) << 32
+
+
+def read(word: int, number: int, size: int) -> Said:
+    """Return what two words say."""
+    code = (word - (number & NUMBER)) >> 32
+    root, code = code & ((1 << ROOT_BITS) - 1), code >> ROOT_BITS
+    op, code = code & ((1 << OP_BITS) - 1), code >> OP_BITS
+    return Said(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size)
+
+
+def size_of(call: Call, rank: int, ranks: int) -> int:
+    """Return the second word of a call: the elements of a rank's share, or of the whole tensor if all have it."""
+    row, send, recv, op, _, counts, *_ = call
+    if counts is not None:
+        if row not in EXCHANGES:
+            shares = tuple(counts[0] if row.reduces else counts[1])
+            return COUNTED + (hash(shares) & (COUNTED - 1))
+        if len({*counts[0], *counts[1]}) > 1:
+            return -1 - rank  # equal to no other rank's: they are compared pair by pair
+        return _parts(counts[1][0], send, op)
+    if row.buffers == 0:
+        return 0
+    whole, divided = (recv, send) if row.shape is Shape.GATHER else (send, recv)
+    if row.shape in (Shape.GATHER, Shape.SCATTER):
+        share = divided.numel() if divided is not None else whole.numel() // ranks
+    else:
+        share = send.numel() // ranks if row.shape is Shape.EXCHANGE else send.numel()
+    return _parts(share, send if send is not None else recv, op)
+
+
+def counted(call: Call) -> Counts | None:
+    """Return the counts of a call as ``size_of`` counts elements."""
+    counts, each = call.counts, _parts(1, call.tensor, call.op)
+    return counts if counts is None or each == 1 else ([2 * n for n in counts[0]], [2 * n for n in counts[1]])
+
+
+def _parts(elements: int, tensor: torch.Tensor, op: Any) -> int:
+    return 2 * elements if op is None and tensor.dtype.is_complex else elements
+
+
+def fences() -> tuple[Any, Any]:
+    """Return two functions that together are a full memory barrier.
+
+    Taking a lock is one on x86 (a locked instruction); other processors need what ``window.barrier`` does.
+    """
+    if platform.machine() in ("x86_64", "AMD64", "i686"):
+        lock = threading.Lock()
+        return lock.acquire, lock.release
+    return barrier(), bool
+
+
+class CallBoard:
+    """The words of the ranks of one group on one node.
+
+    Attributes:
+        ranks: the group's ranks that are on this node, in order; the lists below go by their index.
+        own: this rank's index.
+        whats, sizes: the ring of each rank.
+        failing: of each rank, the number of the call in which it has found a difference.
+        decided: how many differences have been decided about.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: list[int], own: int, size: int) -> None:
+        self.ranks, self.own = ranks, own
+        count = len(ranks)
+        cells = memoryview(memory).cast("q")
+        self.whats = [cells[r : RING * count : count] for r in range(count)]
+        self.sizes = [cells[RING * count + r : 2 * RING * count : count] for r in range(count)]
+        self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
+        begin = 2 * RING * count
+        self.failing, self._choosing, self._tickets = (
+            cells[begin + i * count : begin + (i + 1) * count] for i in range(3)
+        )
+        begin += 3 * count
+        self.decided = cells[begin : begin + 1]
+        self._decisions = cells[begin + 1 : begin + 1 + 3 * DECISIONS]
+        begin += 1 + 3 * DECISIONS
+        length = 2 * size
+        self._counts = None
+        if has_counts(count, size):
+            self._counts = [cells[begin + r * COUNTS_KEPT * length :][: COUNTS_KEPT * length] for r in range(count)]
+        self._length = length
+        self.acquire, self.release = fences()
+
+    def fence(self) -> None:
+        """Have what was written before be seen before what is read after."""
+        self.acquire()
+        self.release()
+
+    def has(self, index: int, number: int) -> bool:
+        """Tell whether a rank has begun a call and no other since that has its place."""
+        return not (self.whats[index][number & LAST] - number) & NUMBER
+
+    def has_come_to(self, index: int, number: int) -> bool:
+        """Tell whether a rank has begun a call or a later one."""
+        return (self.whats[index][number & LAST] - number) & NUMBER < AHEAD
+
+    def said(self, index: int, number: int) -> Said:
+        """Return a call that a rank has begun."""
+        at = number & LAST
+        return read(self.whats[index][at], number, self.sizes[index][at])
+
+    def stop(self, number: int) -> None:
+        """Let no rank begin a call after this one without a look at what was decided."""
+        mine, word = self.whats[self.own], what(STOP)
+        for each in range(number + 1, number + RING):
+            mine[each & LAST] = word + (each & NUMBER)
+
+    # -- counts --------------------------------------------------------------------------------------
+
+    def write_counts(self, number: int, counts: Counts) -> None:
+        """Write the elements of a call to and from each rank."""
+        if self._counts is not None:
+            begin = number % COUNTS_KEPT * self._length
+            mine, half = self._counts[self.own], self._length // 2
+            for side, shares in enumerate(counts):
+                for rank in range(half):
+                    mine[begin + side * half + rank] = shares[rank % len(shares)]
+
+    def counts(self, index: int, number: int) -> tuple[list[int], list[int]] | None:
+        """Return the elements of a rank's call to and from each rank; None if they are not known."""
+        half, said = self._length // 2, self.said(index, number)
+        if 0 <= said.size < COUNTED:
+            return [said.size] * half, [said.size] * half
+        if self._counts is None:
+            return None
+        begin = number % COUNTS_KEPT * self._length
+        both = self._counts[index][begin : begin + self._length].tolist()
+        return both[:half], both[half:]
+
+    def fits(self, index: int, number: int) -> bool:
+        """Tell whether the call of another rank fits this rank's."""
+        at = number & LAST
+        if self.whats[index][at] != self.whats[self.own][at]:
+            return False
+        if self.sizes[index][at] == self.sizes[self.own][at]:
+            return True
+        if self.said(index, number).name != ALL_TO_ALL_SINGLE.name:
+            return False
+        mine, theirs = self.counts(self.own, number), self.counts(index, number)
+        if mine is None or theirs is None:
+            return True
+        me, them = self.ranks[self.own], self.ranks[index]
+        return mine[0][them] == theirs[1][me] and mine[1][them] == theirs[0][me]
+
+    # -- decisions -----------------------------------------------------------------------------------
+
+    def decision(self, index: int) -> tuple[int, int, int]:
+        """Return the number of the call in which ranks differ, the last one to carry out, and whose calls to make."""
+        begin = index % DECISIONS * 3
+        number, last, leader = self._decisions[begin : begin + 3].tolist()
+        return number, last, leader
+
+    def decide(self, index: int, number: int, last: int, leader: int) -> None:
+        """Write a decision."""
+        begin = index % DECISIONS * 3
+        for offset, value in enumerate((number, last, leader)):
+            self._decisions[begin + offset] = value
+        self.fence()
+        self.decided[0] = index
+
+    def take_turn(self) -> None:
+        """Ask for the turn to decide (Lamport's bakery)."""
+        own = self.own
+        self._choosing[own] = 1
+        self.fence()
+        self._tickets[own] = 1 + max(self._tickets.tolist())
+        self._choosing[own] = 0
+        self.fence()
+
+    def has_turn(self) -> bool:
+        """Tell whether it is this rank's turn."""
+        mine = (self._tickets[self.own], self.own)
+        self.fence()
+        return not any(self._choosing) and not any(
+            ticket and (ticket, r) < mine for r, ticket in enumerate(self._tickets) if r != self.own
+        )
+
+    def end_turn(self) -> None:
+        """Give the turn to the next."""
+        self._tickets[self.own] = 0
+
+
+def has_counts(count: int, size: int) -> bool:
+    """Tell whether the counts of a group's ranks on a node are written."""
+    return 16 * size * COUNTS_KEPT * count <= COUNTS_BYTES
+
+
+def bytes_of(count: int, size: int) -> int:
+    """Return how much memory the board of some ranks of a group takes."""
+    cells = count * (2 * RING + 3) + 1 + 3 * DECISIONS
+    return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
+
+
+def sight() -> tuple[str, str, int] | None:
+    """Return what is the same for the ranks that can share memory; None if there is no /dev/shm."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return os.environ.get(NODE_KEY, ""), boot, memory_file.device()
+    except OSError:
+        return None
+
+
+def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, bool]:
+    """Make the boards of a group; every rank calls this, whatever it wants.
+
+    Returns:
+        The board of this node, if it has several of the ranks, and whether all ranks want one.
+    """
+    told: list[tuple[bool, Any]] = comm.allgather((is_wanted, sight() if is_wanted else None))
+    if not all(wanted for wanted, _ in told):
+        return None, False
+    rank, size, mine = comm.Get_rank(), comm.Get_size(), told[comm.Get_rank()][1]
+    ranks = [r for r, (_, each) in enumerate(told) if mine is not None and each == mine]
+    name, descriptor, memory = "", -1, None
+    nbytes = bytes_of(len(ranks), size)
+    try:
+        try:
+            if len(ranks) > 1 and ranks[0] == rank:
+                descriptor, name = memory_file.create(nbytes)
+                memory_file.reserve(descriptor, nbytes)
+        except OSError:
+            memory_file.remove(name)
+            name = ""
+        names = comm.allgather(name)
+        shared = names[ranks[0]] if ranks else ""
+        if shared:
+            try:
+                if descriptor < 0:
+                    descriptor = memory_file.open_by_name(shared)
+                memory = mmap.mmap(descriptor, nbytes)
+            except OSError:
+                pass
+        have = comm.allgather(memory is not None)
+    finally:
+        memory_file.remove(name)
+        if descriptor >= 0:
+            os.close(descriptor)
+    if memory is None or not all(have[r] for r in ranks):
+        return None, True
+    return CallBoard(memory, ranks, ranks.index(rank), size), True
+
+
+def tensors_of(row: Row, said: Said, rank: int, ranks: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return memory to take part in another rank's call with: what it reads and writes on this rank."""
+    is_root = not row.rooted or rank == said.root
+    share = torch.zeros(said.size, dtype=said.dtype)
+    if row.shape is Shape.SAME:
+        return share, share if is_root or row.buffers == 1 else None
+    everything = torch.zeros(ranks * said.size, dtype=said.dtype) if is_root else None
+    if row.shape is Shape.GATHER:
+        return share, everything
+    if row.shape is Shape.SCATTER:
+        return everything, share
+    return everything, torch.zeros(ranks * said.size, dtype=said.dtype)

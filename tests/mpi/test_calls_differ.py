@@ -1,0 +1,151 @@
+"""Ranks whose calls differ: an error on every rank that names both calls, no memory overwritten, the group usable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpcdist as dist
+from hpcdist.core.errors import CallsDifferError
+
+from . import wrong_programs
+from .conftest import communicator
+
+
+@pytest.fixture(autouse=True)
+def _comm(size):
+    if size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    return communicator()
+
+
+@pytest.fixture
+def group(_comm):
+    made = dist.new_group()
+    yield made
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=made)  # it can be used again
+    assert tensor.tolist() == [made.size()] * 3
+    dist.destroy_process_group(made)
+
+
+def is_named(text, size):
+    """Tell whether an error names all ranks."""
+    return all(str(rank) in text for rank in (0, size - 1)) and "do not make the same call" in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs(seed, rank, size, _comm):
+    calls, _, _ = wrong_programs.program(seed, size)
+    failure, memory = wrong_programs.run(calls[rank])
+    failures = _comm.allgather(f"{type(failure).__name__}: {failure}")
+    assert all(each.startswith("CallsDifferError") and is_named(each, size) for each in failures), failures
+    assert memory.is_whole()
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size] * 2
+
+
+def test_a_rank_that_ran_ahead_is_stopped(group, rank, size):
+    """The root of broadcasts does not wait; its 10th call is another one on the last rank, which comes late."""
+    with pytest.raises(CallsDifferError, match=r"broadcast of 2 elements.*broadcast of 3 elements"):
+        for number in range(200):
+            dist.broadcast(torch.ones(3 if number == 9 and rank == size - 1 else 2), 0, group)
+
+
+def test_repeated_calls(group, rank, size):
+    """Those that are prepared (``core.call_cache``) are compared too."""
+    for number in range(200):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == size
+        dist.barrier(group)
+    both = torch.ones(size), torch.zeros(size)
+    for number in range(100):
+        dist.all_to_all_single(both[1], both[0], group=group)
+    with pytest.raises(CallsDifferError, match="all_reduce of 1 element.*barrier|barrier.*all_reduce of 1 element"):
+        if rank == size - 1:
+            dist.barrier(group)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_asynchronous_calls(group, rank, size):
+    works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(3)]
+    works.append(dist.all_reduce(torch.ones(4 if rank else 5), group=group, async_op=True))
+    for work in works[:3]:
+        work.wait()
+    with pytest.raises(CallsDifferError, match="all_reduce of 5 elements.*all_reduce of 4 elements"):
+        works[3].wait()
+
+
+def test_splits_are_compared_pair_by_pair(group, rank, size):
+    """Ragged splits that fit are right; a rank that expects another share than it is sent is told."""
+    sent = [rank + other + 1 for other in range(size)]
+    for _ in range(20):
+        output = torch.empty(sum(sent))
+        dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), sent, sent, group)
+        assert torch.equal(output, torch.cat([torch.full((n,), float(other)) for other, n in enumerate(sent)]))
+    if size > 2:
+        return
+    if rank == 0:
+        sent[1] += 30_000
+    with pytest.raises(CallsDifferError, match="sends"):
+        dist.all_to_all_single(torch.empty(sum(sent)), torch.ones(sum(sent)), sent, sent, group)
+
+
+def test_a_new_group_that_one_rank_does_not_make(rank, size):
+    with pytest.raises(CallsDifferError, match=r"new_group.*barrier|barrier.*new_group"):
+        if rank == size - 1:
+            dist.barrier()
+        else:
+            dist.new_group()
+
+
+def test_the_end_of_a_group_against_a_call(rank, size):
+    made = dist.new_group()
+    dist.barrier(made)
+    with pytest.raises(CallsDifferError, match="destroy_process_group"):
+        if rank == size - 1:
+            dist.destroy_process_group(made)
+        else:
+            dist.all_reduce(torch.ones(2), group=made)
+    if rank != size - 1:
+        dist.destroy_process_group(made)
+
+
+def test_equal_calls_in_other_words(group, rank, size):
+    """Parts of complex numbers, other layouts, async or not, lists or one tensor: the same calls."""
+    dtype, length = (torch.complex64, 2) if rank else (torch.float32, 4)
+    given = torch.ones(length, dtype=dtype)
+    dist.all_reduce(given, group=group)
+    dist.broadcast(given, 0, group)
+    dist.all_gather_into_tensor(torch.empty(length * size, dtype=dtype), given, group)
+    dist.all_to_all_single(torch.empty(2 * size, dtype=dtype)[: length * size], torch.ones(length * size, dtype=dtype))
+    if rank:
+        dist.all_gather([torch.empty(length, dtype=dtype) for _ in range(size)], given, group)
+    else:
+        dist.all_gather_into_tensor(torch.empty(length * size), given, group)
+
+
+IN_PLACE = {
+    "all_gather_into_tensor": lambda x, n: dist.all_gather_into_tensor(x, x),
+    "reduce_scatter_tensor": lambda x, n: dist.reduce_scatter_tensor(x, x),
+    "uneven all_to_all_single": lambda x, n: dist.all_to_all_single(x[: n + 1], x[: n + 1]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("is_strided", [False, True], ids=["contiguous", "strided"])
+def test_one_tensor_as_input_and_output_has_to_fit(name, is_strided, size):
+    x = torch.ones(2048)[:: 2 if is_strided else 1]
+    with pytest.raises((ValueError, RuntimeError), match="fit|divide"):
+        IN_PLACE[name](x, size)
+    assert bool((x == 1).all())
+
+
+def test_an_exchange_in_place(rank, size):
+    for length in (1, 3000):
+        x = torch.arange(float(size)).repeat_interleave(length) + 10 * rank
+        dist.all_to_all_single(x, x)
+        assert torch.equal(x, (10 * torch.arange(float(size)) + rank).repeat_interleave(length))
