@@ -216,13 +216,12 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         backend.settle()  # a call that is queued may still write what is copied here
     if result is None:
         result = [output] if output is not None else []
-    if given is not None and output is not None and not in_place:
+    if given is not None and output is not None:
         if given.dtype is not output.dtype:  # one is complex, the other holds real and imaginary parts
             check_parts(row, op, given, output)
             flat = joint([output], dtype)
             given, output, then = as_real(given), flat, in_turn(scattering(flat, [output]), then)
-    if given is not None and output is not None and not (in_place and row.is_in_place):
-        if not is_shaped(row, pg, given, output, counts):
+        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):
             raise size_error(row, pg, given, output, counts)
 
     finish = then

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi import call_check
+from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, CheckedObjects, is_wanted
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator

@@ -24,6 +24,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +56,7 @@ from hpcdist.core.naps import nap
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
-from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, EXCHANGES, ROWS, row
+from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, row
 
 VARIABLE = "HPCDIST_CHECK_CALLS"
 LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
@@ -97,6 +99,7 @@ class CallCheck:
         self.is_asked_for = self.is_wanted = is_wanted
         self.number = 0  # of the last call
         self.handled = 0  # how many decisions were followed
+        self._is_leaving = False
         self._start = 0  # the number of the first call after the last error
         self._is_open = communicator.size == 1
         self._board: CallBoard | None = None
@@ -157,11 +160,10 @@ class CallCheck:
             return run
         size = size_of(call, communicator.rank, communicator.size)
         first = base if call.root is None else base + (call.root << 32)
-        if len(board.ranks) != 2:
+        if board.are_many:
             return lambda send, recv: self.make(first, size, lambda: run(send, recv))
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
-        ((their_whats, their_sizes),) = board.others
-        acquire, release = board.acquire, board.release
+        acquire, release, others = board.acquire, board.release, board.others
 
         def run_checked(send: Any, recv: Any) -> None:  # as ``make``, for latency
             self.number = number = self.number + 1
@@ -171,12 +173,13 @@ class CallCheck:
             whats[at] = word
             acquire()
             release()
-            if (
-                (their_whats[at] != word or their_sizes[at] != size)
-                and (not number % HALF or not (their_whats[at] - number) & NUMBER)
-                and not self._is_clear(number)
-            ):
-                self._fail(number, lambda: run(send, recv))
+            for theirs, their_sizes in others:
+                if (
+                    (theirs[at] != word or their_sizes[at] != size)
+                    and (not number % HALF or not (theirs[at] - number) & NUMBER)
+                    and not self._is_clear(number)
+                ):
+                    self._fail(number, partial(run, send, recv))
             run(send, recv)
             if decided[0] != self.handled:
                 self._look_back(number)
@@ -190,6 +193,7 @@ class CallCheck:
             CallsDifferError: another one does.
         """
         if self._board is not None and not self._communicator.is_revoked():
+            self._is_leaving = True
             self.make(LEAVE_SAID, 0, bool)
 
     # -- looking at the others -----------------------------------------------------------------------
@@ -198,16 +202,22 @@ class CallCheck:
         """Tell whether no other rank that has come has made another call."""
         board = self._board
         assert board is not None
-        if not number % HALF:
+        if not number % HALF and not self._is_leaving:
             self._keep_pace(max(number - HALF + 1, self._start))
+        if board.are_many and board.are_equal(number):
+            return True
         at = number & LAST
         word, size = board.whats[board.own][at], board.sizes[board.own][at]
         for whats, sizes in board.others:
             if (whats[at] != word or sizes[at] != size) and not (whats[at] - number) & NUMBER:
-                return all(
-                    board.fits(r, number) for r in range(len(board.ranks)) if r != board.own and board.has(r, number)
-                )
+                return all(board.fit(board.own, r, number) for r in self._begun(number))
         return True
+
+    def _begun(self, number: int) -> list[int]:
+        """Return the other ranks that have begun a call."""
+        board = self._board
+        assert board is not None
+        return [r for r in range(len(board.ranks)) if r != board.own and board.has(r, number)]
 
     def _keep_pace(self, number: int) -> None:
         """Wait until all others have begun a call, so that no words are lost that they have not compared."""
@@ -215,7 +225,7 @@ class CallCheck:
         assert board is not None
         for r in range(len(board.ranks)):
             if r != board.own and not board.has_come_to(r, number):
-                self._wait(lambda r=r: board.has_come_to(r, number))  # type: ignore[misc]
+                self._wait(partial(board.has_come_to, r, number))
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         began = time.monotonic()
@@ -254,14 +264,9 @@ class CallCheck:
         def is_known() -> bool:
             last, leader, each = number - 1, board.own, number
             while each < number + RING:
-                begun = [
-                    r
-                    for r in range(len(board.ranks))
-                    if r != board.own and board.has(r, each) and board.said(r, each).name != STOP
-                ]
+                begun = [r for r in self._begun(each) if board.said(r, each).name != STOP]
                 inside = [r for r in begun if board.failing[r] != each]
-                kinds = {self._kind(board.said(r, each)) for r in inside}
-                if len(kinds) > 1:
+                if not all(board.fit(*pair, each) for pair in combinations(inside, 2)):
                     return False  # one of them is about to see the difference
                 if inside:
                     last, leader = each, inside[0]
@@ -274,10 +279,6 @@ class CallCheck:
         self._wait(is_known)
         ((last, leader),) = found
         board.decide(index, number, last, leader)
-
-    @staticmethod
-    def _kind(said: Said) -> Said:
-        return said._replace(size=0) if said.name in {each.name for each in EXCHANGES} else said
 
     def _look_back(self, number: int) -> None:
         """Raise after a call that others have found to differ from theirs."""
@@ -300,7 +301,7 @@ class CallCheck:
         error = self._error(differs, number)
         try:
             for each in range(number + (make is None), last + 1):
-                if make is not None and each == number and (leader == board.own or board.fits(leader, number)):
+                if make is not None and each == number and board.own in self._makers(leader, number):
                     make()
                 else:
                     self._stand_in(leader, each)
@@ -309,6 +310,20 @@ class CallCheck:
             self._start = differs + RING + HALF
             self.number = self._start - 1
         raise error
+
+    def _makers(self, leader: int, number: int) -> list[int]:
+        """Return the ranks that carry out a call by themselves, while others take part in it by ``_stand_in``."""
+        board = self._board
+        assert board is not None
+        if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # whose shares are those of two ranks
+            for r in range(len(board.ranks)):
+                self._wait(partial(board.has_come_to, r, number))
+        makers = [leader]
+        for is_failing in (False, True):
+            for r in range(len(board.ranks)):
+                if board.has(r, number) and (board.failing[r] == number) is is_failing and r not in makers:
+                    makers += [r] if all(board.fit(r, maker, number) for maker in makers) else []
+        return makers
 
     def _stand_in(self, leader: int, number: int) -> None:
         """Take part in a call of another rank's with memory of its own, so that the ranks in it return."""
@@ -323,19 +338,14 @@ class CallCheck:
             its, op = row(said.name), OPS.get(said.op)
             op = multiplied_by(1.0) if op == PREMUL_SUM else op
             counts = None
-            if its in EXCHANGES and ranks == 2:
-                theirs = board.counts(leader, number)
-                if theirs is not None:
-                    its, (sent, received) = ALL_TO_ALL, theirs
-                    counts = [0, 0], [0, 0]
-                    counts[0][1 - rank], counts[1][1 - rank] = received[rank], sent[rank]
-                    said = said._replace(size=0)
+            if its in EXCHANGES and (said.size < 0 or ranks == 2):
+                its, counts = ALL_TO_ALL, self._shares(leader, number)
             elif said.size >= COUNTED and (theirs := board.counts(leader, number)) is not None:
                 shares = theirs[1] if its is ALL_GATHER else theirs[0]
                 mine = [shares[rank]]
                 counts = (mine, shares) if its is ALL_GATHER else (shares, mine)
             if counts is None and not 0 <= said.size < COUNTED:
-                return
+                return  # a call of ragged shares, which this rank does not know: the ranks in it do not return
             if counts is not None:
                 send, recv = (torch.zeros(sum(each), dtype=said.dtype) for each in counts)
             elif its.buffers:
@@ -343,6 +353,18 @@ class CallCheck:
             else:
                 send = recv = None  # type: ignore[assignment]
             self._carry_out(Call(its, send, recv, op, said.root if its.rooted else None, counts))
+
+    def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]] | None:
+        """Return what this rank sends and receives to take part in an exchange; None if it does not know."""
+        board, me, ranks = self._board, self._communicator.rank, self._communicator.size
+        assert board is not None
+        sent, received = [0] * ranks, [0] * ranks
+        for maker in self._makers(leader, number):
+            theirs = board.counts(maker, number)
+            if theirs is None or len(board.ranks) < ranks:
+                return None
+            sent[board.ranks[maker]], received[board.ranks[maker]] = theirs[1][me], theirs[0][me]
+        return sent, received
 
     def _error(self, number: int, own: int) -> CallsDifferError:
         """Return the error that names who makes which call."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import struct
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ COUNTS_KEPT = 8  # of those, whose counts can be read
 COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
 DECISIONS = 16
 NUMBER = (1 << 32) - 1  # the bits of a word that count calls
+CELL = struct.Struct("=qq")  # the two words
+FEW = 8  # ranks that are looked at one by one
 AHEAD = 1 << 31  # from here on a difference of two numbers, modulo 2^32, is negative
 COUNTED = 1 << 48  # sizes at and above are a hash of counts, below zero the counts of one rank
 
@@ -142,8 +145,9 @@ class CallBoard:
         self.ranks, self.own = ranks, own
         count = len(ranks)
         cells = memoryview(memory).cast("q")
-        self.whats = [cells[r : RING * count : count] for r in range(count)]
-        self.sizes = [cells[RING * count + r : 2 * RING * count : count] for r in range(count)]
+        self._bytes, self._row_bytes = memoryview(memory), CELL.size * count
+        self.whats = [cells[2 * r : 2 * RING * count : 2 * count] for r in range(count)]
+        self.sizes = [cells[2 * r + 1 : 2 * RING * count : 2 * count] for r in range(count)]
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
         self.failing, self._choosing, self._tickets = (
@@ -159,11 +163,24 @@ class CallBoard:
             self._counts = [cells[begin + r * COUNTS_KEPT * length :][: COUNTS_KEPT * length] for r in range(count)]
         self._length = length
         self.acquire, self.release = fences()
+        self.are_many = count > FEW
+        self._past = [bytes(CELL.size)] * RING  # what this rank wrote last
 
     def fence(self) -> None:
         """Have what was written before be seen before what is read after."""
         self.acquire()
         self.release()
+
+    def are_equal(self, number: int) -> bool:
+        """Tell whether each rank has made the same call as this one, or none since the one before in its place.
+
+        If this is False they may still fit. It takes 1 µs for 128 ranks; to look at each of them takes 15.
+        """
+        at = number & LAST
+        row = bytes(self._bytes[at * self._row_bytes : (at + 1) * self._row_bytes])
+        mine = CELL.pack(self.whats[self.own][at], self.sizes[self.own][at])
+        past, self._past[at] = self._past[at], mine
+        return row.count(mine) + row.count(past) == len(self.ranks)
 
     def has(self, index: int, number: int) -> bool:
         """Tell whether a rank has begun a call and no other since that has its place."""
@@ -206,19 +223,19 @@ class CallBoard:
         both = self._counts[index][begin : begin + self._length].tolist()
         return both[:half], both[half:]
 
-    def fits(self, index: int, number: int) -> bool:
-        """Tell whether the call of another rank fits this rank's."""
+    def fit(self, one: int, other: int, number: int) -> bool:
+        """Tell whether the calls of two ranks are one."""
         at = number & LAST
-        if self.whats[index][at] != self.whats[self.own][at]:
+        if self.whats[one][at] != self.whats[other][at]:
             return False
-        if self.sizes[index][at] == self.sizes[self.own][at]:
+        if self.sizes[one][at] == self.sizes[other][at]:
             return True
-        if self.said(index, number).name != ALL_TO_ALL_SINGLE.name:
+        if self.said(one, number).name != ALL_TO_ALL_SINGLE.name:
             return False
-        mine, theirs = self.counts(self.own, number), self.counts(index, number)
+        mine, theirs = self.counts(one, number), self.counts(other, number)
         if mine is None or theirs is None:
             return True
-        me, them = self.ranks[self.own], self.ranks[index]
+        me, them = self.ranks[one], self.ranks[other]
         return mine[0][them] == theirs[1][me] and mine[1][them] == theirs[0][me]
 
     # -- decisions -----------------------------------------------------------------------------------
