@@ -373,16 +373,20 @@ class CallCheck:
         calls: dict[str, list[int]] = {}
         for index, rank in enumerate(board.ranks):
             if board.has(index, number) and (said := board.said(index, number)).name != STOP:
-                text = str(said)
+                call = str(said)
                 if said.size < 0 or said.size >= COUNTED:
                     counts = board.counts(index, number)
-                    text += "" if counts is None else f" (sends {counts[0]}, receives {counts[1]})"
-                calls.setdefault(text, []).append(rank)
-        ways = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
-        text = f"the ranks of a group of {self._communicator.size} do not make the same call. {ways}"
+                    call += "" if counts is None else f" (sends {counts[0]}, receives {counts[1]})"
+                calls.setdefault(call, []).append(rank)
+        ways = [f"{listed(ranks)}: {call}" for call, ranks in calls.items()]
         if own != number and board.has(board.own, own):
-            text += f". This rank, {self._communicator.rank}, is in {board.said(board.own, own)}"
-        return CallsDifferError(explained(text, "calls-differ"))
+            ways.append(f"this rank, {self._communicator.rank}, is in {board.said(board.own, own)}")
+        return CallsDifferError(
+            explained(
+                f"the ranks of a group of {self._communicator.size} do not make the same call. {'; '.join(ways)}",
+                "calls-differ",
+            )
+        )
 
 
 def stand_in_for_object(objects: Objects, said: Said) -> None:
