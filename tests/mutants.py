@@ -123,9 +123,21 @@ MUTANTS = [
     ),
     Mutant(
         ISSUE,
-        "        if not is_shaped(row, pg, given, output, counts):\n",
+        "        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):\n",
         "        if False:\n",
         "mpi/test_bad_input.py",
+    ),
+    Mutant(
+        ISSUE,
+        "        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):\n",
+        "        if not in_place and not is_shaped(row, pg, given, output, counts):\n",
+        "mpi/test_calls_differ.py",
+    ),
+    Mutant(
+        "src/hpcdist/backends/mpi/call_check.py",
+        "        if not self._is_clear(number):\n",
+        "        if False:\n",
+        "mpi/test_calls_differ.py",
     ),
     Mutant(
         ISSUE,
