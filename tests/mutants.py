@@ -134,7 +134,7 @@ MUTANTS = [
         "mpi/test_calls_differ.py",
     ),
     Mutant(
-        "src/hpcdist/backends/mpi/call_check.py",
+        f"{MPI_BACKEND}/call_check.py",
         "        if not self._is_clear(number):\n",
         "        if False:\n",
         "mpi/test_calls_differ.py",
