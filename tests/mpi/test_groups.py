@@ -423,3 +423,20 @@ def test_options_of_a_group(make, size):
     with pytest.raises(TypeError, match=r"got 42 of type int.*None or c10d's options"):
         MAKERS[make](size, 42)
     dist.barrier()
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_communicators_of_a_call_that_was_left_are_kept(is_left, size):
+    if size == 1 or dist.get_backend() != "mpi":
+        pytest.skip("needs MPI's communicators")
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1 << 20), group=group)  # through shared memory
+    backend = group.cpu
+    places = backend.collectives.node._places
+    if backend.collectives.node.shared is None:
+        pytest.skip("no shared memory here")
+    backend.communicator.left_by = "KeyboardInterrupt" if is_left else None
+    dist.destroy_process_group(group)
+    from mpi4py import MPI
+
+    assert (places.node == MPI.COMM_NULL) is not is_left  # which a freed one is

@@ -174,9 +174,10 @@ class CallCheck:
             acquire()
             release()
             for theirs, their_sizes in others:
+                seen = theirs[at]
                 if (
-                    (theirs[at] != word or their_sizes[at] != size)
-                    and (not number % HALF or not (theirs[at] - number) & NUMBER)
+                    (seen != word or their_sizes[at] != size)
+                    and (not number % HALF or not (seen - number) & NUMBER)
                     and not self._is_clear(number)
                 ):
                     self._fail(number, partial(run, send, recv))

@@ -341,6 +341,6 @@ class Collectives:
         return run
 
     def close(self) -> None:
-        """Leave the node's window."""
+        """Leave the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
-        self.node.close(self._communicator.is_revoked())
+        self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)

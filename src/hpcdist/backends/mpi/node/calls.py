@@ -97,13 +97,14 @@ class NodeCalls:
                 send = send.clone()
         SHARED_CALLS[row](shared, send, recv, op, root)
 
-    def close(self, is_revoked: bool) -> None:
+    def close(self, is_left: bool) -> None:
         """Free what was made.
 
-        After a revocation it is left to the end of the process: freeing it would wait for the dead.
+        After a revocation, or after a call that was left midway, it is left to the end of the process: to free it would
+        wait for the dead, and messages on the way would meet the next communicator.
         """
         shared, self.shared, places, self._places = self.shared, None, self._places, None
-        if is_revoked:
+        if is_left:
             return
         if shared is not None:
             shared.close()
