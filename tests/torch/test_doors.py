@@ -179,6 +179,29 @@ def test_processes_that_a_script_starts_itself(tmp_path):
     assert lines == ["alone 1", "env 0 2 2", "env 1 2 2", "tcp 0 2 2", "tcp 1 2 2"], done.stderr
 
 
+WITH_CHILD = """
+    import os, subprocess, sys
+    import torch, torch.distributed as dist
+
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if rank == 0:  # as Lightning does, whose other processes are not started by run
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+        child = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    os.write(1, f"{dist.get_rank()} of {dist.get_world_size()} {int(total)}\\n".encode())
+    dist.barrier()
+    dist.destroy_process_group()
+    assert rank or child.wait(60) == 0
+"""
+
+
+def test_a_process_that_a_script_starts_without_run(tmp_path):
+    done, lines = started(tmp_path, WITH_CHILD, sys.executable, *RUN, "SCRIPT", free_port())
+    assert lines == ["0 of 2 2", "1 of 2 2"], done.stderr
+
+
 def test_processes_that_a_user_starts(tmp_path):
     """Each with RANK and WORLD_SIZE of its own; "mpi" cannot connect them."""
     given = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} {sys.executable} {' '.join(RUN)}"

@@ -224,7 +224,8 @@ def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: A
         HOOKS["begin beside"](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
         launch = decision.launched()
-        if launch is None and size > 1 and name in DIVERTED:  # the program finds its processes itself
+        is_told = launch is not None and (launch.starts_mpi or launch.size == size)
+        if not is_told and size > 1 and name in DIVERTED:  # the program starts and finds its processes itself
             return helper(size, rank, ranks, backend, *args, **kwargs)
         if name == "mpi":
             decision.check_mpi(launch, size)
