@@ -185,7 +185,7 @@ WITH_CHILD = """
 
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank == 0:  # as Lightning does, whose other processes are not started by run
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], WORLD_SIZE="2")
         child = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
     dist.init_process_group("gloo", rank=rank, world_size=2)
     total = torch.ones(1)

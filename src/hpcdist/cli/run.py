@@ -80,11 +80,12 @@ def run(args: list[str]) -> int:
     """
     given = parser().parse_args(args)
     try:
-        announce(decision.launched())
+        launch = decision.launched()
     except ValueError as error:
         print(f"python -m hpcdist run: {error}", file=sys.stderr)
         return 2
-    registration.divert(is_mpi_available)
+    announce(launch)
+    registration.divert(launch, is_mpi_available)
     sys.argv = [given.script, *given.arguments]
     if given.module:
         sys.path[0:0] = [os.getcwd()]

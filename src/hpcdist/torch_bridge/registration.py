@@ -47,6 +47,7 @@ from hpcdist.torch_bridge.stock import STOCK
 DEVICES = ["cpu", "cuda"]
 DIVERTED = frozenset({"gloo", "undefined"})  # what is ours under `hpcdist run`
 CARRIED = DIVERTED | {"mpi", NAME}
+AT_START: list[environment.Launch | None] = []  # how ``hpcdist run`` was started; a script may set variables later
 HOOKS: dict[str, Callable[..., None]] = {}  # begin and end the world of groups beside torch's own default group
 
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
@@ -224,8 +225,7 @@ def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: A
         HOOKS["begin beside"](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
         launch = decision.launched()
-        is_told = launch is not None and (launch.starts_mpi or launch.size == size)
-        if not is_told and size > 1 and name in DIVERTED:  # the program starts and finds its processes itself
+        if name in DIVERTED and size > 1 and AT_START == [None]:  # the program starts its other processes itself
             return helper(size, rank, ranks, backend, *args, **kwargs)
         if name == "mpi":
             decision.check_mpi(launch, size)
@@ -271,11 +271,12 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Itera
         yield from STOCK["meet"](url, rank, world_size, **kwargs)
 
 
-def divert(is_mpi_available: Callable[[], bool]) -> None:
+def divert(launch: environment.Launch | None, is_mpi_available: Callable[[], bool]) -> None:
     """Let ``init_process_group`` and ``new_group`` with "gloo" or without a name make groups of ours."""
     if "meet" in STOCK:
         return
     STOCK["meet"] = rendezvous_module.rendezvous
+    AT_START.append(launch)
     patched: Any = c10d
     patched.rendezvous = meet
     modules: list[Any] = [patched, dist]
