@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.core.reduction import WIDE, average, fold
 
-from .expected import MOVING, OPS, PAIRS, combined, equal, same, values
+from .expected import MOVING, OPS, PAIRS, PYTHON, combined, equal, same, values
 
 LENGTHS = [0, 1, 7, 1000]
 
@@ -249,3 +250,68 @@ def test_gather_single_of_torch_2_14(world, rank, size):
         work = dist.gather_into_tensor(torch.ones(1), output, dst=0, async_op=True)
     work.wait()
     assert output.tolist() == ([1.0] * size if rank == 0 else [0.0] * size)
+
+
+def ends(dtype, rank, length):
+    """A rank's values at the ends of a dtype's range; no rank has the same as another at one place."""
+    if dtype is torch.bool:
+        return torch.tensor([(place >> rank) % 2 for place in range(length)], dtype=dtype)
+    if dtype.is_complex:
+        parts = torch.finfo(dtype)
+        found = [0.0, -0.0, 1.0, -1.0, parts.max, parts.min, float("inf"), float("nan")]
+    elif dtype.is_floating_point:
+        found = [0.0, -0.0, 1.0, -1.0, torch.finfo(dtype).max, torch.finfo(dtype).min, float("inf"), float("nan")]
+    else:
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        found = [0, 1, least, most, most - 1, most // 2 + 1, 200 % most, 100]
+        found[1] = 1 if least == 0 else -1
+    chosen = [found[(place // 8**rank) % 8] for place in range(length)]
+    if dtype.is_complex:
+        return torch.complex(torch.tensor(chosen), torch.tensor(chosen[::-1])).to(dtype)
+    return torch.tensor(chosen, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype)
+
+
+def mathematics(parts, name):
+    """What an op makes of the ranks' values: integers wrap, an average is cut toward zero, half types round once."""
+    dtype = parts[0].dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = WIDE.get(dtype, dtype)
+        total = fold([part.to(wide, copy=True) for part in parts], OPS["SUM" if name == "AVG" else name])
+        return (average(total, len(parts)) if name == "AVG" else total).to(dtype)
+    if dtype is torch.bool:
+        return fold([part.clone() for part in parts], OPS[name])
+    columns = zip(*(part.tolist() for part in parts), strict=True)
+    span, least = 1 << 8 * dtype.itemsize, torch.iinfo(dtype).min
+    totals = [(PYTHON["SUM" if name == "AVG" else name](column) - least) % span + least for column in columns]
+    if name == "AVG":
+        totals = [abs(total) // len(parts) * (1 if total >= 0 else -1) for total in totals]
+    return torch.tensor(totals, dtype=dtype)
+
+
+def agrees(found, expected):
+    """Whether values are equal; a NaN is one whatever its bits, and the sign of a zero is left to the order."""
+    if not (found.is_floating_point() or found.is_complex()):
+        return same(found, expected)
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    return torch.equal(*(torch.nan_to_num(each.to(wide), 12345.0, 1e300, -1e300) for each in (found, expected)))
+
+
+@pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)
+@pytest.mark.parametrize("length", [64, 20_000])  # by MPI, and on one node through shared memory
+def test_ends_of_the_range(dtype, name, length, rank, size):
+    parts = [ends(dtype, each, length * size) for each in range(size)]
+    if name in ("MIN", "MAX") or dtype.is_complex:  # MPI leaves the order of NaN to the library, C its products
+        wide = WIDE.get(dtype, dtype)
+        parts = [torch.where(part.to(wide).isfinite(), part, torch.ones_like(part)) for part in parts]
+    if dtype.is_complex and name == "PRODUCT":
+        parts = [torch.where(part.abs() < 9, part, torch.ones_like(part)) for part in parts]
+    expected = mathematics(parts, name)
+    tensor = parts[rank].clone()
+    dist.all_reduce(tensor, OPS[name])
+    assert agrees(tensor, expected), "all_reduce"
+    tensor = parts[rank].clone()
+    dist.reduce(tensor, 0, OPS[name])
+    assert rank or agrees(tensor, expected), "reduce"
+    tensor = torch.empty(length, dtype=dtype)
+    dist.reduce_scatter_tensor(tensor, parts[rank], OPS[name])
+    assert agrees(tensor, expected[rank * length :][:length]), "reduce_scatter_tensor"

@@ -329,3 +329,14 @@ def test_objects_of_many_buffers_and_layouts(rank, size):
             assert all(np.array_equal(one, other) for one, other in zip(found, arrays, strict=True))
         everything[rank][1] += 1  # its own copy
         assert arrays[1][0, 0] == 1
+
+
+def test_an_object_with_a_small_array_takes_the_slots(every, rank, size, monkeypatch):
+    from hpcdist.backends.mpi import parts
+
+    monkeypatch.setattr(parts, "all_gather", None)  # the way of large ones
+    for _ in range(2):
+        gathered = [None] * size
+        dist.all_gather_object(gathered, {"loss": np.array(float(rank)), "grad": torch.ones(100).numpy()})
+        assert [each["loss"].item() for each in gathered] == list(range(size))
+        gathered[0]["grad"] += 1  # is its receiver's own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 import time
 import weakref
 
@@ -13,6 +15,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.backends.mpi.retired import KEPT
+from hpcdist.core.errors import MismatchError
 
 from .expected import MOVING, same, values
 
@@ -356,25 +359,6 @@ def test_a_short_message_leaves_the_rest_of_a_view_alone(is_async, rank, size):
         assert whole.tolist() == [[1, 7], [1, 7], [7, 7], [7, 7]]
 
 
-@pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND", "mpi") != "mpi", reason="gloo ends the process")
-@pytest.mark.parametrize("receive", [dist.recv, lambda *arguments: dist.irecv(*arguments).wait()])
-def test_a_message_that_is_longer_than_its_tensor_raises_and_is_gone(receive, rank, size):
-    """Of 30 KiB: of more than 32 Open MPI writes all, also beyond the tensor."""
-    if size == 1:
-        pytest.skip("a message to another rank")
-    left, right = (rank - 1) % size, (rank + 1) % size
-    whole = torch.zeros(7500)
-    sending = dist.isend(torch.full((7500,), 3.0), right)
-    with pytest.raises(dist.DistBackendError, match="sent more than the tensor of this rank holds"):
-        receive(whole[:4], left)
-    sending.wait()
-    assert whole[4:].eq(0).all()
-    sending = dist.isend(torch.full((4,), 5.0), right)
-    receive(whole[:4], left)
-    sending.wait()
-    assert whole[:6].tolist() == [5.0] * 4 + [0.0] * 2
-
-
 def test_ops_of_torch_in_a_batch(rank, size):
     mine, theirs = torch.tensor([float(rank)]), torch.empty(1)
     ops = [
@@ -477,3 +461,78 @@ def test_messages_that_repeat_but_for_one_fact(rank, size):
     dist.destroy_process_group(group)
     with pytest.raises(ValueError, match="destroyed"):
         dist.isend(grid[0], right, group)
+
+
+@pytest.mark.parametrize(
+    "form", ["recv", "recv from anyone", "irecv", "irecv early", "irecv from anyone early", "batch"]
+)
+@pytest.mark.parametrize(
+    ("room", "count"), [(4, 5), (4, 9), (4, 3000), (4, 300_000), (9000, 9001), (9000, 30_000), (0, 1), (0, 100_000)]
+)
+def test_message_longer_than_its_tensor(every, rank, form, room, count):
+    if rank == 1:
+        if "early" in form:
+            dist.barrier(_pair())
+        sent = dist.isend(torch.ones(count), 0, tag=4)
+        sent.wait()
+        dist.send(torch.full((room + 1,), 7.0), 0, tag=4)
+    elif rank == 0:
+        whole = torch.zeros(count + 8)
+        begun = []
+        if form.startswith("irecv"):
+            begun = [dist.irecv(whole[:room], None if "anyone" in form else 1, tag=4)]
+        elif form == "batch":
+            begun = dist.batch_isend_irecv([dist.P2POp(dist.irecv, whole[:room], 1, tag=4)])
+        if "early" in form:
+            dist.barrier(_pair())
+        with pytest.raises(MismatchError, match="rank 1 sent"):
+            if begun:
+                begun[0].wait()
+            else:
+                dist.recv(whole[:room], None if "anyone" in form else 1, tag=4)
+        assert not whole[room:].any()
+        after = torch.zeros(room + 1)
+        dist.recv(after, 1, tag=4)
+        assert (after == 7).all()
+
+
+_PAIR = []
+
+
+def _pair():
+    """A group of the first two ranks, made once by both."""
+    if not _PAIR:
+        _PAIR.append(dist.new_group([0, 1], use_local_synchronization=True))
+    return _PAIR[0]
+
+
+def test_message_of_another_dtype_and_a_shorter_one(every, rank):
+    if rank == 1:
+        dist.send(torch.ones(50_000, dtype=torch.float64), 0)
+        dist.send(torch.ones(10), 0)
+    elif rank == 0:
+        whole = torch.zeros(100_000)
+        with pytest.raises(MismatchError, match=r"400,000 bytes|more bytes"):
+            dist.recv(whole[:50_000], 1)
+        assert not whole[50_000:].any()
+        received = torch.zeros(20_000)
+        dist.recv(received, 1)
+        assert received.sum() == 10
+
+
+def test_interrupted_receive_writes_nothing_later(every, rank):
+    """Ctrl-C while it waits: its message is left for the next receive, or goes to memory that is still kept."""
+    if rank == 1:
+        dist.barrier(_pair())
+        dist.send(torch.ones(100_000), 0, tag=6)
+    elif rank == 0:
+        for source in (None, 1):
+            timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+            timer.start()
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                dist.recv(torch.zeros(100_000), source, tag=6)
+            timer.join()
+        received = torch.zeros(100_000)
+        dist.barrier(_pair())
+        dist.recv(received, 1, tag=6)
+        assert received.sum() == 100_000

@@ -236,3 +236,18 @@ def test_wrong_numbers(rank, size):
             dist.all_gather_varied(wrong)
     with pytest.raises(TypeError):
         dist.reduce_scatter_varied(torch.zeros(size), 1.5)
+
+
+def test_a_dimension_or_op_of_its_own_is_an_error_on_every_rank(rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    rows = torch.ones(size, size)
+    with pytest.raises(ValueError, match="do not fit"):
+        dist.reduce_scatter_varied(rows, 1, dim=min(rank, 1))
+    with pytest.raises(ValueError, match="do not fit"):
+        dist.reduce_scatter_varied(rows, 1, op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="do not fit"):
+        dist.all_gather_varied(rows, dim=min(rank, 1))
+    with pytest.raises(ValueError, match="do not fit"):
+        dist.all_to_all_varied([rows] * size, dim=min(rank, 1))
+    assert dist.reduce_scatter_varied(rows, 1, dim=-2 if rank else 0).tolist() == [[size] * size]

@@ -159,6 +159,18 @@ def test_several_works_of_which_one_failed(queue):
         both.get_future().wait()
 
 
+def test_all_parts_end_before_the_error_of_one_is_raised(queue):
+    def fail():
+        raise DistBackendError("a rank died")
+
+    written = []
+    works = [queue.put(fail, []), queue.put(lambda: written.append(1), []), queue.put(fail, [])]
+    with pytest.raises(DistBackendError, match="a rank died"):
+        AllWork(works, []).wait()
+    assert written == [1]
+    assert all(work._done for work in works)
+
+
 def test_no_work_at_all_has_ended():
     nothing = AllWork([], [])
     assert nothing.get_future().done()

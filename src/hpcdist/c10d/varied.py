@@ -32,7 +32,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.issue import canonical, issue
 from hpcdist.core.point_to_point import dense
 from hpcdist.core.ranks import by_value, listed
-from hpcdist.core.reduction import AVG, SUM
+from hpcdist.core.reduction import AVG, SUM, name_of
 from hpcdist.core.table import (
     ALL_GATHER,
     ALL_GATHER_SINGLE,
@@ -101,7 +101,9 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
     if pg is None:
         return None
     given, mine, op = tensor_of(tensor, "tensor"), operator.index(size), canonical(op)
-    is_fit, form = has_dimension(given, dim), described(given, None)
+    is_fit = has_dimension(given, dim)
+    along = dim % given.dim() if is_fit else dim
+    form = f"{described(given, None)} along dimension {along}, combined by {name_of(op)}"
     sizes, is_recorded = agree(pg, "reduce_scatter_varied", form, is_fit, dim, [mine], needs_gradient(given))
     if min(sizes) < 0 or sum(sizes) != given.size(dim):
         raise MismatchError(

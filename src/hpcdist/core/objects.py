@@ -18,6 +18,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
 REASON_LENGTH = 200  # of an error's text that travels
+APART_BYTES = 2048  # from which on a buffer is a message of its own; less is copied sooner than sent by itself
 TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
 SAVED = b"PK"  # what torch.save writes begins with it, and no pickle of protocol 5 does
 UNPICKLABLE = b"!"  # nor with this; what follows is the rank that could not pickle its object, and why
@@ -49,7 +50,15 @@ def packed(
             file = io.BytesIO()
             torch.save(value, file)
             return file.getvalue(), [], None
-        data = pickle.dumps(value, 5, buffer_callback=None if is_whole else apart.append)
+
+        def keep(buffer: pickle.PickleBuffer) -> bool:
+            """Leave a large buffer out of the pickle."""
+            is_small = buffer.raw().nbytes < APART_BYTES
+            if not is_small:
+                apart.append(buffer)
+            return is_small
+
+        data = pickle.dumps(value, 5, buffer_callback=None if is_whole else keep)
         return data, [each.raw() for each in apart], None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
@@ -156,6 +157,8 @@ def average(total: torch.Tensor, size: int) -> torch.Tensor:
         return total
     if total.dtype.is_floating_point:
         return total.div_(size)
+    if total.dtype is torch.uint64:  # torch divides none, and int64 has half of its values
+        return total.copy_(torch.from_numpy(total.numpy() // np.uint64(size)))
     return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
 
 

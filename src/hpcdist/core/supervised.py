@@ -67,12 +67,12 @@ class Supervised(ABC):
         """
         return None
 
-    def interrupt(self, reason: str, is_current: bool = True) -> bool:
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Make a call that blocks on this communicator raise; return False where the library cannot.
 
         Args:
             reason: what it raises.
-            is_current: whether it is the ``current`` one of the group's journal.
+            thread: the journal's identifier of the thread that it blocks, 0 if that is unknown; None for any call.
         """
         return False
 

@@ -214,10 +214,17 @@ class AllWork(Work):
         self._works = works
 
     def _block(self, seconds: float | None) -> bool:
-        end = None if seconds is None else time.monotonic() + seconds
+        end, failed = None if seconds is None else time.monotonic() + seconds, None
         for work in self._works:
             # a limit of zero would be none
-            work.wait(NO_TIMEOUT if end is None else max(timedelta(seconds=end - time.monotonic()), SHORTEST_TIMEOUT))
+            limit = NO_TIMEOUT if end is None else max(timedelta(seconds=end - time.monotonic()), SHORTEST_TIMEOUT)
+            try:
+                work.wait(limit)
+            except Exception as error:  # the others may still write
+                failed = failed or error
+        if failed is not None:
+            self.is_completed()
+            raise failed
         if self._is_asked:
             self._tell()
         return True

@@ -62,11 +62,6 @@ class UnderWay(NamedTuple):
         """Whether it ends by itself, in a time of its own."""
         return self.limit is not None
 
-    @property
-    def is_current(self) -> bool:
-        """Whether it is the ``current`` call of the group's journal."""
-        return not self.in_background and self.group.journal.current is self.record
-
     def facts(self, is_reported: bool) -> Facts:
         """Return what the way to end a wait for it depends on."""
         backend = self.backend

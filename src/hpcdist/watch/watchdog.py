@@ -48,6 +48,7 @@ SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
+NO_THREAD = -1  # of a call in the background, where no receive blocks
 SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
 FAILURES = 20  # of its own that the watchdog reports at most
 REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
@@ -462,7 +463,7 @@ class Watchdog:
             backend.set_revoke_reason(reason)
             return True
         if means is Means.INTERRUPT:
-            return backend.interrupt(reason, each.is_current)
+            return backend.interrupt(reason, NO_THREAD if each.in_background else each.thread)
         if means is Means.GIVE_UP:
             if backend.queue is not None:
                 backend.queue.fail(DistBackendError(reason))

@@ -136,9 +136,9 @@ class MPIBackend(Backend):
 
     # -- supervision -----------------------------------------------------------------------------------
 
-    def interrupt(self, reason: str, is_current: bool = True) -> bool:
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Cancel a blocked receive, or revoke the communicator (ULFM); False if this MPI can do neither."""
-        return self.communicator.interrupt(reason, is_current)
+        return self.communicator.interrupt(reason, thread)
 
     def end_receives(self, reason: str) -> None:
         """Cancel the receives that wait for a message; under a revocation they end by themselves."""

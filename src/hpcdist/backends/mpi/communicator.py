@@ -8,6 +8,7 @@ them; elsewhere only a receive can be made to raise, by cancelling it.
 from __future__ import annotations
 
 import time
+from _thread import get_ident
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from zlib import crc32
 
 from mpi4py import MPI
 
-from hpcdist.backends.mpi import probed
+from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.process import ulfm
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.backends.mpi.receives import Receives, wait_until
+from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.ranks import listed
 
 NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
@@ -61,6 +63,26 @@ class Translation(NamedTuple):
             raise self.communicator.failure(self.call, error) from error
 
 
+class Token:
+    """What ends a receive that blocks: another thread sets the reason and cancels, the one that blocks looks at it."""
+
+    __slots__ = ("reason", "request")
+
+    def __init__(self, request: Any) -> None:
+        self.request, self.reason = request, ""
+
+    def cancel(self, reason: str) -> None:
+        """Make the receive raise."""
+        self.reason = reason
+        with suppress(MPI.Exception):  # it may just have ended
+            self.request.Cancel()
+
+    def check(self, status: MPI.Status) -> None:
+        """Raise why the receive was cancelled, unless its message came at the last moment."""
+        if self.reason and status.Is_cancelled():
+            raise DistBackendError(self.reason)
+
+
 class Communicator:
     """An MPI communicator that belongs to one process group.
 
@@ -70,9 +92,9 @@ class Communicator:
         derived: communicators made from it that the group's calls may block on; they are revoked with it.
         private: the duplicate for messages that collectives are made of, which no message of the user's can meet; None
             until ``open_private``.
-        probed: its receives, from when one has named no sender where those are probed for.
-        interruption: why a blocked call was made to raise.
-        receiving: the receive that blocks now, if the journal's ``current`` is one.
+        receives: its receives.
+        receiving: the receives that block now, by their threads.
+        interruption: why the communicator was revoked.
         left_by: what ended a call through shared memory in its middle: the class of an exception.
         is_checked: whether a collective that returned success is checked for a death that MPI did not report.
     """
@@ -84,8 +106,8 @@ class Communicator:
         self.derived: list[MPI.Comm] = []
         self.private: MPI.Intracomm | None = None
         self.interruption: str | None = None
-        self.probed: probed.ProbedReceives | None = None
-        self.receiving: MPI.Request | probed.ProbedReceive | probed.AwaitedMessage | None = None
+        self.receives = Receives(comm)
+        self.receiving: dict[int, Token] = {}
         self.is_checked = ulfm.is_tolerant()
         self.left_by: str | None = None
         self._has_revoked = False
@@ -177,43 +199,45 @@ class Communicator:
 
     # -- receives ------------------------------------------------------------------------------------
 
-    def begin_receive(self, buffer: list[Any], src: int | None, tag: int) -> Any:
-        """Begin to receive by MPI_Irecv, or by matched probe if this MPI may hang in a receive from any rank."""
-        if src is None and self.probed is None and probed.is_needed():
-            self.probed = probed.ProbedReceives(self.comm)
-        source = MPI.ANY_SOURCE if src is None else src
-        if self.probed is not None:
-            return self.probed.begin(buffer, source, tag)
-        return self.comm.Irecv(buffer, source, tag)
+    def check_length(self, call: str, status: MPI.Status, nbytes: int) -> None:
+        """Raise if a message that was received is longer than the tensor of so many bytes."""
+        length = status.Get_elements(BYTE)
+        if length > nbytes:
+            raise self.too_long(call, status, nbytes, f"{length:,}")
+
+    def too_long(self, call: str, status: MPI.Status, nbytes: int, length: str = "more") -> MismatchError:
+        """Return the error of a message that is longer than its tensor."""
+        text = (
+            f"{call} on rank {self.rank} of {self.size}: rank {status.Get_source()} sent {length} bytes with tag "
+            f"{status.Get_tag()}, the tensor has {nbytes:,}; expected one that is at least as large. Nothing was written "
+            "past it, and the group can be used"
+        )
+        return MismatchError(explained(text, "long-message"))
+
+    def failed_receive(self, call: str, error: MPI.Exception, status: MPI.Status, nbytes: int) -> Exception:
+        """Return c10d's error for MPI's of a receive."""
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            length = status.Get_elements(BYTE)
+            return self.too_long(call, status, nbytes, f"{length:,}" if length > nbytes else "more")
+        return self.failure(call, error)
 
     def match(self, src: int | None, tag: int) -> tuple[MPI.Message, MPI.Status]:
         """Wait for a message and match it (MPI 3.8.2); unlike MPI_Mprobe, past the timeout it can be cancelled."""
-        source = MPI.ANY_SOURCE if src is None else src
-        awaited = self.probed.expect(source, tag) if self.probed else probed.AwaitedMessage(self.comm, source, tag)
-        is_first = self.receiving is None  # else another thread's receive blocks
-        if is_first:
-            self.receiving = awaited
+        awaited = self.receives.expect(src, tag)
+        thread = get_ident()
+        self.receiving[thread] = token = Token(awaited)
         try:
-            probed.wait_until(lambda: awaited.is_cancelled or awaited.is_matched())
-        except KeyboardInterrupt:  # the watchdog may have cancelled the wait for it
-            if is_first:
-                self.interruption = None
-            raise
+            wait_until(lambda: awaited.is_cancelled or awaited.is_matched())
         finally:
+            del self.receiving[thread]
             awaited.Cancel()
-            if is_first:
-                self.receiving = None
-        reason = self.interruption
-        if is_first:
-            self.interruption = None  # also if the message came at the last moment
         if awaited.message is None:
-            raise DistBackendError(reason)
+            raise DistBackendError(token.reason)
         return awaited.message, awaited.status
 
     def close_receives(self) -> None:
         """Look no longer for messages that receives wait for."""
-        if self.probed is not None:
-            self.probed.close()
+        self.receives.close()
 
     # -- calls that block ------------------------------------------------------------------------------
 
@@ -224,14 +248,14 @@ class Communicator:
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
-    def interrupt(self, reason: str, is_current: bool) -> bool:
+    def interrupt(self, reason: str, thread: int | None) -> bool:
         """Make a call that blocks raise; called by another thread. False if this MPI cannot.
 
         Args:
             reason: what it raises.
-            is_current: whether it is the journal's ``current``, which alone may be the receive that blocks.
+            thread: the journal's identifier of the thread that it blocks; None for all calls.
         """
-        if is_current and self.cancel(reason):
+        if self.cancel(reason, thread):
             return True
         if ulfm.is_tolerant() and self.comm != MPI.COMM_NULL:
             self.interruption = reason
@@ -239,21 +263,13 @@ class Communicator:
             return True
         return False
 
-    def cancel(self, reason: str) -> bool:
-        """Make a receive that blocks raise; False if none does."""
-        request = self.receiving
-        if request is None:
-            return False
-        self.interruption = reason
-        with suppress(MPI.Exception):  # it may just have ended
-            request.Cancel()
-        return True
-
-    def check_cancelled(self, status: MPI.Status) -> None:
-        """Raise why a receive was interrupted, unless its message came at the last moment."""
-        reason, self.interruption = self.interruption, None
-        if status.Is_cancelled():
-            raise DistBackendError(reason)
+    def cancel(self, reason: str, thread: int | None = None) -> bool:
+        """Make the receive that blocks a thread raise, or all; False if there is none."""
+        tokens = self.receiving.copy()
+        found = list(tokens.values()) if thread is None else [tokens[thread]] if thread in tokens else []
+        for token in found:
+            token.cancel(reason)  # the wait's own, so that no other call raises
+        return bool(found)
 
     def revoke(self) -> None:
         """Make every call on the group's communicators raise, on all ranks (MPI_Comm_revoke, if this MPI has it)."""

@@ -266,9 +266,9 @@ class StagedBackend(Backend):
         """Make a group of the MPI backend."""
         return self.inner.create_group(ranks, name, timeout)
 
-    def interrupt(self, reason: str, is_current: bool = True) -> bool:
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Interrupt the MPI backend."""
-        return self.inner.interrupt(reason, is_current)
+        return self.inner.interrupt(reason, thread)
 
     def set_revoke_reason(self, reason: str) -> None:
         """Tell the MPI backend."""

@@ -47,6 +47,33 @@ def message(tensor: torch.Tensor) -> list[Any]:
     return shares(tensor, nbytes)
 
 
+CUTS = MPI.get_vendor()[0] != "Open MPI"  # whether MPI cuts a message that is longer than its buffer
+_nowhere = MPI.buffer.allocate(1)  # for the byte too many of a message that is to be empty
+
+
+def landing(tensor: torch.Tensor) -> list[Any]:
+    """Return the memory of a contiguous CPU tensor as the buffer of a receive that writes nothing past it.
+
+    Open MPI writes a large message whole to memory that is one run (``receives``). Two runs of which the second begins
+    where the first does are not; what is written twice then is only the memory of a receive that fails. How long the
+    message was is to be asked of its status: up to twice the tensor it is no error to MPI.
+    """
+    nbytes = tensor.nbytes
+    if CUTS:
+        return message(tensor)
+    return [address(tensor.data_ptr(), nbytes), 2, folded(nbytes)] if nbytes else [_nowhere, 2, folded(1)]
+
+
+@cache
+def folded(nbytes: int) -> MPI.Datatype:
+    """Return a datatype of which a second one begins where the first does (MPI 5.1.7)."""
+    count, piece = run(nbytes)
+    whole = piece.Create_contiguous(count)
+    made = whole.Create_resized(0, 0).Commit()
+    whole.Free()
+    return made
+
+
 def apart(
     send: torch.Tensor, recv: torch.Tensor, datatype: MPI.Datatype
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:

@@ -131,5 +131,5 @@ class MPIObjects(Objects):
         communicator = self._communicator
         with communicator.translating("recv_object"), self._receiving:
             message, status = communicator.match(src, TAG)
-            received, sender = parts.receive_matched(communicator.probed or self._comm, message, status)
+            received, sender = parts.receive_matched(communicator.receives, message, status)
         return unpacked(*received, weights_only=weights_only), sender

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, run
-from hpcdist.backends.mpi.probed import ProbedReceives
+from hpcdist.backends.mpi.receives import Receives
 
 Parts = Sequence[Any]  # buffers, each of any number of bytes
 HEAD = struct.Struct("16q")  # how many parts a broadcast has, and the lengths of so many as fit in here
@@ -64,9 +64,7 @@ def receive(comm: MPI.Intracomm, src: int, tag: int) -> tuple[Parts, int]:
     return receive_matched(comm, comm.Mprobe(src, tag, status), status)
 
 
-def receive_matched(
-    comm: MPI.Intracomm | ProbedReceives, message: MPI.Message, status: MPI.Status
-) -> tuple[Parts, int]:
+def receive_matched(comm: MPI.Intracomm | Receives, message: MPI.Message, status: MPI.Status) -> tuple[Parts, int]:
     """Receive parts of which the first message, their lengths, was matched; the rest as ``receive``."""
     src, tag = status.Get_source(), status.Get_tag()
     table = bytearray(status.Get_count(BYTE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import message
+from hpcdist.backends.mpi.communicator import Communicator, Token
+from hpcdist.backends.mpi.datatypes import BYTE, landing, message
+from hpcdist.backends.mpi.receives import LARGE
 from hpcdist.backends.mpi.requests import Requests
 from hpcdist.core.backend import Message
 from hpcdist.core.journal import Journal
 from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
+
+CURRENT = 0  # what the journal says of the thread of its ``current`` call on the short way
 
 
 class PointToPoint:
@@ -32,7 +36,7 @@ class PointToPoint:
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
-        return self._recv(message(tensor), src, tag)
+        return self._recv(tensor, src, tag)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send by MPI_Isend (MPI 3.7.2)."""
@@ -44,11 +48,12 @@ class PointToPoint:
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
+        receives = self._communicator.receives
         try:
-            if src is not None and self._communicator.probed is None:
-                request = self._comm.Irecv(message(tensor), src, tag)
+            if src is not None and not receives.waiting and tensor.nbytes <= LARGE:  # the short way, for latency
+                request = self._comm.Irecv(landing(tensor), src, tag)
             else:
-                request = self._communicator.begin_receive(message(tensor), src, tag)
+                request = receives.begin(tensor, src, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("irecv", error) from error
         return self._begun(request, tensor, [tensor], finish)
@@ -63,21 +68,30 @@ class PointToPoint:
         except MPI.Exception as error:
             raise self._communicator.failure("send", error) from error
 
-    def _recv(self, buffer: list[Any], src: int | None, tag: int) -> int:
-        communicator = self._communicator
-        status = MPI.Status()
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        communicator, nbytes = self._communicator, tensor.nbytes
+        receives, status, request = communicator.receives, MPI.Status(), None
         try:
-            communicator.receiving = request = communicator.begin_receive(buffer, src, tag)
+            if src is not None and not receives.waiting and nbytes <= LARGE:  # the short way, for latency
+                request = self._comm.Irecv(landing(tensor), src, tag)
+            else:
+                request = receives.begin(tensor, src, tag, blocks=True)
+            communicator.receiving[CURRENT] = token = Token(request)
             request.Wait(status)
         except MPI.Exception as error:
-            raise communicator.failure("recv", error) from error
-        except KeyboardInterrupt:  # the watchdog has cancelled the receive for it
-            communicator.interruption = None
+            raise communicator.failed_receive("recv", error, status, nbytes) from error
+        except BaseException:  # Ctrl-C, which the watchdog may have cancelled the receive for
+            if request is not None:
+                with suppress(MPI.Exception):
+                    request.Cancel()
+                self._begun(request, tensor, [tensor]).is_completed()  # kept until it has ended
             raise
         finally:
-            communicator.receiving = None
-        if communicator.interruption is not None:
-            communicator.check_cancelled(status)
+            communicator.receiving.pop(CURRENT, None)
+        if token.reason:
+            token.check(status)
+        if status.Get_count(BYTE) > nbytes:
+            communicator.check_length("recv", status, nbytes)
         return status.Get_source()
 
 
@@ -85,7 +99,6 @@ class MessageSet:
     """Messages to and from some ranks on memory that stays, exchanged by MPI_Isend, MPI_Irecv and MPI_Wait (MPI 3.7).
 
     Each receive is waited for by itself, so that past the timeout it can be cancelled; the others are cancelled then.
-    Receives name their senders, and no user has the tag, so that none has to be probed for.
     """
 
     def __init__(
@@ -98,9 +111,9 @@ class MessageSet:
     ) -> None:
         self._communicator, self._begun, self._receives = communicator, begun, len(recvs)
         self._messages: list[tuple[Any, ...]] = []  # the tensor, MPI's call, what it takes, and the journal's words
-        receive, send = communicator.comm.Irecv, communicator.comm.Isend
+        receive, send = communicator.receives.begin, communicator.comm.Isend
         for tensor, peer in recvs:
-            self._messages.append((tensor, receive, message(tensor), peer, "irecv", tensor.shape, tensor.dtype))
+            self._messages.append((tensor, receive, tensor, peer, "irecv", tensor.shape, tensor.dtype))
         for tensor, peer in sends:
             self._messages.append((tensor, send, message(tensor), peer, "isend", tensor.shape, tensor.dtype))
         self._tag = tag
@@ -111,44 +124,63 @@ class MessageSet:
         Raises:
             DistBackendError: MPI failed, or a receive was cancelled.
         """
-        communicator, tag, receives = self._communicator, self._tag, self._receives
-        begun: list[tuple[tuple[Any, ...], MPI.Request]] = []
-        status = MPI.Status()
+        communicator, tag = self._communicator, self._tag
+        begun: list[tuple[tuple[Any, ...], Any]] = []
+        status, failure = MPI.Status(), None
         is_first = False
         try:
             for _, call, buffer, peer, name, shape, dtype in self._messages:
                 record = journal.message(name, shape, dtype, peer)
                 begun.append((record, call(buffer, peer, tag)))
-            for record, request in begun:
-                receives -= 1
-                if not is_first and journal.current is not None:  # another thread's call blocks
-                    with journal.begin(record):
-                        request.Wait(status)
-                    continue
-                journal.current, is_first = record, True
-                communicator.receiving = request if receives >= 0 else None
-                request.Wait(status)
-                if communicator.interruption is not None and receives >= 0:
-                    communicator.check_cancelled(status)
+            for index, (record, request) in enumerate(begun):
+                if is_first or journal.current is None:
+                    journal.current, is_first, blocked = record, True, None
+                else:  # another thread's call blocks
+                    blocked = journal.begin(record)
+                try:
+                    thread = CURRENT if blocked is None else get_ident()
+                    failure = self._await(request, index, status, thread) or failure
+                finally:
+                    if blocked is not None:
+                        blocked.__exit__()
         except BaseException as error:
-            if is_first:
-                communicator.receiving = None
             self._give_up([request for _, request in begun])
             if isinstance(error, MPI.Exception):
                 raise communicator.failure("exchange", error) from error
             raise
         finally:
             if is_first:
-                communicator.receiving = journal.current = None
+                journal.current = None
+        if failure is not None:
+            raise failure
 
-    def _give_up(self, requests: list[MPI.Request]) -> None:
-        """Cancel the receives that have not ended, and keep the memory of the sends until they have."""
+    def _await(self, request: Any, index: int, status: MPI.Status, thread: int) -> Exception | None:
+        """Wait for a message; return the error of one that was too long, after which the others still come."""
+        if index >= self._receives:
+            request.Wait()
+            return None
+        communicator, nbytes = self._communicator, self._messages[index][0].nbytes
+        communicator.receiving[thread] = token = Token(request)
+        try:
+            request.Wait(status)
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            return communicator.failed_receive("exchange", error, status, nbytes)
+        finally:
+            del communicator.receiving[thread]
+        token.check(status)
+        if status.Get_count(BYTE) > nbytes:
+            return communicator.too_long("exchange", status, nbytes, f"{status.Get_elements(BYTE):,}")
+        return None
+
+    def _give_up(self, requests: list[Any]) -> None:
+        """Cancel the receives that have not ended, and keep the memory of all messages until they have."""
         for index, request in enumerate(requests):
             if request == MPI.REQUEST_NULL:
                 continue
-            if index < self._receives:
+            tensor, is_receive = self._messages[index][0], index < self._receives
+            if is_receive:
                 with suppress(MPI.Exception):
                     request.Cancel()
-                    request.Wait()
-            else:
-                self._begun(request, self._messages[index][0], [])
+            self._begun(request, tensor, [tensor] if is_receive else []).is_completed()

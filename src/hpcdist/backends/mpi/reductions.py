@@ -1,7 +1,8 @@
 """Reductions over MPI: datatype, operation, and what surrounds the call, for every dtype and op.
 
 Native where MPI has the type and the op. Narrow floats are widened to float32, reduced natively and rounded
-once; AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool uses MPI's logical ops.
+once; Open MPI adds narrow integers as int32; AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool
+uses MPI's logical ops.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ MPI_OPS = {
     "BOR": MPI.BOR,
     "BXOR": MPI.BXOR,
 }
+# of 8 and 16 bits, whose sums Open MPI's op/avx saturates: 200 + 100 is 255 in uint8 if it is one of 16 or 32 elements
+NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no bitwise op for its C++ bool
+
+
+def wide(dtype: torch.dtype, name: str) -> torch.dtype | None:
+    """Return the dtype in which MPI combines values by an op of a name, if it is not their own."""
+    if dtype in NARROW and reduction.combining(dtype, name) == "SUM" and MPI.get_vendor()[0] == "Open MPI":
+        return torch.int32  # which wraps, and so do its lowest bits
+    return reduction.WIDE.get(dtype)
 
 
 def mpi_op(dtype: torch.dtype, name: str) -> MPI.Op:
@@ -53,6 +63,8 @@ class Reduction(NamedTuple):
 
     def after(self, values: torch.Tensor, recv: torch.Tensor, size: int) -> None:
         """Write the reduced values to the caller's tensor."""
+        if values is not recv and not recv.is_floating_point() and not recv.is_complex():
+            values = recv.copy_(values)  # a sum wraps before it is divided, as where MPI adds in the dtype itself
         if self.averages:
             reduction.average(values, size)
         if values is not recv:
@@ -63,14 +75,15 @@ def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
     """Return how to reduce a dtype by an op, or raise c10d's error (see ``core.reduction.check``)."""
     reduction.check(row, dtype, op)
     premultiplies = op == PREMUL_SUM
-    wide = reduction.WIDE.get(dtype)
+    name = reduction.name_of(op)
+    on_wire = wide(dtype, name)
     factor = reduction.premultiplier(op) if premultiplies else None
     return Reduction(
-        datatype=DATATYPES[wide or dtype],
-        op=mpi_op(dtype, reduction.name_of(op)),
-        wide=wide,
+        datatype=DATATYPES[on_wire or dtype],
+        op=mpi_op(dtype, name),
+        wide=on_wire,
         factor=factor,
         averages=op == AVG,
-        in_memory=wide is None and factor is None,
-        is_direct=wide is None and factor is None and op != AVG,
+        in_memory=on_wire is None and factor is None,
+        is_direct=on_wire is None and factor is None and op != AVG,
     )

@@ -12,10 +12,11 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.probed import ProbedReceive
+from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
-from hpcdist.core.errors import DistBackendError
+from hpcdist.backends.mpi.receives import MatchedReceive
+from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.naps import nap
 from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
@@ -43,7 +44,7 @@ class Requests:
 
     def begun(
         self,
-        request: MPI.Request | ProbedReceive,
+        request: MPI.Request | MatchedReceive,
         tensor: torch.Tensor,
         result: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
@@ -71,9 +72,9 @@ class Requests:
 
     def drive(self) -> bool:
         """Drive MPI if a message is under way; tell whether one is."""
-        probed = self.communicator.probed
-        if probed is not None:  # a probed receive may stand behind a message at which ``any`` stops
-            probed.match()
+        receives = self.communicator.receives
+        if receives.waiting:  # one may stand behind a message at which ``any`` stops
+            receives.match()
         return any(work._is_under_way() for work in list(self.unfinished))  # type: ignore[attr-defined]  # RequestWork
 
 
@@ -88,7 +89,7 @@ class RequestWork(Work):
     _has_ended: bool  # though nobody has completed the request
     _is_driven: bool  # by the progress thread, which has the turn meanwhile
     _reason: str | None  # why it was cancelled
-    _request: MPI.Request | ProbedReceive
+    _request: MPI.Request | MatchedReceive
     _when_done: Callable[[], None] | None
 
     def __init__(self, requests: Requests) -> None:
@@ -163,16 +164,23 @@ class RequestWork(Work):
 
     def _complete(self, call: Callable[..., bool]) -> None:
         requests, buffer = self._requests, self._buffer
-        error: DistBackendError | None = None
+        error: Exception | None = None
         try:
             if not call(self._status):
                 return
             if self._reason is not None and self._status.Is_cancelled():
                 error = DistBackendError(self._reason)
-            elif self._when_done is not None:
+            elif self._result and self._status.Get_count(BYTE) > (nbytes := self._result[0].nbytes):
+                requests.communicator.check_length("irecv", self._status, nbytes)
+            if error is None and self._when_done is not None:
                 self._when_done()
+        except MismatchError as failure:
+            error = failure
         except MPI.Exception as failure:
-            error = requests.communicator.failure("irecv" if self._result else "isend", failure)
+            if self._result:
+                error = requests.communicator.failed_receive("irecv", failure, self._status, self._result[0].nbytes)
+            else:
+                error = requests.communicator.failure("isend", failure)
             error.__cause__ = failure
             if isinstance(self._request, MPI.Request):
                 ulfm.settle(self._request, buffer)

@@ -29,7 +29,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, PIECE, address, memory, message, run
+from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, message, run
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.progress import PROGRESS
@@ -198,7 +198,7 @@ class MPIWindow(RemoteMemory):
         return before
 
     def signal(self, dst: int) -> None:
-        """Store the count of signals on a node; MPI_Put and MPI_Win_flush it to another one."""
+        """Store the count of signals on a node; MPI_Accumulate (MPI_REPLACE) and MPI_Win_flush it to another one."""
         self._sent[dst] = count = self._sent[dst] + 1
         signals, rank = self._signals.get(dst), self._communicator.rank
         if signals is not None:
@@ -207,7 +207,8 @@ class MPIWindow(RemoteMemory):
             return
         with self._during("Window.signal", dst), self._communicator.translating("Window.signal"):
             sent = torch.tensor([count], device="cpu")
-            self._group.Put([memory(sent), BYTE], dst, (rank * SIGNAL_BYTES, SIGNAL_BYTES, BYTE))
+            # a put may be seen half written
+            self._group.Accumulate([memory(sent), MPI.INT64_T], dst, (rank * SIGNAL_BYTES, 1, MPI.INT64_T), MPI.REPLACE)
             self._group.Flush(dst)
 
     def wait_signal(self, src: int, seconds: float) -> None:

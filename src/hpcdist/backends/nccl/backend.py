@@ -391,7 +391,7 @@ class NCCLBackend(Backend):
         """Return the asynchronous calls that the device has not ended."""
         return [*super().pending(), *self.communicators.pending()]
 
-    def interrupt(self, reason: str, is_current: bool = True) -> bool:
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """End the communicators and what is under way on them, without the other ranks; any thread may call."""
         return self.communicators.interrupt(reason)
 

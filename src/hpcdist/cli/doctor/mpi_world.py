@@ -33,14 +33,11 @@ def look(comm: Any) -> Facts:
         return {"world": None}
     from mpi4py import MPI
 
-    from hpcdist.backends.mpi import probed
-
     levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     return {
         "world": comm.Get_size(),
         "thread_level": levels.get(MPI.Query_thread(), "MULTIPLE"),
         "ulfm": look_at_revocation(comm),
-        "probes": probed.is_needed(),
         "large_counts": look_at_large_counts(MPI),
         "gpu_memory": look_at_gpu_memory() if comm.Get_rank() == 0 and torch.cuda.is_available() else None,
         "start_seconds": next(iter(runtime.START_SECONDS), 0.0),
@@ -113,13 +110,6 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(OK, "MPI takes counts above 2^31 - 1")
     else:
         yield Finding(OK, "MPI counts in C ints; hpcdist describes larger tensors by derived datatypes")
-    if first.get("probes") and len({facts["placement"]["node"] for facts in ranks}) > 1:
-        yield Finding(
-            ADVICE,
-            "MPICH over UCX (5.0.2) never ends a receive from any rank (MPI_ANY_SOURCE) if the message came before "
-            "it from another node; hpcdist's receives probe for it, a program's own calls of mpi4py may hang",
-            "export MPICH_CH4_NETMOD=ofi   # libfabric; or receive from named ranks, or by Mprobe",
-        )
     if first["has_btl_ofi"] and first["start_seconds"] >= open_mpi.SLEEP_SECONDS:
         yield Finding(
             ADVICE,

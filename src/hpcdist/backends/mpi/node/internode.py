@@ -24,7 +24,7 @@ from hpcdist.backends.mpi.node.arithmetic import Fold
 from hpcdist.backends.mpi.node.messages import Inbox, Messages, Pipeline, Spans, Turns
 from hpcdist.backends.mpi.node.window import LINE_BYTES
 from hpcdist.backends.mpi.process import ulfm
-from hpcdist.backends.mpi.reductions import mpi_op
+from hpcdist.backends.mpi.reductions import mpi_op, wide
 from hpcdist.core.buffers import as_bytes
 
 FOLD_BYTES = 256 << 10  # of a share that are added up at a time: those of four nodes stay in a core's second cache
@@ -167,7 +167,7 @@ class Reducer:
         self._comm, self._fold = comm, fold
         self._owned: tuple[MPI.Op, MPI.Datatype] | None = None
         is_ordered = fold.op in ("MIN", "MAX") and fold.dtype.is_floating_point
-        if fold.dtype in DATATYPES and not is_ordered:
+        if fold.dtype in DATATYPES and not is_ordered and wide(fold.dtype, fold.op) is None:
             self._op = mpi_op(fold.dtype, fold.op)
             self._type = DATATYPES[fold.dtype]
         else:

@@ -1,0 +1,206 @@
+"""Receives of one communicator: posted to MPI, or matched by a probe once the message has come (MPI 3.8.2).
+
+Nothing is written past a tensor. MPICH cuts a message that is longer than its buffer. Open MPI writes one above its
+eager limit whole, if the buffer is one run of memory; so a receive there is described as two runs at one place, which
+it unpacks and cuts. That takes up to twice the time for large messages, which are matched instead: their length is
+known before they are received.
+
+A receive from anyone is matched too. MPICH 5.0.2 over UCX never ends one that is posted after its message has come
+from another node (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); a probe finds that message.
+
+MPI knows nothing of a matched receive until its message is there. While nobody waits for it, the progress thread looks.
+If MPI allows no such thread all are posted, since a sender may wait for this rank in another call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message, run
+from hpcdist.core.naps import nap
+
+SPINS = 1000  # probes before the first nap
+LARGE = 1 << 15  # bytes, from which on a receive named by its sender is matched if MPI does not cut
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds, which probes for messages when it is asked."""
+    spins, began = 0, time.monotonic()
+    while not condition():
+        spins += 1
+        if spins > SPINS:
+            nap(time.monotonic() - began)
+
+
+class MatchedReceive:
+    """A receive that begins once its message is there; in place of an MPI_Request.
+
+    Args:
+        queue: the receives of its communicator.
+        tensor: where the message goes, unless it is longer; None to match the message, and no more.
+        source, tag: of the message; MPI_ANY_SOURCE and MPI_ANY_TAG too.
+
+    Attributes:
+        status: where a probe describes the message.
+        message: the matched one.
+        request: what receives it.
+        error: why there is none.
+        is_cancelled: whether it was given up.
+    """
+
+    def __init__(self, queue: Receives, tensor: torch.Tensor | None, source: int, tag: int) -> None:
+        self._queue = queue
+        self.tensor, self.source, self.tag, self.status = tensor, source, tag, MPI.Status()
+        self.message: MPI.Message | None = None
+        self.request: MPI.Request | None = None
+        self.error: MPI.Exception | None = None
+        self.is_cancelled = False
+
+    def takes(self, source: int, tag: int) -> bool:
+        """Tell whether a message from a rank with a tag, MPI_ANY_TAG for some tag, may be for this receive."""
+        return self.source in (source, MPI.ANY_SOURCE) and (self.tag == tag or MPI.ANY_TAG in (self.tag, tag))
+
+    def begin(self, matched: MPI.Message) -> None:
+        """Begin to receive a matched message, elsewhere if it is longer than the tensor, so that its sender goes on."""
+        self.message = matched
+        if self.tensor is None:
+            return
+        length = self.status.Get_elements(BYTE)
+        buffer = message(self.tensor)
+        if length > self.tensor.nbytes:
+            self._spare = MPI.buffer.allocate(length)
+            buffer = [self._spare, *run(length)]
+        self.request = matched.Irecv(buffer)
+
+    def is_matched(self) -> bool:
+        """Tell whether the message has been matched; look for it otherwise."""
+        self._queue.match()
+        if self.error is not None:
+            raise self.error
+        return self.message is not None
+
+    def Test(self, status: MPI.Status) -> bool:
+        """Tell whether the message has been received; look for it otherwise."""
+        if self.is_cancelled:
+            status.Set_cancelled(True)
+            return True
+        return self.is_matched() and bool(self.request.Test(status))  # type: ignore[union-attr]  # it has a tensor
+
+    def Get_status(self) -> bool:
+        """Tell whether the message has been received, or the receive was cancelled; look for it otherwise."""
+        return self.is_cancelled or (self.is_matched() and self.request.Get_status())  # type: ignore[union-attr]
+
+    def Wait(self, status: MPI.Status) -> bool:
+        """Wait until the message has been received, or the receive was cancelled."""
+        wait_until(lambda: self.Test(status))
+        return True
+
+    def Cancel(self) -> None:
+        """Give the receive up, unless its message has been matched."""
+        self.is_cancelled = self._queue.drop(self)
+
+
+class Receives:
+    """The receives of one communicator, of which those to be matched wait here in the order in which they were made.
+
+    Whoever was made first takes the first message that fits both (MPI 3.5). So while one waits, later ones for what it
+    may take wait behind it, though they could be posted.
+
+    Attributes:
+        waiting: those to be matched.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self.waiting: list[MatchedReceive] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def begin(self, tensor: torch.Tensor, src: int | None, tag: int, blocks: bool = False) -> Any:
+        """Begin to receive; return the request.
+
+        Args:
+            tensor: contiguous, on the CPU.
+            src: the sender; None for anyone.
+            tag: of the message.
+            blocks: whether its rank does nothing until it has ended.
+        """
+        source = MPI.ANY_SOURCE if src is None else src
+        if not (src is None or (tensor.nbytes > LARGE and not CUTS)) or not (blocks or self._has_threads):
+            with self._lock:
+                if not any(each.takes(source, tag) for each in self.waiting):
+                    return self._comm.Irecv(landing(tensor), source, tag)
+        return self._add(tensor, source, tag)
+
+    def expect(self, src: int | None, tag: int) -> MatchedReceive:
+        """Wait for a message that no earlier receive takes, to match it only; to be cancelled if it has not come."""
+        return self._add(None, MPI.ANY_SOURCE if src is None else src, tag)
+
+    def Recv(self, buffer: list[Any], source: int, tag: int) -> None:
+        """Receive a message of known length."""
+        awaited = self.expect(source, tag)
+        try:
+            wait_until(awaited.is_matched)
+        finally:
+            awaited.Cancel()
+        awaited.message.Recv(buffer)  # type: ignore[union-attr]  # it is there
+
+    def match(self) -> None:
+        """Give the messages that have come to the receives that they are for."""
+        with self._lock:
+            while not self._is_closed and self._match_one():
+                pass
+
+    def drop(self, receive: MatchedReceive) -> bool:
+        """Forget a receive; tell whether its message had not come."""
+        with self._lock:
+            if receive in self.waiting:
+                self.waiting.remove(receive)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Look for no more messages, before the communicator is freed."""
+        with self._lock:
+            self._is_closed = True
+
+    def _add(self, tensor: torch.Tensor | None, source: int, tag: int) -> MatchedReceive:
+        made = MatchedReceive(self, tensor, source, tag)
+        with self._lock:
+            self.waiting.append(made)
+        self.match()
+        return made
+
+    def _match_one(self) -> bool:
+        """Match a message; False if there is none.
+
+        What a receive finds may have come after those before it were asked, and be for one of them, or follow a message
+        that is. So it stays where it is then, and all are asked again.
+        """
+        for index, each in enumerate(self.waiting):
+            status = each.status
+            try:
+                if index or each.source == MPI.ANY_SOURCE:
+                    if not self._comm.Iprobe(each.source, each.tag, status):
+                        continue
+                    source, tag = status.Get_source(), status.Get_tag()
+                    if any(earlier.takes(source, tag) for earlier in self.waiting[:index]):
+                        return True
+                else:  # first, and from one sender: nothing else to ask
+                    source, tag = each.source, each.tag
+                matched = self._comm.Improbe(source, tag, status)
+                if matched is None:  # it has not come, or a receive of another kind has taken it
+                    continue
+                each.begin(matched)
+            except MPI.Exception as error:
+                each.error = error
+            self.waiting.remove(each)
+            return True
+        return False
