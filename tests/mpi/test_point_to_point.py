@@ -485,11 +485,10 @@ def test_message_longer_than_its_tensor(every, rank, form, room, count):
             begun = dist.batch_isend_irecv([dist.P2POp(dist.irecv, whole[:room], 1, tag=4)])
         if "early" in form:
             dist.barrier(_pair())
+        source = None if "anyone" in form else 1
+        receive = begun[0].wait if begun else lambda: dist.recv(whole[:room], source, tag=4)
         with pytest.raises(MismatchError, match="rank 1 sent"):
-            if begun:
-                begun[0].wait()
-            else:
-                dist.recv(whole[:room], None if "anyone" in form else 1, tag=4)
+            receive()
         assert not whole[room:].any()
         after = torch.zeros(room + 1)
         dist.recv(after, 1, tag=4)

@@ -209,8 +209,8 @@ class Communicator:
         """Return the error of a message that is longer than its tensor."""
         text = (
             f"{call} on rank {self.rank} of {self.size}: rank {status.Get_source()} sent {length} bytes with tag "
-            f"{status.Get_tag()}, the tensor has {nbytes:,}; expected one that is at least as large. Nothing was written "
-            "past it, and the group can be used"
+            f"{status.Get_tag()}, the tensor has {nbytes:,}; expected one that is at least as large. Nothing was "
+            "written past it, and the group can be used"
         )
         return MismatchError(explained(text, "long-message"))
 
