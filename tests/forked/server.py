@@ -105,8 +105,11 @@ def become(request: list[Any], files: list[int]) -> tuple[list[str], dict[str, s
 gc.collect()
 gc.freeze()  # no child looks through what was imported, at its end for one
 arguments, environment = serve(sys.argv[1])
+own = os.environ["PYTHONPATH"].split(os.pathsep)
 os.environ.clear()
 os.environ.update(environment)
+theirs = environment.get("PYTHONPATH", "").split(os.pathsep)
+sys.path[1:] = [each for each in theirs if each] + [each for each in sys.path[1:] if each not in own]
 del environment
 torch.distributed.set_debug_level_from_env()  # as its import does
 if arguments[0] == "-m":
