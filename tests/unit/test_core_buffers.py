@@ -113,3 +113,10 @@ def test_bytes_of_a_single_element_whatever_its_stride():
     for tensor in (single, odd, torch.tensor(3.0), torch.zeros(0), torch.ones(2, 3)):
         assert tensor.is_contiguous()
         assert bytes(buffers.as_bytes(tensor).tolist()) == tensor.numpy().tobytes()
+
+
+def test_tensors_that_belong_together_have_one_size():
+    like = torch.ones(3, dtype=torch.complex64)
+    buffers.check_sizes("gather", "gather_list", [torch.ones(3, dtype=torch.complex64), torch.ones(6)], like)
+    with pytest.raises(MismatchError, match=r"gather: a tensor of `gather_list` \(index 1\) has 2 elements"):
+        buffers.check_sizes("gather", "gather_list", [like, torch.ones(2, dtype=torch.complex64)], like)

@@ -557,3 +557,15 @@ def test_its_thread_has_ended_once_it_is_closed():
         queue = Queue("closed")
         queue.close()
         assert not queue._thread.is_alive()
+
+
+def test_a_call_that_was_given_up_stays_so_though_it_ends(queue):
+    gate, error = Gate(), DistBackendError("given up")
+    work = queue.put(gate, [], is_large=True)
+    assert gate.has_begun.wait(20)
+    queue.fail(error)
+    gate.is_open.set()
+    deadline = time.monotonic() + 20
+    while queue.running is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert work.exception() is error
