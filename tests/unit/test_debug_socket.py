@@ -22,6 +22,7 @@ from hpcdist.watch.channel import Channel
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inspection import DebugSocket, ranks_on_this_machine
 
+JOB = f"a job {os.getpid()}"  # other tests may run beside these on this machine
 INPUTS = int(os.environ.get("HPCDIST_FUZZ", "300"))
 as_another = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 IMPOSTOR = """
@@ -41,7 +42,7 @@ while True:
 
 
 def said(channel: Channel, **more: Any) -> dict[str, Any]:
-    found = {"job": "a job", "program": "p", "slurm_job": "", "rank": 0, "size": 1, "endpoint": channel.own}
+    found = {"job": JOB, "program": "p", "slurm_job": "", "rank": 0, "size": 1, "endpoint": channel.own}
     return {**found, **more}
 
 
@@ -71,7 +72,7 @@ def served(channel: Channel) -> Iterator[DebugSocket]:
 
 
 def own_answers() -> list[dict[str, Any]]:
-    return [each for each in ranks_on_this_machine() if each["job"] == "a job"]
+    return [each for each in ranks_on_this_machine() if each["job"] == JOB]
 
 
 def test_whatever_is_written_to_the_socket_the_next_client_is_answered(served: DebugSocket) -> None:
