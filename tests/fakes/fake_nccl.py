@@ -67,6 +67,9 @@ class Event:
     def query(self) -> bool:
         return self.is_complete
 
+    def synchronize(self) -> None:
+        JOURNAL.append(("host", "waits for", f"event on {self.recorded_on}"))
+
 
 class FakeCuda:
     """``torch.cuda``'s names, as far as the backend uses them."""

@@ -91,6 +91,41 @@ def test_shrink(rank, size, device):
     dist.destroy_process_group(group)
 
 
+def test_a_split_waits_for_the_groups_own_calls_only(emulation, gate, rank, size, device):
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gate.close()  # a kernel of the program's that takes long
+    group = dist.split_group(split_ranks=[list(range(size))])
+    gate.open()
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == size
+    dist.destroy_process_group(group)
+
+
+def test_an_abort_ends_the_groups_communicator_and_those_of_messages(rank, size, device):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor, group=group)
+    if rank < 2:
+        (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank, group=group)
+    torch.cuda.synchronize()
+    work = dist.all_reduce(tensor, group=group, async_op=True) if rank == 0 else None
+    backend = group.backend("cuda")
+    began = time.monotonic()
+    assert backend.interrupt("a test says so")
+    assert time.monotonic() - began < 5
+    if work is not None:
+        with pytest.raises(dist.DistBackendError, match="a test says so"):
+            work.wait()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
     if size < 2:
         pytest.skip("needs two ranks")

@@ -417,6 +417,10 @@ def test_a_stream_that_a_barrier_blocks_does_not_block_the_host() -> None:
     assert fake.take_journal() == [("current", "waits for", "side")]
 
 
+# the host, for the communicator's own calls
+WAITS = [("host", "waits for", "side"), ("host", "waits for", "event on None")]
+
+
 def test_a_subgroup_of_a_connected_group_is_a_split_and_of_another_connects_itself() -> None:
     limit = timedelta(seconds=1)
     backend = connected(rank=1)
@@ -424,9 +428,9 @@ def test_a_subgroup_of_a_connected_group_is_a_split_and_of_another_connects_itse
     assert (child.rank, child.size, child.communicators.is_eager) == (1, 2, True)
     assert backend.split([[0, 2]], ["c"], limit) is None
     assert fake.take_journal() == [
-        ("host", "waits for", "device"),
+        *WAITS,
         ("split", 1, 1),
-        ("host", "waits for", "device"),
+        *WAITS,
         ("split", None, 0),
     ]
     lazy = made(rank=1).split([[3, 1]], ["b"], limit)
@@ -438,7 +442,7 @@ def test_shrink_leaves_ranks_out() -> None:
     backend = connected(rank=2)
     child = backend.shrink([1], "less")
     assert (child.rank, child.size) == (1, 3)
-    assert fake.take_journal() == [("host", "waits for", "device"), ("shrink", [1], "DEFAULT")]
+    assert fake.take_journal() == [*WAITS, ("shrink", [1], "DEFAULT")]
     backend.shrink([3], "failed", aborts=True)  # nobody waits for a rank that is gone
     assert fake.take_journal() == [("shrink", [3], "ABORT")]
     with pytest.raises(ValueError, match="rank 2"):

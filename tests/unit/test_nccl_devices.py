@@ -64,11 +64,17 @@ def test_without_mpi_and_without_a_launcher_a_choice_of_gpus_is_an_error(monkeyp
 def test_two_ranks_on_one_gpu_is_an_error_on_every_rank_unless_asked_for() -> None:
     used = [("n1", A, "cuda:0"), ("n1", B, "cuda:1"), ("n1", A, "cuda:0"), ("n2", A, "cuda:0")]
     with pytest.raises(DistBackendError, match=r"ranks \[0, 2\] of the group use one GPU: cuda:0 \(GPU-a\) on n1"):
-        check_shared(used, {})
-    check_shared(used, {devices.SHARE: "1"})
-    check_shared(used[:2], {})
+        check_shared(used, (2, 30, 7), {})
+    check_shared(used, (2, 30, 7), {devices.SHARE: "1"})
+    check_shared(used[:2], (2, 30, 7), {})
     with pytest.raises(DistBackendError):
-        check_shared(used, {devices.SHARE: "0"})
+        check_shared(used, (2, 30, 7), {devices.SHARE: "0"})
+
+
+@pytest.mark.parametrize(("version", "advice"), [((2, 30, 7), "set {}=1"), ((2, 28, 9), "2.30 or later and set {}=1")])
+def test_the_way_to_share_a_gpu_is_that_of_the_release(version: tuple[int, ...], advice: str) -> None:
+    with pytest.raises(DistBackendError, match=f"to share GPUs on purpose .*{advice.format(devices.SHARE)}"):
+        check_shared([("n1", A, "cuda:0")] * 2, version, {})
 
 
 def test_above_128_ranks_several_make_an_id_where_the_release_can() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,14 +77,16 @@ def test_the_real_library_without_a_gpu_is_a_backend_error() -> None:
         loaded.core.Communicator.init(1, 0, loaded.core.get_unique_id())
 
 
-def test_no_libnccl_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import ModuleType, SimpleNamespace
-
+@pytest.mark.parametrize(
+    ("release", "message"), [(None, r"libnccl\.so\.2.*pip install"), ((2, 17, 1), r"2\.18 or later.* is 2\.17\.1.*pip")]
+)
+def test_no_libnccl_and_an_old_one_are_errors(monkeypatch: Any, release: Any, message: str) -> None:
     core, bindings = ModuleType("nccl.core"), ModuleType("nccl.bindings.nccl")
-    core.get_version = lambda: SimpleNamespace(libnccl=None)  # type: ignore[attr-defined]
+    found = None if release is None else SimpleNamespace(version=SimpleNamespace(release=release))
+    core.get_version = lambda: SimpleNamespace(libnccl=found)  # type: ignore[attr-defined]
     for name, module in (("nccl.core", core), ("nccl.bindings.nccl", bindings)):
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(DistBackendError, match=r"libnccl\.so\.2.*pip install"):
+    with pytest.raises(DistBackendError, match=message):
         library.load()
 
 

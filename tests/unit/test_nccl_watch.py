@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -190,9 +192,64 @@ def test_a_communicator_is_aborted_once() -> None:
     fake.take_journal()
     assert backend.interrupt("rank 1 never came")
     assert backend.interrupt("and nor did rank 2")
-    assert fake.take_journal() == [("abort", 2)]
+    assert fake.take_journal() == [("group", "start"), ("abort", 2), ("group", "end")]
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         call(backend)
+
+
+def test_all_communicators_are_aborted_in_one_group_call_on_a_thread_that_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = connected()
+    communicators = backend.communicators
+    pair = communicators.make(torch.device("cpu"), 2, 0, fake.get_unique_id())
+    communicators.pairs[1] = pair
+    may_end, threads = threading.Event(), []
+
+    def abort() -> None:  # as one that waits for another rank
+        threads.append(threading.current_thread().name)
+        fake.JOURNAL.append(("abort", "pair"))
+        may_end.wait(10)
+
+    pair.comm.abort = abort
+    monkeypatch.setattr("hpcdist.backends.nccl.communicators.ABORT_SECONDS", 0.05)
+    fake.take_journal()
+    assert backend.interrupt("rank 1 never came")
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        call(backend)
+    assert fake.take_journal() == [("group", "start"), ("abort", "pair")]
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name in threads:
+            thread.join(10)
+    assert fake.take_journal() == [("abort", 2), ("group", "end")]
+
+
+@pytest.mark.parametrize("name", ["split", "shrink", "destroy"])
+def test_what_waits_for_the_device_waits_for_the_communicators_calls_only(name: str) -> None:
+    backend = connected()
+    call(backend)
+    ends: dict[str, Callable[[], object]] = {
+        "split": lambda: backend.split([[0], [1]], ["a", "b"], timedelta(seconds=5)),
+        "shrink": lambda: backend.shrink([1], "c"),
+    }
+    end = ends.get(name, backend.close)
+    backend._cuda.is_capturing = True
+    with pytest.raises(DistBackendError, match=f"{name} waits for the device, and a CUDA graph is being captured"):
+        end()
+    if name == "destroy":
+        return
+    backend._cuda.is_capturing = False
+    fake.take_journal()
+    end()
+    waits = [entry[2] for entry in fake.take_journal() if entry[:2] == ("host", "waits for")]
+    assert waits == ["side", "event on current"]
+    backend._cuda.is_capturing = True
+    call(backend)  # into a graph, whose replays are behind no event
+    backend._cuda.is_capturing = False
+    fake.take_journal()
+    end()
+    assert ("host", "waits for", "device") in fake.take_journal()
 
 
 def test_a_call_does_not_reach_a_communicator_that_ended_just_before() -> None:
@@ -271,11 +328,12 @@ def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing()
 
 def test_the_device_is_waited_for_before_the_end_and_who_was_ended_meanwhile_is_not_touched() -> None:
     backend = connected()
-    backend._cuda.synchronize = lambda device: backend.interrupt("rank 1 never came")
+    streams = backend.communicators.group.streams
+    streams.side.synchronize = lambda: backend.interrupt("rank 1 never came")
     fake.take_journal()
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         backend.close()
-    assert [entry[0] for entry in fake.take_journal()] == ["abort"]
+    assert [entry[0] for entry in fake.take_journal()] == ["group", "abort", "group", "host"]
 
 
 def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyPatch) -> None:

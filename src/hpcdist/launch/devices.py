@@ -17,6 +17,7 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import environment
 
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own: several ranks may use one GPU
+SHARE_SINCE = (2, 30)
 
 View = tuple[str, ...]  # the identities of the GPUs that a process sees, in order
 
@@ -24,6 +25,16 @@ View = tuple[str, ...]  # the identities of the GPUs that a process sees, in ord
 def may_share(given: Mapping[str, str] | None = None) -> bool:
     """Tell whether the user allows several ranks on one GPU."""
     return (os.environ if given is None else given).get(SHARE, "0").strip() not in ("", "0")
+
+
+def how_to_share(version: Sequence[int]) -> str:
+    """Return what lets several ranks use one GPU with a release of NCCL."""
+    if tuple(version) >= SHARE_SINCE:
+        return f"set {SHARE}=1"
+    return (
+        f"take NCCL {'.'.join(map(str, SHARE_SINCE))} or later and set {SHARE}=1, which this one "
+        f"({'.'.join(map(str, version))}) does not know"
+    )
 
 
 def identity(device: torch.device) -> str:
@@ -63,7 +74,8 @@ def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
         return position * len(mine) // len(alike)
     raise DistBackendError(
         f"{len(alike)} ranks of this node see the same {len(mine)} GPUs, and NCCL wants one a rank: start "
-        f"{len(mine)} ranks a node, or set {SHARE}=1 to let ranks share them"
+        f"{len(mine)} ranks a node, or set {SHARE}=1 to let ranks share them, which NCCL knows from "
+        f"{'.'.join(map(str, SHARE_SINCE))} on"
     )
 
 

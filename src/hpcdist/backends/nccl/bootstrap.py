@@ -182,19 +182,21 @@ def pair_id(library: Library, channel: Channel, rank: int, peer: int) -> Any:
     return library.core.UniqueId.from_bytes(channel.pair(made, peer))
 
 
-def check_devices(peer: Backend, device: torch.device) -> None:
-    """Raise, on every rank, where two ranks of a group use one GPU; every rank calls it.
+def check_devices(peer: Backend, device: torch.device, version: Sequence[int]) -> None:
+    """Raise, on every rank, if two ranks of a group use one GPU; every rank calls it.
 
     Raises:
         DistBackendError: they do, and ``NCCL_MULTI_RANK_GPU_ENABLE`` does not ask for it.
     """
     peer.settle()
     mine = (environment.node_key(), devices.identity(device), str(device))
-    check_shared(peer.objects.all_gather(mine))
+    check_shared(peer.objects.all_gather(mine), version)
 
 
-def check_shared(used: Sequence[tuple[str, str, str]], given: Mapping[str, str] | None = None) -> None:
-    """Raise where two ranks use one GPU: node, identity and name of each rank's."""
+def check_shared(
+    used: Sequence[tuple[str, str, str]], version: Sequence[int], given: Mapping[str, str] | None = None
+) -> None:
+    """Raise if two ranks use one GPU: node, identity and name of each rank's."""
     if devices.may_share(os.environ if given is None else given):
         return
     users: dict[tuple[str, str], list[int]] = {}
@@ -205,8 +207,8 @@ def check_shared(used: Sequence[tuple[str, str, str]], given: Mapping[str, str] 
             raise DistBackendError(
                 f"ranks {ranks} of the group use one GPU: {used[ranks[0]][2]} ({identity}) on {node}. NCCL wants one "
                 "GPU a rank: call torch.cuda.set_device(hpcdist.get_node_local_rank()) before CUDA tensors are made, "
-                "pass device_id=, or let Slurm bind them (--gpus-per-task=1); to share GPUs on purpose set "
-                f"{devices.SHARE}=1"
+                "pass device_id=, or let Slurm bind them (--gpus-per-task=1); to share GPUs on purpose "
+                f"{devices.how_to_share(version)}"
             )
 
 

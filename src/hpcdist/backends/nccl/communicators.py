@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ IN_PROGRESS = 7  # ncclInProgress
 # NCCL itself may block a call (it connects ranks at the first one), and ncclCommAbort is documented to free it: a
 # thread that has been in a call for longer than this is not waited for
 STUCK_SECONDS = 1.0
+ABORT_SECONDS = 10.0  # the most that is waited for ncclCommAbort, which frees what other threads and ranks may hold
 
 
 class Link:
@@ -84,7 +85,7 @@ class Communicators:
             DistBackendError: two ranks use one GPU, or NCCL fails.
         """
         if peer is not None and self.size > 1:
-            finding.check_devices(peer, device)
+            finding.check_devices(peer, device, self._library.version)
         ids = finding.unique_ids(self._library, channel, self.rank, self.size)
         self.group = self.make(device, self.size, self.rank, ids)
         return self.group
@@ -115,7 +116,7 @@ class Communicators:
         """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
         assert self.group is not None
         self.check_live()
-        self._cuda.synchronize(self.group.streams.device)  # NCCL wants none of the parent's calls outstanding
+        self.group.streams.settle("split")  # NCCL wants none of the parent's calls outstanding
         with self.failing("split"):
             return self.group.comm.split(color, key)
 
@@ -134,7 +135,7 @@ class Communicators:
                 f"ranks {sorted(excluded)}"
             )
         else:
-            self._cuda.synchronize(self.group.streams.device)
+            self.group.streams.settle("shrink")
         with self.failing("shrink"):
             return self.group.comm.shrink(list(excluded), flag=flags.ABORT if aborts else flags.DEFAULT)
 
@@ -175,7 +176,7 @@ class Communicators:
         if self.group is not None and not self._is_ending:
             detail = self.group.comm.get_last_error()
         elif name == "connect":
-            detail = f"if two ranks use one GPU, bind them apart or set {devices.SHARE}=1"
+            detail = f"if two ranks use one GPU, bind them apart or {devices.how_to_share(self._library.version)}"
         return DistBackendError(
             f"{name} on rank {self.rank} of {self.size} failed in NCCL "
             f"{'.'.join(map(str, self._library.version))}: {error}{' (' + detail + ')' if detail else ''}"
@@ -232,13 +233,32 @@ class Communicators:
             self.ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
             for link in self.links():
                 link.streams.failure = self.ended  # before a kernel ends by the abort and seems to have succeeded
+            self._abort()
             for link in self.links():
-                link.comm.abort()
                 link.streams.fail_all(self.ended)
             return True
         finally:
             if has_lock:
                 self.use.release()
+
+    def _abort(self) -> None:
+        """Abort all communicators in one group call, on a thread of its own that is waited for only so long.
+
+        One by one each abort may wait for a rank that waits in the abort of another (pytorch#119797). What fails here
+        is not raised: nothing else can be done to the communicators.
+        """
+        links = self.links()
+
+        def abort_all() -> None:
+            device, failures = links[0].streams.device, self._library.failures
+            with suppress(*failures), self._cuda.device(device), self._library.core.group():
+                for link in links:
+                    link.comm.abort()
+
+        if links:
+            thread = threading.Thread(target=abort_all, name="hpcdist-nccl-abort", daemon=True)
+            thread.start()
+            thread.join(ABORT_SECONDS)
 
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.
@@ -270,9 +290,11 @@ class Communicators:
             self._forget()
 
     def _await_device(self) -> None:
-        for device in dict.fromkeys(link.streams.device for link in self.links()):
+        for link in self.links():
             try:
-                self._cuda.synchronize(device)
+                link.streams.settle("destroy")
+            except DistBackendError:
+                raise
             except RuntimeError as error:
                 self.interrupt(f"the device failed: {error}")
                 raise DistBackendError(f"the device failed before the group was destroyed: {error}") from error

@@ -19,6 +19,7 @@ EXTRAS = {"12": "hpcdist[nccl-cu12]", "13": "hpcdist[nccl-cu13]"}  # by the majo
 
 # calls that NCCL got later than the others; in older releases sends and receives stand in for them
 SINCE = {"gather": (2, 28), "scatter": (2, 28)}
+OLDEST = (2, 18)  # ncclCommSplit
 SCALABLE_SINCE = (2, 23)  # several roots (ncclCommInitRankScalable)
 FLOAT8_SINCE = (2, 24)
 SHRINK_SINCE = (2, 27)
@@ -83,8 +84,14 @@ def load() -> Library:
         raise DistBackendError(
             f"backend 'nccl': nccl4py is there, but it found no libnccl.so.2 to load. Try: {install_command()}"
         )
+    version = found.version.release
+    if version < OLDEST:
+        raise DistBackendError(
+            f"backend 'nccl' needs NCCL {'.'.join(map(str, OLDEST))} or later, and the libnccl.so.2 that was loaded is "
+            f"{'.'.join(map(str, version))}. Try: {install_command()}"
+        )
     driver = importlib.import_module("cuda.bindings.driver")
-    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), found.version.release, driver)
+    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), version, driver)
 
 
 def check_gpu() -> None:

@@ -68,6 +68,7 @@ class Streams:
         self._before = cuda.Event()
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
+        self._is_in_graph = False  # whether a graph holds calls, whose replays no event of ours is behind
         self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
         self.under_way: deque[Flight] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
@@ -135,7 +136,7 @@ class Streams:
         Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
         """
         if self.is_capturing():
-            work.is_captured = True
+            work.is_captured = self._is_in_graph = True
             return work
         self.under_way.append(work.flight)
         if self.failure is not None:  # meanwhile, after those under way were told
@@ -207,9 +208,33 @@ class Streams:
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
-        if not self.is_capturing():
-            self._last.record(current)
-            self._last_call = RING.last()
+        if self.is_capturing():
+            self._is_in_graph = True
+            return
+        self._last.record(current)
+        self._last_call = RING.last()
+
+    def settle(self, name: str) -> None:
+        """Wait on the host until the device has made the communicator's calls, and for no other stream.
+
+        Raises:
+            DistBackendError: the current stream is being captured into a graph, which nothing may wait for.
+            RuntimeError: the device has failed.
+        """
+        if self.is_capturing():
+            raise DistBackendError(
+                f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it before "
+                "or after the capture"
+            )
+        if self._is_in_graph:
+            self.cuda.synchronize(self.device)
+            return
+        with self._guard:
+            behind = [self._last, *([self._mark.end] if self._mark is not None else [])]
+        with self.cuda.device(self.device):
+            self.side.synchronize()
+            for event in behind:
+                event.synchronize()
 
     def oldest(self) -> Work | None:
         """Return the first call that the device has not ended; any thread may ask.
