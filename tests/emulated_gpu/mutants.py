@@ -30,7 +30,11 @@ LINES = [
         "            work.is_captured = self._is_in_graph = True\n            return work\n",
         "            pass\n",
     ),
-    (STREAMS, "        if not self.is_capturing():\n", "        if True:\n"),
+    (
+        STREAMS,
+        "        if self.is_capturing():\n            self._is_in_graph = True\n",
+        "        if False:\n            self._is_in_graph = True\n",
+    ),
     (STREAMS, "        self._last.record(current)\n", ""),
     (STREAMS, "with self.cuda.device(self.device), self._library", "with self._library"),
     (STREAMS, "self.cuda.device(self.device), self._library.beside_captures()", "self.cuda.device(self.device)"),
