@@ -143,7 +143,7 @@ def test_a_start_that_fails_late_leaves_no_group_behind(rank, size, monkeypatch)
     monkeypatch.delenv("HPCDIST_REPRODUCIBLE")
     dist.init_process_group()
     assert dist.group.WORLD.group_name == "0"
-    assert hooks.reproducible is None
+    assert not hooks.reproducible
 
 
 def test_a_duplicate_that_mpi_refuses(rank, size):
