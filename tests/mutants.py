@@ -138,7 +138,7 @@ MUTANTS = [
         f"{MPI_BACKEND}/call_check.py",
         "        if not self._is_clear(number):\n",
         "        if False:\n",
-        "mpi/test_calls_differ.py",
+        "unit/test_call_check.py",
     ),
     Mutant(
         ISSUE,

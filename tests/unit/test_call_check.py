@@ -1,0 +1,131 @@
+"""The comparison of calls, on threads in place of ranks and a library that notices when calls differ or never end."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import sys
+import threading
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+pytest.importorskip("mpi4py")
+
+from hpcdist.backends.mpi.call_check import CallCheck
+from hpcdist.backends.mpi.node.call_board import CallBoard, bytes_of, what
+from hpcdist.core.call import Call
+from hpcdist.core.errors import CallsDifferError
+from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST, GATHER
+
+SECONDS = 20
+
+
+class Communicator:
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def is_revoked(self):
+        return False
+
+    def poll(self):
+        pass
+
+    def translating(self, call):
+        return nullcontext()
+
+
+class Library:
+    """Calls of all ranks; a root of broadcast and a leaf of gather wait for nobody."""
+
+    def __init__(self, size):
+        self.made = [[] for _ in range(size)]
+        self.condition = threading.Condition()
+
+    def make(self, rank, call):
+        tensor = call.tensor
+        key = (call.row.name, None if tensor is None else tensor.numel(), call.root)
+        with self.condition:
+            self.made[rank].append(key)
+            at = len(self.made[rank]) - 1
+            self.condition.notify_all()
+            peers = range(len(self.made))
+            if call.row is BROADCAST:
+                peers = [] if rank == call.root else [call.root]
+            elif call.row is GATHER and rank != call.root:
+                peers = []
+            assert self.condition.wait_for(lambda: all(len(self.made[p]) > at for p in peers), SECONDS)
+        assert all(self.made[peer][at] == key for peer in peers)
+
+
+def programs(rng, size):
+    """Return for some rounds the calls of each rank, of which one or two differ or miss one."""
+    for _ in range(rng.choice([1, 3])):
+        common = [drawn(rng, size) for _ in range(rng.choice([2, 5, 140]))]
+        odd = rng.sample(range(size), rng.choice([1, 1, 2]) if size > 2 else 1)
+        spot = rng.randrange(len(common))
+        ranks = [[*common, (ALL_REDUCE, 9, 0)] for _ in range(size)]
+        for rank in odd:
+            ranks[rank][spot : spot + 1] = [] if rng.random() < 0.3 else [drawn(rng, size)]
+        yield ranks
+
+
+def drawn(rng, size):
+    row = rng.choice([ALL_REDUCE, BROADCAST, BROADCAST, BARRIER, GATHER])
+    return row, 0 if row is BARRIER else rng.randrange(1, 5), rng.randrange(size) if row.rooted else 0
+
+
+def make(check, rank, size, row, length, root):
+    if row is BARRIER:
+        check.run(Call(BARRIER), what(BARRIER.name))
+        return
+    tensor, op = torch.zeros(length), ReduceOp.SUM if row.reduces else None
+    output = tensor if row is not GATHER else torch.zeros(size * length) if rank == root else None
+    call = Call(row, tensor, output, op, root if row.rooted else None)
+    check.run(call, what(row.name, tensor.dtype, op))
+
+
+@pytest.fixture(autouse=True)
+def _many_switches_of_threads():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_rank_raises_and_the_library_sees_equal_calls(seed):
+    rng = random.Random(seed)
+    size = rng.choice([2, 3, 4, 12])
+    memory, library = mmap.mmap(-1, bytes_of(size, size)), Library(size)
+    rounds = list(programs(rng, size))
+    raised = [[] for _ in range(size)]
+    gate = threading.Barrier(size, timeout=SECONDS)
+
+    def run(rank):
+        check = CallCheck(Communicator(rank, size), lambda call: library.make(rank, call), None, True)
+        check._is_open, check._board = True, CallBoard(memory, list(range(size)), rank, size)
+        pick = random.Random(size * seed + rank)
+        for ranks in rounds:
+            failure = None
+            try:
+                for call in ranks[rank]:
+                    if pick.random() < 0.1:
+                        time.sleep(pick.random() * 0.002)
+                    make(check, rank, size, *call)
+            except CallsDifferError as error:
+                failure = error
+            raised[rank].append(failure)
+            gate.wait()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    differs = [len({tuple(map(str, calls)) for calls in ranks}) > 1 for ranks in rounds]
+    assert [[failure is not None for failure in each] for each in raised] == [differs] * size
+    assert len({tuple(each) for each in library.made}) == 1
