@@ -12,9 +12,12 @@ import pytest
 from tests import programs
 from tests.ports import free_port
 
-pytestmark = pytest.mark.skipif(
-    any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
+    ),
+    pytest.mark.timeout(400),  # up to three programs a test
+]
 
 RUN = ["-m", "hpcdist", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
