@@ -7,7 +7,7 @@
 Layout; imports point down only:
 
     hpcdist.cli      the commands
-    hpcdist          the public names, and nothing else
+    hpcdist          the public names, and nothing else: ``public`` has them, and is imported when they are needed
     hpcdist.c10d     the facade: torch.distributed's names and signatures
     hpcdist.backends mpi, nccl, gloo, loopback: they import core and their own library
     hpcdist.watch    the watchdog, reports of hanging calls, the flight recorder, logs, times of calls
@@ -17,282 +17,75 @@ Layout; imports point down only:
     stores           key-value stores for launches without MPI; a package of its own
     hpcdist.autoload what `import torch` calls, so that torch.distributed knows the backend "hpcdist"; imports nothing
 
-Importing hpcdist initialises no MPI.
+Importing hpcdist initialises no MPI. It imports torch with the first use of a public name; the commands that need no
+torch do without it.
 """
 
-import hpcdist.core.requirements  # noqa: I001  # first: it says what the other imports would lack
+import sys as _sys
+import typing as _typing
+from importlib import import_module as _import_module
+from importlib.abc import MetaPathFinder as _MetaPathFinder
+from importlib.machinery import PathFinder as _PathFinder
 
-from torch.distributed import (
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    GatherOptions,
-    QueueEmptyError,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    default_pg_timeout,
-)
-
-import hpcdist.c10d.debug_server
-import hpcdist.c10d.torch_init
-from hpcdist import dist2
-from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
-from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
-from hpcdist.c10d.collectives import (
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather_single,
-    reduce,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-)
-from hpcdist.c10d.compat.deprecated import _all_gather_base, _reduce_scatter_base, gather_into_tensor
-from hpcdist.c10d.compat.multigpu import (
-    all_gather_multigpu,
-    all_reduce_multigpu,
-    broadcast_multigpu,
-    dist_backend,
-    reduce_multigpu,
-    reduce_scatter_multigpu,
-)
-from hpcdist.c10d.debug import (
-    DebugLevel,
-    breakpoint,
-    get_debug_level,
-    monitored_barrier,
-    set_debug_level,
-    set_debug_level_from_env,
-    stop_requested,
-)
-from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
-from hpcdist.c10d.elastic import ElasticJob, elastic
-from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
-from hpcdist.c10d.halo import HaloExchange, exchange
-from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
-from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
-from hpcdist.c10d.names import (
-    Backend,
-    BackendConfig,
-    get_default_backend_for_device,
-    is_available,
-    is_backend_available,
-    is_gloo_available,
-    is_mpi_available,
-    is_nccl_available,
-    is_torchelastic_launched,
-    is_ucc_available,
-    is_xccl_available,
-    supports_complex,
-)
-from hpcdist.c10d.node_shared import node_shared
-from hpcdist.c10d.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, recv, send
-from hpcdist.c10d.profile import Profile, profile
-from hpcdist.c10d.queries import (
-    GroupMember,
-    get_backend,
-    get_backend_config,
-    get_backend_impl,
-    get_global_rank,
-    get_group_rank,
-    get_mpi_comm,
-    get_node_local_rank,
-    get_pg_count,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    is_initialized,
-    reduce_op,
-)
-from hpcdist.c10d.reproduction import reproducible
-from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
-from hpcdist.c10d.torch_names import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    BuiltinCommHookType,
-    GradBucket,
-    Logger,
-    ProcessGroupGloo,
-    Reducer,
-    _Backend,
-    _broadcast_coalesced,
-    _compute_bucket_assignment_by_size,
-    _ControlCollectives,
-    _create_process_group_wrapper,
-    _get_process_group_name,
-    _make_nccl_premul_sum,
-    _rank_not_in_group,
-    _register_builtin_comm_hook,
-    _register_comm_hook,
-    _remote_device,
-    _StoreCollectives,
-    _test_python_store,
-    _time_estimator,
-    _verify_params_across_processes,
-    _Work,
-)
-from hpcdist.c10d.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
-from hpcdist.c10d.window import Window
-from hpcdist.core.point_to_point import irecv, isend
-from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.work import Work
-from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
-from hpcdist.torch_bridge import compiler as _compiler
-from hpcdist.torch_bridge.mirror import GroupName
-from hpcdist.torch_bridge.profiler import record_comm
-from stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+if _typing.TYPE_CHECKING:
+    from hpcdist.public import *  # noqa: F403  # the names of its __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "SHRINK_ABORT",
-    "SHRINK_DEFAULT",
-    "AllToAllOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "Backend",
-    "BackendConfig",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "BuiltinCommHookType",
-    "DebugLevel",
-    "DeviceMesh",
-    "DistBackendError",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "ElasticJob",
-    "FileStore",
-    "GatherOptions",
-    "GradBucket",
-    "GroupMember",
-    "GroupName",
-    "HaloExchange",
-    "HashStore",
-    "Logger",
-    "P2POp",
-    "PrefixStore",
-    "ProcessGroup",
-    "ProcessGroupGloo",
-    "Profile",
-    "QueueEmptyError",
-    "ReduceOp",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "Reducer",
-    "ScatterOptions",
-    "Store",
-    "TCPStore",
-    "Window",
-    "Work",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_multigpu",
-    "all_gather_object",
-    "all_gather_single",
-    "all_gather_varied",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_reduce_multigpu",
-    "all_to_all",
-    "all_to_all_single",
-    "all_to_all_varied",
-    "barrier",
-    "batch_isend_irecv",
-    "breakpoint",
-    "broadcast",
-    "broadcast_multigpu",
-    "broadcast_object_list",
-    "default_pg_timeout",
-    "destroy_process_group",
-    "dist2",
-    "dist_backend",
-    "elastic",
-    "exchange",
-    "failed_ranks",
-    "gather",
-    "gather_into_tensor",
-    "gather_object",
-    "gather_single",
-    "get_backend",
-    "get_backend_config",
-    "get_backend_impl",
-    "get_debug_level",
-    "get_default_backend_for_device",
-    "get_global_rank",
-    "get_group_rank",
-    "get_mpi_comm",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "init_device_mesh",
-    "init_process_group",
-    "irecv",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "node_shared",
-    "profile",
-    "record_comm",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_multigpu",
-    "reduce_op",
-    "reduce_scatter",
-    "reduce_scatter_multigpu",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_varied",
-    "register_rendezvous_handler",
-    "rendezvous",
-    "reproducible",
-    "revoke_process_group",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
-    "set_debug_level",
-    "set_debug_level_from_env",
-    "set_timeout",
-    "shrink_group",
-    "split_group",
-    "stop_requested",
-    "supports_complex",
-]
 
-_compiler.run_as_they_are(globals()[name] for name in __all__)
+class _AfterTorch(_MetaPathFinder):
+    """Finder of torch that imports our public names at the end of ``import torch``, which then knows our backend."""
+
+    def find_spec(self, name: str, path: _typing.Any = None, target: _typing.Any = None) -> _typing.Any:
+        spec = _PathFinder.find_spec(name, path, target) if name == "torch" else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def complete(module: _typing.Any) -> None:
+                execute(module)
+                if not _is_importing():
+                    _complete()
+
+            spec.loader.exec_module = complete  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _AfterTorch()
+
+
+def _is_importing() -> bool:
+    """Tell whether a module of ours, which the public names need, is still being imported: it imports torch."""
+    return any(
+        name.startswith("hpcdist.") and getattr(module.__spec__, "_initializing", False)
+        for name, module in [*_sys.modules.items()]
+        if not name.startswith("hpcdist.cli.")
+    )
+
+
+def _complete() -> None:
+    """Import the public names."""
+    if _FINDER in _sys.meta_path:
+        _sys.meta_path.remove(_FINDER)
+    found = vars(_import_module("hpcdist.public"))
+    globals().update({name: value for name, value in found.items() if name == "__all__" or not name.startswith("__")})
+
+
+if not _typing.TYPE_CHECKING:  # else each name would be known
+
+    def __getattr__(name: str) -> _typing.Any:
+        """Return a name that has not been asked for before (PEP 562)."""
+        if name == "__all__" or not name.startswith("__"):
+            _complete()
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        _complete()
+        return sorted(globals())
+
+
+if "torch" in _sys.modules:
+    _complete()
+else:
+    _sys.meta_path.insert(0, _FINDER)

@@ -6,7 +6,7 @@ registers the name, and hpcdist itself is imported when a program asks torch for
 TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from calling it.
 
 It is installed as a module of its own, ``hpcdist_autoload``, because importing a module of ``hpcdist`` imports all
-of it.
+of it once torch is there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def autoload() -> None:
 
 def create(options: Any, pg_options: Any) -> Any:
     """Create the group that torch asks for (see ``hpcdist.c10d.torch_init.create``)."""
-    from hpcdist.c10d import torch_init
+    from hpcdist.c10d import torch_init  # and with hpcdist.c10d all public names
 
     return torch_init.create(options, pg_options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from hpcdist.cli import debug
+from hpcdist.cli import debug, running_job
 from tests import programs
 
 pytestmark = [
@@ -74,7 +75,7 @@ def running(tmp_path_factory):
 
 @pytest.fixture
 def job(running):
-    return debug.find(running[1])
+    return running_job.find(running[1])
 
 
 def test_the_job_is_found_with_all_its_ranks(job):
@@ -84,14 +85,14 @@ def test_the_job_is_found_with_all_its_ranks(job):
 
 def test_calls_are_counted_and_timed_while_somebody_looks(job):
     def timed():
-        return [row for row in debug.look(job).calls if row[0] == "all_reduce"]
+        return [row for row in running_job.look(job).calls if row[0] == "all_reduce"]
 
     row = until(timed)[0]
     assert row[-1] == "job.py:11 (works)"
     assert int(row[1]) >= 1
     assert float(row[4]) > 0
-    assert row[2] == debug.sized(4000 * int(row[1]))
-    picture = debug.look(job)
+    assert row[2] == running_job.sized(4000 * int(row[1]))
+    picture = running_job.look(job)
     assert picture.late == []
     assert [row[:2] for row in picture.groups] == [("group '0'", "mpi")]
     assert until(lambda: int(timed()[0][1]) > int(row[1]))
@@ -100,13 +101,13 @@ def test_calls_are_counted_and_timed_while_somebody_looks(job):
 def test_an_address_and_the_jobs_secret_do_too(job, monkeypatch, capsys):
     address = f"127.0.0.1:{job.channel.endpoints[0].port}"
     monkeypatch.setenv("HPCDIST_DEBUG_SECRET", SECRET)
-    assert sorted(debug.at(address).channel.endpoints) == [0, 1, 2]
+    assert sorted(running_job.at(address).channel.endpoints) == [0, 1, 2]
     monkeypatch.setenv("HPCDIST_DEBUG_SECRET", "another")
     assert debug.run([address, "--once"]) == 1
     assert "another HPCDIST_DEBUG_SECRET" in capsys.readouterr().err
     monkeypatch.delenv("HPCDIST_DEBUG_SECRET")
     with pytest.raises(ConnectionError, match="set HPCDIST_DEBUG_SECRET"):
-        debug.at(address)
+        running_job.at(address)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
@@ -123,7 +124,7 @@ def test_a_rank_that_sleeps_is_late_and_its_stack_is_shown(running, job, tmp_pat
     (running[0] / "sleep").touch()
 
     def waited_for():
-        picture = debug.look(job)
+        picture = running_job.look(job)
         return picture if picture.late else None
 
     picture = until(waited_for)
@@ -144,7 +145,7 @@ def test_a_rank_that_sleeps_is_late_and_its_stack_is_shown(running, job, tmp_pat
 
 
 def test_the_page_is_served_to_those_who_know_its_path(job, capsys):
-    threading.Thread(target=debug.serve, args=(job, 0, 1.0), daemon=True).start()
+    threading.Thread(target=running_job.serve, args=(job, 0, 1.0), daemon=True).start()
     url = until(lambda: capsys.readouterr().out.strip())
     page = urllib.request.urlopen(url, timeout=30).read().decode()
     assert "job.py, 3 ranks" in page
@@ -172,3 +173,17 @@ def test_a_number_is_a_slurm_job(capsys, monkeypatch):
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
     assert debug.run(["4711"]) == 1
     assert "no srun" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_srun_of_a_job_elsewhere(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text(
+        f"#!/bin/sh\ntrap 'echo ended > {tmp_path}/ended; exit 1' TERM\nsleep 0.5; echo begun\nsleep 30 & wait\n"
+    )
+    srun.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    process = programs.start([sys.executable, "-m", "hpcdist", "debug", "4711"], PATH=path)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    _, said = programs.output(process, 20)
+    assert (process.returncode, said, (tmp_path / "ended").exists()) == (0, "", True)

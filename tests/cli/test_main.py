@@ -92,3 +92,61 @@ def test_a_job_says_once_what_is_wrong_with_its_arguments(args, capsys, monkeypa
         shown = capsys.readouterr()
         assert bool(shown.out + shown.err) == (rank == "0")
     assert statuses[0] == statuses[1]
+
+
+WITHOUT_TORCH = """
+import contextlib, io, sys
+from hpcdist.cli.main import main
+for line in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(line.split())
+    assert not {"torch", "numpy", "mpi4py"} & sys.modules.keys(), line
+print("none")
+"""
+
+
+def test_commands_that_need_no_torch_do_not_import_it():
+    lines = [
+        *("--help", "--version", "explain", "explain forked-child", "slurm", "slurm cpu train.py", "debug --help"),
+        *("debug 4711", "submit --help", "submit --system slurm --dry-run train.py"),
+    ]
+    done = programs.run([sys.executable, "-c", WITHOUT_TORCH, *lines])
+    assert (done.stdout, done.returncode) == ("none\n", 0), done.stderr
+
+
+NAMES = """
+import sys
+import hpcdist
+assert hpcdist.__version__ and "torch" not in sys.modules
+{first}
+import torch.distributed, torch.distributed.debug
+assert torch.distributed.Backend.HPCDIST == "hpcdist"
+assert "hpcdist" in torch.distributed.debug.start_debug_server.__code__.co_filename
+names = {{}}
+exec("from hpcdist import *", names)
+assert names["all_reduce"] is hpcdist.all_reduce and hpcdist.all_reduce._torchdynamo_disable
+assert set(hpcdist.__all__) <= set(dir(hpcdist)) and "_find_and_load" not in dir(hpcdist)
+import pickle
+assert pickle.loads(pickle.dumps(hpcdist.Window)) is hpcdist.Window
+try:
+    hpcdist.nonsense
+except AttributeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch; assert 'all_reduce' in vars(hpcdist)",
+        "hpcdist.all_reduce",
+        "import hpcdist.c10d.collectives; assert 'hpcdist.c10d.torch_init' in sys.modules",
+        "import hpcdist.core.errors; hpcdist.Window",
+        "assert 'Window' in dir(hpcdist)",
+        "from hpcdist import dist2; dist2.new_group",
+    ],
+)
+def test_the_public_names_come_with_torch_or_with_their_first_use(first):
+    autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = programs.run([sys.executable, "-c", NAMES.format(first=first)], **autoload)
+    assert done.stdout == "module 'hpcdist' has no attribute 'nonsense'\n", done.stderr

@@ -1,0 +1,257 @@
+"""A running job as the command ``debug`` shows it: found, asked where its ranks are, and written as text or a page."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import defaultdict
+from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from hpcdist.cli import web_page
+from hpcdist.core.errors import printable
+from hpcdist.core.ranks import listed, plural
+from hpcdist.launch import arrival
+from hpcdist.watch import inspection, report
+from hpcdist.watch.channel import Channel, Endpoint, key_of
+from hpcdist.watch.liveness import Liveness
+from hpcdist.watch.timeline import aligned_text, sized
+
+ANSWER_SECONDS, RANK_SECONDS = 1.0, 1e-4
+LATE_SECONDS = 1.0  # how long others wait in a call before those that have not entered it are called late
+RANKS = ("rank", "host", "", "where it is")
+GROUPS = ("group", "backend", "ranks", "collectives", "messages", "behind")
+CALLS = ("call", "calls", "bytes", "time s", "mean µs", "longest µs", "where")
+TITLES = {RANKS: "Ranks", GROUPS: "Groups", CALLS: "Calls"}
+
+
+class Job(NamedTuple):
+    """A running job: its program, and what asks its ranks."""
+
+    program: str
+    channel: Channel
+    liveness: Liveness
+
+
+class Picture(NamedTuple):
+    """A job at one moment.
+
+    Attributes:
+        title: the job and the time.
+        ranks: rows of RANKS.
+        groups: rows of GROUPS.
+        calls: rows of CALLS, of all ranks together.
+        stacks: the frames of each rank, the innermost first.
+        late: the ranks that others wait for, or that do not answer.
+    """
+
+    title: str
+    ranks: list[tuple[str, ...]]
+    groups: list[tuple[str, ...]]
+    calls: list[tuple[str, ...]]
+    stacks: dict[int, list[str]]
+    late: list[int]
+
+
+def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
+    """Ask ranks where they are."""
+    seconds = ANSWER_SECONDS + len(ranks) * RANK_SECONDS
+    return channel.ask(ranks, "inspect", inspection.INSPECTED, seconds, first=first)
+
+
+def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
+    """Return a job one of whose ranks is known, which tells where the others are.
+
+    Args:
+        program: what the job is called.
+        rank: the one that is known.
+        endpoint: where it is found.
+        has_user_key: whether its key is the one that the user has chosen for all ranks.
+
+    Raises:
+        ConnectionError: it does not answer.
+    """
+    channel = Channel()
+    channel.learn([rank], [endpoint])
+    known: dict[int, Endpoint] = {}
+    while True:
+        answer = ask(channel, [rank], len(known)).get(rank)
+        if answer is None:
+            raise ConnectionError(
+                f"no answer from rank {rank} at {endpoint.host}:{endpoint.port}: the job has ended, it was started "
+                f"with another {inspection.SECRET_VARIABLE}, or UDP is blocked"
+            )
+        told = answer["inspected"]
+        known.update((each, Endpoint(*where)) for each, where in told["endpoints"])
+        if len(known) >= told["size"] or not told["endpoints"]:
+            if has_user_key:
+                known = {each: where._replace(key=endpoint.key) for each, where in known.items()}
+            channel.learn(known, known.values())
+            return Job(printable(program), channel, Liveness(channel))
+
+
+def find(pid: int | None) -> Job:
+    """Return the job on this machine; inside an allocation of Slurm's, the job in it.
+
+    Raises:
+        ConnectionError: there is none, or several.
+    """
+    allocation = inspection.slurm_job()
+    said = [(each, Endpoint(*each["endpoint"])) for each in inspection.ranks_on_this_machine()]
+    jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
+    for each, endpoint in said:
+        if endpoint.pid == pid or (pid is None and allocation in ("", each["slurm_job"])):
+            jobs.setdefault(each["job"], (each, endpoint))
+    if len(jobs) != 1:
+        lines = [f"  --pid {endpoint.pid:<8} {printable(each['program'])}" for each, endpoint in jobs.values()]
+        lines += [
+            f"  process {each.process}, rank {each.rank} of {each.size}, is in init_process_group, waiting for others"
+            for each in arrival.arrivals()
+        ]
+        what = "several jobs of yours run" if jobs else "no job of yours with a group of hpcdist runs"
+        raise ConnectionError("\n".join([f"{what} on this machine", *lines]))
+    ((each, endpoint),) = jobs.values()
+    return join(each["program"], each["rank"], endpoint)
+
+
+def at(address: str) -> Job:
+    """Return the job whose rank 0 listens at ``host:port``; the secret is that of HPCDIST_DEBUG_SECRET.
+
+    Raises:
+        ConnectionError: no secret, or no answer.
+    """
+    secret, (host, _, port) = os.environ.get(inspection.SECRET_VARIABLE, ""), address.rpartition(":")
+    if not secret:
+        raise ConnectionError(f"set {inspection.SECRET_VARIABLE} here to what it was when the job started")
+    return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), "", 0, "", "", "", host), True)
+
+
+def look(job: Job) -> Picture:
+    """Ask all ranks of a job."""
+    endpoints = job.channel.endpoints
+    answers = ask(job.channel, sorted(endpoints))
+    groups: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    inside: dict[str, int] = {}  # the latest collective of each group that ranks have waited in for a while
+    for rank, answer in answers.items():
+        for name, each in answer["inspected"]["groups"].items():
+            groups[name][rank] = each
+        for call in answer["calls"]:
+            if not call["message"] and call["seconds"] >= LATE_SECONDS:
+                inside[call["group"]] = max(inside.get(call["group"], 0), call["number"])
+    behind = {
+        name: [rank for rank, each in members.items() if each["collectives"] < inside.get(name, 0)]
+        for name, members in groups.items()
+    }
+    late = sorted({rank for ranks in behind.values() for rank in ranks} | (endpoints.keys() - answers.keys()))
+    ranks: list[tuple[str, ...]] = [
+        (f"{rank}", each.host, "LATE" if rank in late else "", where(job, rank, answers.get(rank)))
+        for rank, each in sorted(endpoints.items())
+    ]
+    rows: list[tuple[str, ...]] = []
+    for name, members in sorted(groups.items()):
+        first = next(iter(members.values()))
+        rows.append(
+            (
+                first["label"],
+                first["backend"],
+                f"{first['size']}",
+                span([each["collectives"] for each in members.values()]),
+                span([each["messages"] for each in members.values()]),
+                listed(behind[name]) if behind[name] else "",
+            )
+        )
+    stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
+    title = f"{job.program}, {plural(len(endpoints), 'rank')}, {time.strftime('%H:%M:%S')}"
+    return Picture(title, ranks, rows, tallied(answers), stacks, late)
+
+
+def where(job: Job, rank: int, answer: dict[str, Any] | None) -> str:
+    """Return in words where a rank is."""
+    return job.liveness.judge(rank) if answer is None else report.place(answer, "0")
+
+
+def span(numbers: list[int]) -> str:
+    """Return the least and the greatest of some numbers."""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
+    """Return the calls of all ranks by name and line, those that took most time first."""
+    sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for answer in answers.values():
+        for name, line, is_async, calls, nbytes, total, longest in answer["inspected"]["calls"]:
+            mine = sums[name, line, is_async]
+            mine[:] = mine[0] + calls, mine[1] + nbytes, mine[2] + total, max(mine[3], longest)
+    return [
+        (
+            f"{name}{' async' * is_async}",
+            f"{calls}",
+            sized(nbytes),
+            f"{total / 1e9 / len(answers):.3f}",
+            f"{total / calls / 1e3:.1f}",
+            f"{longest / 1e3:.1f}",
+            line,
+        )
+        for (name, line, is_async), (calls, nbytes, total, longest) in sorted(sums.items(), key=lambda s: -s[1][2])
+    ]
+
+
+def tables(picture: Picture) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Return a picture's tables, each with its columns; without those that are empty."""
+    all_tables = [(RANKS, picture.ranks), (GROUPS, picture.groups), (CALLS, picture.calls)]
+    return [(columns, rows) for columns, rows in all_tables if rows]
+
+
+def as_text(picture: Picture, shows_all: bool) -> str:
+    """Return a picture for the terminal: the stacks of the late ranks, or of all."""
+    parts = [picture.title]
+    parts += [aligned_text([columns, *rows], set(range(len(columns)))) for columns, rows in tables(picture)]
+    for rank, frames in picture.stacks.items():
+        if shows_all or rank in picture.late:
+            parts.append("\n".join([f"stack of rank {rank}:", *(f"  {frame}" for frame in frames)]))
+    return printable("\n\n".join(parts))
+
+
+def as_html(picture: Picture, seconds: float | None) -> str:
+    """Return a picture as a page, which a browser asks for again after so many seconds."""
+    late = {f"{rank}" for rank in picture.late}
+    parts = []
+    for columns, rows in tables(picture):
+        cells = [[escape(each) for each in row] for row in rows]
+        if columns is RANKS:
+            cells = [[f"<span class=late>{each}</span>" for each in row] if row[0] in late else row for row in cells]
+        parts.append(web_page.section(TITLES[columns], web_page.table(columns, cells, is_of_words=True)))
+    stacks = []
+    for rank, frames in picture.stacks.items():
+        stack = escape("\n".join(frames))
+        is_open = " open" if rank in picture.late else ""
+        stacks.append(f"<details{is_open}><summary>rank {rank}</summary><pre>{stack}</pre></details>")
+    return web_page.page(picture.title, [*parts, web_page.section("Stacks", *stacks)], seconds)
+
+
+def serve(job: Job, port: int, seconds: float) -> None:
+    """Serve the page on this machine's loopback address, to whoever knows the path that is printed, until Ctrl-C."""
+    path = f"/{secrets.token_urlsafe(16)}"
+
+    class Page(BaseHTTPRequestHandler):
+        """The page, asked for anew each time."""
+
+        def do_GET(self) -> None:
+            """Answer a browser."""
+            is_known = secrets.compare_digest(self.path.encode(), path.encode())
+            text = as_html(look(job), seconds).encode() if is_known else b""
+            self.send_response(200 if is_known else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Page) as server:
+        print(f"http://127.0.0.1:{server.server_port}{path}", flush=True)
+        server.serve_forever()
