@@ -178,11 +178,15 @@ def test_a_number_is_a_slurm_job(capsys, monkeypatch):
 def test_ctrl_c_ends_the_srun_of_a_job_elsewhere(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(
-        f"#!/bin/sh\ntrap 'echo ended > {tmp_path}/ended; exit 1' TERM\nsleep 0.5; echo begun\nsleep 30 & wait\n"
+        f"#!/bin/sh\ntrap 'echo ended > {tmp_path}/ended; kill $!; exit 1' TERM\nsleep 0.5; echo begun\nsleep 30 & wait\n"
     )
     srun.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    process = programs.start([sys.executable, "-m", "hpcdist", "debug", "4711"], PATH=path)
+    code = (  # a shell starts what runs in its background with SIGINT ignored
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from hpcdist.cli.main import main; sys.exit(main(['debug', '4711']))"
+    )
+    process = programs.start([sys.executable, "-c", code], PATH=path)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
     _, said = programs.output(process, 20)
