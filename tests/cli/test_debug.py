@@ -178,7 +178,7 @@ def test_a_number_is_a_slurm_job(capsys, monkeypatch):
 def test_ctrl_c_ends_the_srun_of_a_job_elsewhere(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(
-        f"#!/bin/sh\ntrap 'echo ended > {tmp_path}/ended; kill $!; exit 1' TERM\nsleep 0.5; echo begun\nsleep 30 & wait\n"
+        f"#!/bin/sh\ntrap 'echo > {tmp_path}/ended; kill $!; exit 1' TERM\nsleep 0.5; echo begun\nsleep 30 & wait\n"
     )
     srun.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
