@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.cli import debug
+from hpcdist.cli import running_job
 from hpcdist.core.errors import printable
 from hpcdist.watch import inspection
 from hpcdist.watch.channel import Channel
@@ -121,8 +121,10 @@ def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
 
 def test_what_is_printed_commands_no_terminal() -> None:
     assert printable("a\x1b[2J\x9b1m\u202e\x07 ü\n\tb") == "a\\x1b[2J\\x9b1m\\u202e\\x07 ü\n\tb"
-    picture = debug.Picture("\x1b]0;title\x07", [("0", "host\x1b[2J", "", "f\x1b (g)")], [], [], {0: ["\x1b"]}, [0])
-    assert "\x1b" not in debug.as_text(picture, True)
+    picture = running_job.Picture(
+        "\x1b]0;title\x07", [("0", "host\x1b[2J", "", "f\x1b (g)")], [], [], {0: ["\x1b"]}, [0]
+    )
+    assert "\x1b" not in running_job.as_text(picture, True)
 
 
 @pytest.fixture
