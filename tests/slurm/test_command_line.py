@@ -45,7 +45,7 @@ def test_submit_finds_slurm_by_itself(cluster, jobs, any_mpi, tmp_path):
 
 def test_a_written_job_script_takes_more_arguments(cluster, jobs, any_mpi, tmp_path):
     file = tmp_path / "job.sbatch"
-    call(cluster, tmp_path, "cpu", *SIZE, *options(any_mpi), "--output", file, jobs / "mpi_sum.py", "--epochs", "3")
+    call(cluster, tmp_path, "cpu", *SIZE, *options(any_mpi), "--write", file, jobs / "mpi_sum.py", "--epochs", "3")
     job = cluster.wait(cluster.submit(file, "--lr", "0.1", cwd=tmp_path))
     assert job.exit_status == 0, job.output
     assert "world=2 sum=1 nodes=2 threads=1 arguments=['--epochs', '3', '--lr', '0.1']" in job.output

@@ -40,7 +40,7 @@ def test_what_a_site_edits_stands_together_at_the_top(name):
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives
     assert set(directives) < set(block)
-    assert len(slurm.settings("\n".join(block))) == len(slurm.settings(text)) == text.count(":=")
+    assert len(slurm.settings("\n".join(block))) == len(slurm.settings(text)) == text.count(': "${HPCDIST_')
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -115,7 +115,7 @@ def test_help_lists_the_templates_and_each_template_its_options(capsys):
 
 def test_output_goes_to_the_file_that_was_named(capsys, tmp_path):
     file = tmp_path / "job.sbatch"
-    assert filled(capsys, "cpu", "--output", str(file), "train.py") == ""
+    assert filled(capsys, "cpu", "--write", str(file), "train.py") == ""
     assert file.read_text() == filled(capsys, "cpu", "train.py")
 
 

@@ -6,7 +6,7 @@ import argparse
 import re
 import shutil
 import textwrap
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from hpcdist.launch import environment
 
@@ -30,7 +30,10 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 class JobParser(argparse.ArgumentParser):
-    """Prints help and errors once a job; every rank exits with the same status."""
+    """Prints help and errors once a job; every rank exits with the same status. Options are written out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, allow_abbrev=False)
 
     def print_usage(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # typeshed's own Protocol
         """Print how the command is called."""

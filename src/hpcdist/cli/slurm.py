@@ -37,6 +37,7 @@ DIRECTIVES = (
     "nodes",
     "ntasks",
     "ntasks-per-node",
+    "output",
     "partition",
     "qos",
     "reservation",
@@ -44,7 +45,7 @@ DIRECTIVES = (
     "time",
 )
 DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)(?:=(\S*))?.*$")
-SETTING = re.compile(r'^: "\$\{HPCDIST_([A-Z_]+):=(.*?)\}"\s*#\s*(.*)$')
+SETTING = re.compile(r'^: "\$\{HPCDIST_([A-Z_]+):?=(.*?)\}"\s*#\s*(.*)$')
 START = "set -euo pipefail"
 
 
@@ -77,12 +78,12 @@ def parser_of(kind: str, template: str) -> argparse.ArgumentParser:
         description=template.splitlines()[1].lstrip("# "),
         allow_abbrev=False,
     )
-    parser.add_argument("--output", metavar="FILE", help="write the job script to this file instead of the terminal")
+    parser.add_argument("--write", metavar="FILE", help="write the job script to this file instead of the terminal")
     parser.add_argument("--submit", action="store_true", help="submit the job script with sbatch")
     here = {m[1]: m[2] for m in map(DIRECTIVE.match, template.splitlines()) if m}
     size = parser.add_argument_group("size of the job (options of sbatch)")
     for name in DIRECTIVES:
-        size.add_argument(f"--{name}", help=f"default {here[name]}" if name in here else None)
+        size.add_argument(f"--{name}", help=f"default {here[name]}".replace("%", "%%") if name in here else None)
     site = parser.add_argument_group("settings of the site")
     for name, (default, meaning) in settings(template).items():
         # This Python has hpcdist, which the one on a compute node's PATH may not have.
@@ -160,7 +161,7 @@ def run(args: list[str]) -> int:
         options = vars(parser.parse_args(args[1:]))
     except SystemExit as ended:  # argparse has printed its help or the mistake
         return int(ended.code or 0)
-    output, submit = options.pop("output"), options.pop("submit")
+    file, submit = options.pop("write"), options.pop("submit")
     script = [options.pop("script"), *options.pop("arguments")]
     values = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
     try:
@@ -168,11 +169,11 @@ def run(args: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if output:
-        Path(output).write_text(filled)
+    if file:
+        Path(file).write_text(filled)
     elif not submit:
         sys.stdout.write(filled)
-    return submit_job(["sbatch"], filled, output) if submit else 0
+    return submit_job(["sbatch"], filled, file) if submit else 0
 
 
 def submit_job(command: list[str], script: str, file: str | None = None) -> int:

@@ -138,11 +138,24 @@ def siblings(cpu: int, root: Path = SYS) -> set[int]:
 
 def allowed(root: Path, groups: str | None) -> set[int]:
     """Return the CPUs of the control group (version 2) of this process, empty if none limits them."""
-    given = text(Path("/proc/self/cgroup")) if groups is None else groups
-    own = next((line[3:] for line in given.splitlines() if line.startswith("0::")), "/")
-    folder = root / "fs/cgroup" / own.lstrip("/")
-    sets = (cpus(text(each / "cpuset.cpus.effective")) for each in (folder, *folder.parents))
+    sets = (cpus(text(each / "cpuset.cpus.effective")) for each in control_groups("", root, groups))
     return next(filter(None, sets), set())
+
+
+def control_groups(controller: str, root: Path = SYS, groups: str | None = None) -> list[Path]:
+    """Return the folders of this process's control group and of those around it, of which each may set a limit.
+
+    Args:
+        controller: a part of version 1, such as ``memory``, or empty for version 2.
+        root: a folder like /sys.
+        groups: the content of /proc/self/cgroup, which is read if it is not given.
+    """
+    given = text(Path("/proc/self/cgroup")) if groups is None else groups
+    lines = (line.split(":", 2) for line in given.splitlines() if line.count(":") >= 2)
+    own = next((path for _, names, path in lines if controller in names.split(",")), "/")
+    top = root / "fs/cgroup" / controller
+    folder = top / own.lstrip("/")
+    return [folder, *(each for each in folder.parents if each.is_relative_to(top))]
 
 
 def gpu_domain(address: str, topology: Topology, root: Path = SYS) -> int | None:

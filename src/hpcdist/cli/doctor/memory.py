@@ -12,10 +12,11 @@ import numpy as np
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
 from hpcdist.core.ranks import plural
-from hpcdist.launch import environment
+from hpcdist.launch import environment, topology
 from hpcdist.watch.timeline import sized
 
 TITLE = "Memory shared within a node"
+UNLIMITED = 1 << 62  # about what version 1 of control groups says if there is no limit
 NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
 
 
@@ -72,13 +73,12 @@ def bytes_of(memory: Any) -> Any:
     return np.asarray(memoryview(memory))
 
 
-def memory_limit() -> int | None:
-    """Return how many bytes the control group allows, or None."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def memory_limit(root: Path = topology.SYS, groups: str | None = None) -> int | None:
+    """Return how many bytes the job's control group, or one around it, allows, or None."""
+    files = [each / "memory.max" for each in topology.control_groups("", root, groups)]
+    files += [each / "memory.limit_in_bytes" for each in topology.control_groups("memory", root, groups)]
+    found = [int(said) for each in files if (said := topology.text(each).strip()).isdigit()]
+    return min((each for each in found if each < UNLIMITED), default=None)
 
 
 def locked_limit() -> int | None:

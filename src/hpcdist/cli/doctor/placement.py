@@ -75,13 +75,10 @@ def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None]
     }
 
 
-def cpu_quota() -> float | None:
-    """Return how many cores the control group allows, or None if it sets no limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)
+def cpu_quota(root: Path = topology.SYS, groups: str | None = None) -> float | None:
+    """Return how many cores the job's control group, or one around it, allows, or None if none sets a limit."""
+    said = [topology.text(each / "cpu.max").split() for each in topology.control_groups("", root, groups)]
+    return min((int(each[0]) / int(each[1]) for each in said if len(each) == 2 and each[0] != "max"), default=None)
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:

@@ -1,0 +1,112 @@
+"""The shell code of the batch templates, run by bash with an srun and a scontrol of the test's own, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SLURM = Path(__file__).parents[2] / "slurm"
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == -* ]]; do shift; done
+"""
+PRINTS = 'for each in "$@"; do echo "<$each>"; done\n'
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Start a template with a srun of this text; return its process."""
+
+    def start(template: str, srun: str, *args: str, **variables: str) -> subprocess.Popen[str]:
+        for name, text in (("srun", SRUN + srun), ("scontrol", "#!/bin/sh\necho requeued\nkill -TERM $PPID\n")):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        given = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCDIST_"))},
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_NTASKS": "2",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_ARRAY_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "1",
+            **variables,
+        }
+        return subprocess.Popen(
+            ["bash", SLURM / f"{template}.sbatch", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env=given,
+        )
+
+    return start
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--lr 0.1 --name 'a first try'", ["<--lr>", "<0.1>", "<--name>", "<a first try>"]),
+        ("--name it's --lr 0.1", None),
+        ('--name "half', None),
+        ("  ", []),
+    ],
+)
+def test_a_line_of_the_sweep_is_taken_whole_or_not_at_all(batch, tmp_path, line, expected):
+    (tmp_path / "sweep.txt").write_text(f"--first\n{line}\n--last\n")
+    status, said = ended(batch("array", PRINTS, "train.py", HPCDIST_SWEEP="sweep.txt", HPCDIST_PYTHON="python"))
+    if expected is None:
+        assert status == 2
+        assert "error: line 1 (from 0) of sweep.txt is not quoted as in a shell" in said
+    else:
+        assert status == 0, said
+        assert [each for each in said.splitlines() if each[0] == "<"] == ["<python>", "<-u>", "<train.py>", *expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "expected"),
+    [
+        ('parser.add_argument("--resume")', {}, ["<--resume>"]),
+        ("looks for its checkpoint itself", {}, []),
+        ('parser.add_argument("--resume")', {"HPCDIST_RESUME": ""}, []),
+        ("its parser is elsewhere", {"HPCDIST_RESUME": "--go-on"}, ["<--go-on>"]),
+    ],
+)
+def test_later_runs_get_the_argument_that_the_script_knows(batch, tmp_path, text, given, expected):
+    (tmp_path / "train.py").write_text(text)
+    status, said = ended(batch("requeue", PRINTS, "train.py", SLURM_RESTART_COUNT="1", **given))
+    assert status == 0, said
+    assert said.splitlines()[said.splitlines().index("<train.py>") + 1 : -1] == expected
+
+
+@pytest.mark.parametrize("status", [0, 1, 75, 138])
+def test_a_warning_does_not_hide_the_status_of_the_step(batch, tmp_path, status):
+    """The step ends while bash handles the warning: its wait returns 138, of its own."""
+    process = batch("requeue", f"trap '' USR1\nkill -USR1 $(ps -o ppid= -p $PPID)\nexit {status}\n", "train.py")
+    code, said = ended(process)
+    assert ("requeued" in said) == (status != 1), said
+    assert code == (1 if status == 1 else -signal.SIGTERM), said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [("0 0", 0), ("0 137", 0), ("137 0", 0), ("137 137", 1), ("139 134", 1), ("3 0", 3)],
+)
+def test_a_job_in_which_all_ranks_were_killed_has_failed(batch, tmp_path, ranks, expected):
+    (tmp_path / "python").write_text('#!/bin/sh\nexit "$RANK_STATUS"\n')
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "sleep").symlink_to("/bin/true")
+    srun = f'for each in {ranks}; do RANK_STATUS=$each "$@" || exit; done\n'
+    process = batch("elastic", srun, "train.py", HPCDIST_PYTHON=str(tmp_path / "python"))
+    status, said = ended(process)
+    assert status == expected, said
+    assert not list(tmp_path.glob(".elastic-*"))
