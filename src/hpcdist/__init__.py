@@ -76,9 +76,7 @@ if not _typing.TYPE_CHECKING:  # else each name would be known
         """Return a name that has not been asked for before (PEP 562)."""
         if name == "__all__" or not name.startswith("__"):
             _complete()
-            if name in globals():
-                return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return object.__getattribute__(_sys.modules[__name__], name)
 
     def __dir__() -> list[str]:
         _complete()
