@@ -32,8 +32,8 @@ def wrapped(text: str, indent: str = "") -> str:
 class JobParser(argparse.ArgumentParser):
     """Prints help and errors once a job; every rank exits with the same status. Options are written out."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, allow_abbrev=False)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def print_usage(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # typeshed's own Protocol
         """Print how the command is called."""
