@@ -129,7 +129,7 @@ def test_equal_calls_in_other_words(group, rank, size):
     dist.all_reduce(given, group=group)
     dist.broadcast(given, 0, group)
     dist.all_gather_into_tensor(torch.empty(length * size, dtype=dtype), given, group)
-    dist.all_to_all_single(torch.empty(2 * size, dtype=dtype)[: length * size], torch.ones(length * size, dtype=dtype))
+    dist.all_to_all_single(torch.empty(length * size, dtype=dtype), torch.ones(length * size, dtype=dtype), group=group)
     if rank:
         dist.all_gather([torch.empty(length, dtype=dtype) for _ in range(size)], given, group)
     else:
