@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +19,16 @@ MPIRUN = BIN / "mpirun"
 # process id; if it is killed, the folder stays, and another mpirun with that id cannot start. What is in /tmp itself
 # may belong to a job that this process cannot see, such as one of a container's host.
 TEMPORARY = Path(tempfile.mkdtemp(prefix="hpcdist-"))
-atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+OWN = os.getpid()
+
+
+def at_exit(function: Callable[..., object], *args: object, **kwargs: object) -> None:
+    """Call a function when this process ends; not in a fork that runs the exit functions, as the doctor's does."""
+    atexit.register(lambda: os.getpid() == OWN and function(*args, **kwargs))
+
+
+at_exit(shutil.rmtree, TEMPORARY, ignore_errors=True)
+
 # variables by which a launcher tells a process its rank: a program that a test starts must not inherit them
 SET_BY_LAUNCHERS = (
     *("OMPI_COMM", "PMI_", "PMIX_", "PRTE", "SLURM_", "HYDRA_", "MPI_LOCAL"),

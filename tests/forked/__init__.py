@@ -8,7 +8,6 @@ killed, so is the child.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import subprocess
 import sys
@@ -31,7 +30,7 @@ def server() -> str:
         env=programs.environment(),
         start_new_session=True,
     )
-    atexit.register(process.kill)
+    programs.at_exit(process.kill)
     assert process.stdout is not None
     assert process.stdout.readline() == b"listens\n"
     return path

@@ -203,7 +203,7 @@ class Cluster:
         shown = self.run("scontrol", "show", "--oneliner", "job", job).stdout
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
-    def wait(self, job: str, timeout: float = 60) -> Job:
+    def wait(self, job: str, timeout: float = 120) -> Job:
         """Wait until a job has left the queue, and return all that is known about it.
 
         Raises:

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.xdist_group("slurm"))  # they share a cluster
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300))  # jobs that start one after the other, on a busy machine too
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -27,7 +27,7 @@ def test_mpi_a_store_and_torchrun_train_alike_on_two_nodes(cluster, submit, pyth
     numbers["torchrun"] = submit("torchrun", JOB, *epochs, HPCDIST_NPROC_PER_NODE="1")
     seen = {}
     for name, number in numbers.items():
-        job = cluster.wait(number, timeout=100)
+        job = cluster.wait(number)
         assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
         assert "2 ranks on" in job.output
         seen[name] = accuracies(job)

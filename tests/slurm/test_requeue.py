@@ -9,7 +9,7 @@ import pytest
 TRAIN = Path(__file__).parents[2] / "slurm/jobs/train_digits.py"
 
 
-def wait_for_text(cluster, job, text, timeout=30):
+def wait_for_text(cluster, job, text, timeout=90):
     """Wait until a job has written a text."""
     deadline = time.monotonic() + timeout
     while text not in (output := cluster.output(job)):
@@ -41,12 +41,12 @@ def test_training_reaches_the_same_accuracy_as_if_it_had_not_been_stopped(cluste
     pytest.importorskip("sklearn")
     arguments = ["--epochs", "40", "--checkpoint"]
     number = submit("requeue", TRAIN, *arguments, tmp_path / "run.ckpt", options=size(), **any_mpi)
-    wait_for_text(cluster, number, "\n    3 ", timeout=60)
+    wait_for_text(cluster, number, "\n    3 ")
     assert cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
-    stopped = cluster.wait(number, timeout=90)
+    stopped = cluster.wait(number)
     assert (stopped.state, stopped.facts["Restarts"]) == ("COMPLETED", "1"), stopped.output
     assert stopped.output.count("stopped by a signal; --resume goes on from the checkpoint") == 1
-    whole = cluster.wait(submit("cpu", TRAIN, *arguments, tmp_path / "whole.ckpt", options=size()[:2], **any_mpi), 90)
+    whole = cluster.wait(submit("cpu", TRAIN, *arguments, tmp_path / "whole.ckpt", options=size()[:2], **any_mpi))
     epochs = [re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) ", job.output, re.MULTILINE) for job in (stopped, whole)]
     assert len(epochs[0]) == 40
     assert epochs[0] == epochs[1], "each epoch once, with the loss and the accuracy of the run that was left alone"
@@ -66,7 +66,7 @@ def test_slurm_warns_before_the_limit_and_the_job_outlives_it(cluster, submit, j
     arguments = ["--checkpoint", tmp_path / "run.ckpt", "--steps", "500", "--status", "75"]
     # Slurm looks at limits twice a minute: with a limit of one minute, the warning comes at the first look.
     number = submit("requeue", jobs / "stopping.py", *arguments, options=[*size(55), "--time=1"], **any_mpi)
-    wait_for_text(cluster, number, "it is requeued", timeout=60)
+    wait_for_text(cluster, number, "it is requeued")
     wait_for_text(cluster, number, "run 2 of this job: added --resume")
     wait_for_text(cluster, number, f"starts at step {(tmp_path / 'run.ckpt').read_text()}")
     cluster.run("scancel", number)

@@ -108,7 +108,7 @@ def test_gpu_refuses_more_tasks_than_gpus(cluster, submit, jobs, any_mpi):
 def test_store_runs_without_mpi_on_two_nodes_and_beside_another_job(cluster, submit, jobs):
     sizes = (["--ntasks-per-node=2"], ["--ntasks=3"])
     numbers = [submit("store", jobs / "store_sum.py", options=size) for size in sizes]
-    even, uneven = (cluster.wait(number, timeout=90) for number in numbers)
+    even, uneven = (cluster.wait(number) for number in numbers)
     assert (even.state, uneven.state) == ("COMPLETED", "COMPLETED"), even.output + uneven.output
     assert lines(even, "world") == ["world=4 sum=6 nodes=2"]
     assert lines(uneven, "world") == ["world=3 sum=3 nodes=2"]
