@@ -13,6 +13,8 @@ from hpcdist.cli.bench.timing import Figure
 from tests.forked import mpirun
 from tests.programs import MPIRUN, run
 
+pytestmark = pytest.mark.timeout(300)
+
 ROWS = {
     "latency": {
         "all_reduce": {"hpcdist", "mpi4py"},
@@ -45,7 +47,7 @@ ROWS = {
 def test_every_row_has_each_side(subject, tmp_path):
     file, page = tmp_path / "figures.json", tmp_path / "figures.html"
     options = ["--rounds", 1, "--seconds", 0.001, "--json", file, "--html", page]
-    done = mpirun(2, ["-m", "hpcdist", "bench", subject, *options], timeout=150)
+    done = mpirun(2, ["-m", "hpcdist", "bench", subject, *options], timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
     for figure in json.loads(file.read_text())["figures"]:

@@ -10,6 +10,7 @@ from hpcdist.cli.doctor import mpi_library
 from hpcdist.launch import environment
 from tests.programs import MPIRUN, mpirun
 
+pytestmark = pytest.mark.timeout(300)
 needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
 
 

@@ -17,7 +17,7 @@ from tests.docs.code_blocks import NOT_RUN, ROOT, Block, blocks, pages
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 WITH_CODE = [name for name, page in PAGES.items() if blocks(page)]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 SECONDS = 240
 
 

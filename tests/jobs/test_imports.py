@@ -8,6 +8,8 @@ import pytest
 
 from tests.programs import mpirun, run
 
+pytestmark = pytest.mark.timeout(300)
+
 UNTOUCHED = """
 import sys, hpcdist
 assert "mpi4py" not in sys.modules, "import hpcdist imported mpi4py"

@@ -10,6 +10,7 @@ from tests.forked import mpirun, python
 from tests.ports import free_port
 from tests.programs import BIN, ROOT, output, run, start
 
+pytestmark = pytest.mark.timeout(300)
 TRAIN = ROOT / "slurm/jobs/train_digits.py"
 SHARED = ROOT / "slurm/jobs/train_shared.py"
 HEAT = ROOT / "slurm/jobs/heat2d.py"
@@ -30,7 +31,6 @@ def short_accuracy() -> float:
     return reached(result.stdout)
 
 
-@pytest.mark.timeout(300)
 def test_training_reaches_its_accuracy_on_any_number_of_ranks():
     accuracies = []
     for ranks in (1, 2, 4):
@@ -121,7 +121,6 @@ def test_an_application_whose_mpi_has_no_threads(level, tmp_path):
     assert "hpcdist-mpi" not in result.stdout
 
 
-@pytest.mark.timeout(180)
 def test_a_child_of_a_rank_is_told_that_it_is_none(tmp_path):
     """A started process inherits the variables that say which rank it is; the job goes on and ends."""
     program = tmp_path / "job.py"

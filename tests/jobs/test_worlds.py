@@ -10,6 +10,8 @@ from tests.forked import mpirun, python
 from tests.ports import free_port
 from tests.programs import BIN, output, run, start
 
+pytestmark = pytest.mark.timeout(300)
+
 CYCLES = """
 import os, sys, threading
 from datetime import timedelta

@@ -75,7 +75,10 @@ def own_answers() -> list[dict[str, Any]]:
     return [each for each in ranks_on_this_machine() if each["job"] == JOB]
 
 
-def test_whatever_is_written_to_the_socket_the_next_client_is_answered(served: DebugSocket) -> None:
+def test_whatever_is_written_to_the_socket_the_next_client_is_answered(
+    served: DebugSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "CLIENT_SECONDS", 20.0)  # on a busy machine too
     made, name = random.Random(3), served.sockets[0].getsockname()
     for number in range(INPUTS):
         with socket.socket(socket.AF_UNIX) as client:
