@@ -78,7 +78,7 @@ def own_answers() -> list[dict[str, Any]]:
 def test_whatever_is_written_to_the_socket_the_next_client_is_answered(
     served: DebugSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "CLIENT_SECONDS", 20.0)  # on a busy machine too
+    monkeypatch.setattr(inspection, "CLIENT_SECONDS", 5.0)  # on a busy machine too
     made, name = random.Random(3), served.sockets[0].getsockname()
     for number in range(INPUTS):
         with socket.socket(socket.AF_UNIX) as client:

@@ -29,6 +29,7 @@ SECRET_VARIABLE = "HPCDIST_DEBUG_SECRET"
 LEASE_SECONDS = 10.0  # how long calls are timed after the last question
 FRAMES, ROWS, ENDPOINTS = 25, 20, 80  # as many as fit into a datagram
 CREDENTIALS = struct.Struct("3i")  # process, user, group
+TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
 CLIENT_SECONDS = 2.0  # how long a rank may take to say where it is found
 LARGEST = 1 << 16  # bytes that it may say
 
@@ -92,8 +93,10 @@ def ranks_on_this_machine() -> list[dict[str, Any]]:
     names = {line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").split("\n") if own in line}
     for name in sorted(names):
         with suppress(OSError, ValueError, RecursionError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(CLIENT_SECONDS)
+            # not by settimeout, which fails at once while others wait to be answered
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(CLIENT_SECONDS), 0))
             client.connect("\0" + name[1:])
+            client.settimeout(CLIENT_SECONDS)
             if not is_same_user(client):  # another user may listen under any name
                 continue
             said = b""
