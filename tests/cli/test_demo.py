@@ -17,7 +17,7 @@ needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside 
 @needs_mpirun
 def test_it_starts_ranks_by_mpirun():
     called = [sys.executable, "-m", "hpcdist", "demo", "--ranks", "2", "--epochs", "2"]
-    done = subprocess.run(called, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(called, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = done.stdout.splitlines()
     assert shown[0].startswith("$ ")
@@ -28,7 +28,7 @@ def test_it_starts_ranks_by_mpirun():
 
 @needs_mpirun
 def test_under_a_launcher_each_process_is_a_rank():
-    done = mpirun(2, ["-m", "hpcdist", "demo", "--epochs", "1"], timeout=120)
+    done = mpirun(2, ["-m", "hpcdist", "demo", "--epochs", "1"], timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks on mpi") == 1
 

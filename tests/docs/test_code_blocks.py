@@ -120,8 +120,8 @@ def test_what_a_page_names_is_there():
 
     for page in PAGES.values():
         for block in blocks(page):
-            words = block.text.split()
-            for word, after in zip(words, [*words[1:], ""], strict=True):
+            lines = [line.split() for line in block.text.splitlines()]
+            for word, after in (pair for words in lines if words for pair in zip(words, [*words[1:], ""], strict=True)):
                 if word.startswith("slurm/"):
                     assert (ROOT / word.rstrip("`,;")).exists(), f"{block.place}: {word}"
                 if word == "hpcdist" and block.language == "bash" and after.isalpha():

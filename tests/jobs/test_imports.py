@@ -133,8 +133,8 @@ def test_forked_children_are_no_ranks(tmp_path):
 @pytest.mark.timed
 def test_import_is_quick():
     code = (
-        "import time, torch, torch.distributed, numpy; start = time.perf_counter(); import hpcdist; "
-        "print(time.perf_counter() - start)"
+        "import time, torch, torch.distributed, numpy; start = time.process_time(); import hpcdist; "
+        "hpcdist.all_reduce; print(time.process_time() - start)"
     )
     seconds = min(float(run([sys.executable, "-c", code]).stdout) for _ in range(3))
     assert seconds < 1  # the figure itself is the bench's; this guards against importing MPI or a compiler
