@@ -65,7 +65,7 @@ def test_site_scripts_that_export_torchs_variables(script, cluster, openmpi):
 def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, request):
     environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
     number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **environment)
-    assert wait_until(lambda: "running" in cluster.output(number), timeout=30), cluster.output(number)
+    assert wait_until(lambda: "running" in cluster.output(number), timeout=90), cluster.output(number)
     assert any("endless.py" in line for line in cluster.processes())
     shared = cluster.shared_files()
     assert shared, "the ranks of a node share a window at the least"

@@ -139,7 +139,7 @@ def test_elastic_trains_on_after_a_rank_is_killed(cluster, submit, openmpi):
     pytest.importorskip("sklearn")
     arguments = ["--elastic", "--spares", "1", "--epochs", "20"]
     number = submit("elastic", TRAIN, *arguments, options=["--ntasks-per-node=2"], **openmpi)
-    assert wait_until(lambda: "\n    3 " in cluster.output(number), timeout=60), cluster.output(number)
+    assert wait_until(lambda: "\n    3 " in cluster.output(number), timeout=180), cluster.output(number)
     _, third = sorted(cluster.ranks("train_digits.py", "PMIX_RANK=2"))  # after the shell that started it
     os.kill(third, signal.SIGKILL)
     job = cluster.wait(number)
