@@ -36,7 +36,8 @@ def test_random_programs(seed, rank, size, comm):
     for each in failures:
         assert each.startswith("CallsDifferError: the ranks of a group"), failures
         assert f"rank {odd}: " in each, failures  # and, of the others, those that had come
-        assert each.count("; rank") == 1, failures
+        named = each.count("; rank")
+        assert named == 1 or (1 < named < size and "all_to_all_single of elements by counts" in each), failures
     assert memory.is_whole()
     tensor = torch.ones(2)
     dist.all_reduce(tensor)

@@ -375,9 +375,11 @@ class CallCheck:
         for index, rank in enumerate(board.ranks):
             if board.has(index, number) and (said := board.said(index, number)).name != STOP:
                 call = str(said)
-                if said.size < 0 or said.size >= COUNTED:
-                    counts = board.counts(index, number)
-                    call += "" if counts is None else f" (sends {counts[0]}, receives {counts[1]})"
+                counts = None if 0 <= said.size < COUNTED else board.counts(index, number)
+                if counts is not None and said.name == ALL_TO_ALL_SINGLE.name:  # each rank has its own
+                    call += f" (sends {counts[0]}, receives {counts[1]})"
+                elif counts is not None:
+                    call += f" ({counts[1] if said.name == ALL_GATHER.name else counts[0]})"
                 calls.setdefault(call, []).append(rank)
         ways = [f"{listed(ranks)}: {call}" for call, ranks in calls.items()]
         if own != number and board.has(board.own, own):
