@@ -1,0 +1,58 @@
+"""A rank that waits in the check of calls, for others that have not begun theirs, is ended like one that MPI blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import LAUNCHERS, PLAIN, Job
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+PROGRAM = """
+import json, os, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+revoked, late, dead = (dist.new_group(timeout=timedelta(seconds=limit)) for limit in (60, 2, 60))
+values = torch.ones(8)
+for name, group in (("late", late), ("revoked", revoked), ("dead", dead)):
+    dist.barrier(group=group)
+    text = ""
+    if rank == 0:
+        try:
+            for _ in range(1000):  # MPI takes them on the root, whether or not the others come
+                dist.broadcast(values, 0, group=group)
+        except dist.DistBackendError as error:
+            text = str(error)
+    elif rank == 1:
+        time.sleep(0.5)
+        if name == "revoked":
+            dist.revoke_process_group(group)
+        elif name == "dead":
+            os.kill(os.getpid(), 9)
+    if name != "dead":
+        dist.barrier()
+    line = json.dumps({"rank": rank, "event": name, "pid": os.getpid(), "text": text})
+    os.write(1, f"\\n{line}\\n".encode())
+if rank:
+    time.sleep(100)
+os._exit(0)
+"""
+SAID = {"late": "has not ended after 2", "revoked": "gave the group up", "dead": "rank 1 of the group died"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_root_that_is_ahead_of_the_others(launcher: str, program: Path) -> None:
+    with Job(launcher, 3, [], program) as job:
+        if launcher in PLAIN:  # the first group's timeout ends the job
+            assert job.finish(90) != 0
+            assert "not ended after 2" in job.stderr()
+            return
+        job.wait("dead", 2, 90)
+        told = {each["event"]: each["text"] for each in job.events() if each["rank"] == 0}
+        assert told.keys() == SAID.keys(), job.stderr()
+        assert all(words in told[name] for name, words in SAID.items()), told
