@@ -39,6 +39,6 @@ def test_a_job_that_was_killed_in_a_save_goes_on_from_the_last_whole_one(launche
             time.sleep(chance.uniform(0.0, 0.2))
             for pid in job.pids().values():
                 os.kill(pid, signal.SIGKILL)
-            job.finish(60)
+            job.finish(90)
             steps.append(max(int(each.parent.name) for each in tmp_path.glob("*/.metadata")))
     assert steps == sorted(set(steps)), steps

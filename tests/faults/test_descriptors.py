@@ -49,6 +49,6 @@ time.sleep(60)
 def test_many_descriptors_and_none_left(launcher: str, program: Path) -> None:
     with Job(launcher, 2, [], program) as job:
         for event in ("many", "none"):
-            (told,) = job.wait(event, 1, 60)
+            (told,) = job.wait(event, 1, 90)
             assert "rank 0 is not in a call of hpcdist" in told["text"], job.stderr()
         assert "Traceback" not in job.stderr()

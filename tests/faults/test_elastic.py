@@ -62,7 +62,7 @@ def test_training_stops_with_its_checkpoint_and_is_taken_up_again(launcher: str,
     with Job(launcher, 2, ["--epochs", "2000", *state], TRAINING) as job:
         wait_for_epochs(job, 2)
         os.kill(ranks_of(job)[1], signal.SIGUSR1)
-        assert job.finish(60) == 0, job.stderr()
+        assert job.finish(120) == 0, job.stderr()
         text = job.output.read_text()
     done = re.search(r"after (\d+) epochs", text)
     assert "stopped by a signal" in text

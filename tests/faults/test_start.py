@@ -37,7 +37,7 @@ print(json.dumps({"rank": rank, "event": "done", "pid": os.getpid()}), flush=Tru
 @pytest.mark.parametrize("what", ["init", "comm"])
 def test_a_rank_that_never_calls_it(launcher: str, what: str, program: Path) -> None:
     with Job(launcher, 3, [what], program) as job:
-        job.wait("here", 3, 60)
+        job.wait("here", 3, 90)
         assert job.finish(3 + 10) != 0
         assert "Timeout (0:00:03)" in job.stderr()
         assert "in init_process_group" in job.stderr()
@@ -46,6 +46,6 @@ def test_a_rank_that_never_calls_it(launcher: str, what: str, program: Path) -> 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_rank_that_comes_late_is_waited_for_and_nothing_is_left_of_the_limit(launcher: str, program: Path) -> None:
     with Job(launcher, 3, ["late"], program) as job:
-        assert len(job.wait("done", 3, 60)) == 3, job.stderr()
+        assert len(job.wait("done", 3, 90)) == 3, job.stderr()
         assert job.finish(20) == 0
         assert "Timeout" not in job.stderr()

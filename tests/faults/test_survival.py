@@ -39,8 +39,8 @@ def test_a_rank_late_for_the_first_objects_of_a_group_is_reported(launcher: str,
         "except dist.DistBackendError: os._exit(41)\n"
     )
     with Job(launcher, 3, [], program) as job:
-        assert job.finish(40) != 0
-        assert "has not ended after 1.0 s" in job.stderr()
+        assert job.finish(90) != 0
+        assert re.search(r"has not ended after 1\.\d s", job.stderr())
 
 
 @pytest.mark.parametrize("launcher", ULFM)
@@ -61,9 +61,9 @@ def test_a_missed_barrier_says_that_its_time_is_over(launcher: str, ranks: int, 
         "os._exit(0)\n"
     )
     with Job(launcher, ranks, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         raised = next(line for line in job.stderr().splitlines() if line.startswith("raised:"))
-        assert "barrier #1 on group '0' has not ended after 1.0 s" in raised
+        assert re.search(r"barrier #1 on group '0' has not ended after 1\.\d s", raised)
         assert re.search(" Timed out waiting 1000ms", raised)  # what torch's programs look for
 
 
@@ -76,11 +76,13 @@ def test_a_death_while_a_communicator_is_made_does_not_keep_others_from_being_ma
     program.write_text(
         "import json, os, signal\n"
         "import hpcdist as dist\n"
+        "from hpcdist.backends.mpi.communicator import Communicator\n"
         "dist.init_process_group()\n"
         "rank, younger = dist.get_rank(), dist.new_group()\n"
-        "if rank == 1:\n"
-        "    dist.barrier()  # the others' gather_object begins with one, then makes a communicator\n"
+        "def die(communicator):\n"  # after the barrier that open_private begins with
+        "    communicator.comm.Barrier()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if rank == 1: Communicator.open_private = die\n"
         "try: dist.gather_object(rank, [None] * 3 if rank == 0 else None)\n"
         "except dist.DistBackendError as error: told = str(error)\n"
         "dist.barrier(group=dist.shrink_group([1], group=younger))\n"
@@ -88,7 +90,7 @@ def test_a_death_while_a_communicator_is_made_does_not_keep_others_from_being_ma
         "os._exit(0)\n"
     )
     with Job(launcher, 3, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         assert [each["rank"] for each in sorted(job.events("shrunk"), key=lambda each: each["rank"])] == [0, 2], (
             job.stderr()
         )
@@ -125,7 +127,7 @@ def test_a_death_while_the_nodes_window_is_made(step: str, launcher: str, tmp_pa
         "print(json.dumps({'rank': dist.get_rank(), 'event': 'went on', 'pid': os.getpid()}), flush=True)\n"
     )
     with Job(launcher, 3, [step], program) as job:
-        assert len(job.wait("went on", 2, 60)) == 2, job.stderr()
+        assert len(job.wait("went on", 2, 120)) == 2, job.stderr()
 
 
 @pytest.mark.parametrize("launcher", ULFM)
@@ -265,7 +267,7 @@ def test_a_rank_that_left_a_call_through_shared_memory_makes_no_others(launcher:
         "os._exit(1)\n"
     )
     with Job(launcher, 2, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         assert "left" in job.stderr()
         assert "Preempted has ended an earlier call of this rank" in job.stderr()
 
@@ -288,7 +290,7 @@ def test_a_death_ends_the_messages_of_all_ranks(launcher: str, tmp_path: Path) -
         "os._exit(0)\n"
     )
     with Job(launcher, 4, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         raised = [line for line in job.stderr().splitlines() if line.startswith("raised:")]
         assert len(raised) == 3, job.stderr()
         assert all("rank 0 of the group died" in line for line in raised)
@@ -314,7 +316,7 @@ def test_the_memory_of_a_receive_from_anyone_is_not_written_after_it_has_failed(
         "os._exit(0)\n"
     )
     with Job(launcher, 3, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         assert "raised: irecv on rank 0 of 3 failed: rank 2 of the group died" in job.stderr()
         assert "ended: True" in job.stderr()
 
@@ -345,7 +347,7 @@ def test_a_group_with_a_stopped_rank_is_destroyed_in_bounded_time(launcher: str,
         "os._exit(0)\n"
     )
     with Job(launcher, 3, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         assert job.stderr().count("destroyed") == 2, job.stderr()
 
 
@@ -419,6 +421,6 @@ def test_a_wait_for_the_signal_of_a_dead_rank_raises_and_a_new_window_works(laun
         "dist.destroy_process_group()\n"
     )
     with Job(launcher, 3, [], program) as job:
-        job.finish(60)
+        job.finish(120)
         assert job.stderr().count("failed: rank 2 of the group died") == 2, job.stderr()
         assert job.stderr().count("goes on") == 2, job.stderr()

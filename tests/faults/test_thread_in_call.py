@@ -74,7 +74,7 @@ if what == "absent":
 )
 def test_receives_raise(end: str, what: str, count: int, launcher: str, program: Path) -> None:
     with Job(launcher, 2, [end, what], program) as job:
-        raised = job.wait("raised", count, 30)
+        raised = job.wait("raised", count, 80)
         assert len(raised) == count, job.stderr()
         assert all(f"was {end}ed" in each["text"] for each in raised), raised
         assert job.finish(30) == 0, job.stderr()
@@ -83,7 +83,7 @@ def test_receives_raise(end: str, what: str, count: int, launcher: str, program:
 @pytest.mark.parametrize("launcher", FIRST)
 def test_destroy_waits_for_a_collective(launcher: str, program: Path) -> None:
     with Job(launcher, 2, ["destroy", "late"], program) as job:
-        assert job.finish(60) == 0, job.stderr()
+        assert job.finish(90) == 0, job.stderr()
         events = [each["event"] for each in job.wait("ended", 2, 1) + job.wait("passed", 1, 1)]
         assert events == ["ended", "ended", "passed"], job.stderr()
 
@@ -104,6 +104,6 @@ def test_a_collective_that_a_rank_never_makes(end: str, launcher: str, program: 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_daemon_in_a_collective_keeps_no_rank(launcher: str, program: Path) -> None:
     with Job(launcher, 2, ["destroy", "daemon"], program) as job:
-        assert job.finish(60) == 0, job.stderr()
+        assert job.finish(90) == 0, job.stderr()
         said = "a thread is still in all_reduce" in job.stderr()
         assert said if launcher in PLAIN else job.events("raised"), job.stderr()

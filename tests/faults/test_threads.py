@@ -52,7 +52,7 @@ time.sleep(60)
 @pytest.mark.parametrize("launcher", FIRST)
 def test_receives_of_three_threads_beside_calls_that_end(launcher: str, program: Path) -> None:
     with Job(launcher, 2, [], program) as job:
-        raised = job.wait("raised", 3, 60)
+        raised = job.wait("raised", 3, 80)
         assert sorted(each["tag"] for each in raised) == [1, 2, 3], job.stderr()
         assert all("from rank 0 of float32 [3] on group '0' has not ended" in each["text"] for each in raised), raised
         assert all("(receive)" in each["text"] for each in raised[:2]), raised
