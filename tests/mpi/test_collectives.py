@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -292,8 +294,20 @@ def agrees(found, expected):
     """Whether values are equal; a NaN is one whatever its bits, and the sign of a zero is left to the order."""
     if not (found.is_floating_point() or found.is_complex()):
         return same(found, expected)
-    wide = torch.complex128 if found.is_complex() else torch.float64
-    return torch.equal(*(torch.nan_to_num(each.to(wide), 12345.0, 1e300, -1e300) for each in (found, expected)))
+    return torch.equal(*map(comparable, (found, expected)))
+
+
+def comparable(values):
+    """Values of floating point of which each is equal to itself."""
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    return torch.nan_to_num(values.to(wide), 12345.0, 1e300, -1e300)
+
+
+def whose_order_is_free(parts, name):
+    """The ranks' values, with ones in the places whose result depends on the order (a node's ranks come first)."""
+    results = [comparable(mathematics(list(each), name)) for each in itertools.permutations(parts)]
+    are_equal = torch.stack([each == results[0] for each in results]).all(0)
+    return [torch.where(are_equal, part, torch.ones_like(part)) for part in parts]
 
 
 @pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)
@@ -305,6 +319,8 @@ def test_ends_of_the_range(dtype, name, length, rank, size):
         parts = [torch.where(part.to(wide).isfinite(), part, torch.ones_like(part)) for part in parts]
     if dtype.is_complex and name == "PRODUCT":
         parts = [torch.where(part.abs() < 9, part, torch.ones_like(part)) for part in parts]
+    if (dtype.is_floating_point or dtype.is_complex) and size <= 4:
+        parts = whose_order_is_free(parts, name)
     expected = mathematics(parts, name)
     tensor = parts[rank].clone()
     dist.all_reduce(tensor, OPS[name])
