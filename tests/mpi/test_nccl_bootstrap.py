@@ -146,12 +146,12 @@ def test_two_ranks_on_one_gpu_fail_on_all_ranks(comm, world, rank, size, monkeyp
     monkeypatch.setattr(devices, "identity", lambda device: f"GPU-{min(rank, size - 2)}")  # the last two share one
     device = torch.device("cuda", 0)
     if size < 2:
-        finding.check_devices(world.cpu, device)
+        finding.check_devices(world.cpu, device, (2, 30, 0))
         return
     with pytest.raises(DistBackendError, match=rf"ranks \[{size - 2}, {size - 1}\] of the group use one GPU"):
-        finding.check_devices(world.cpu, device)
+        finding.check_devices(world.cpu, device, (2, 30, 0))
     monkeypatch.setenv(devices.SHARE, "1")
-    finding.check_devices(world.cpu, device)
+    finding.check_devices(world.cpu, device, (2, 30, 0))
 
 
 def test_the_ranks_of_a_node_are_counted_by_shared_memory(comm, rank, size, monkeypatch):

@@ -251,8 +251,8 @@ class MPIBackend(Backend):
         super().close()
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
-            steps = [self.check.leave, *(window.close for window in self.windows[::-1]), self.collectives.close]
-            steps.append(self.communicator.close_receives)
+            steps = [self.check.leave, self.check.close, *(window.close for window in self.windows[::-1])]
+            steps += [self.collectives.close, self.communicator.close_receives]
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)
             if self._bundler is not None:

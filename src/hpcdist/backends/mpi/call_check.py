@@ -197,6 +197,10 @@ class CallCheck:
             self._is_leaving = True
             self.make(LEAVE_SAID, 0, bool)
 
+    def close(self) -> None:
+        """Give the board's memory back; there are no more calls."""
+        self._board = None
+
     # -- looking at the others -----------------------------------------------------------------------
 
     def _is_clear(self, number: int) -> bool:
