@@ -23,11 +23,13 @@ STOCK: list[Callable[..., Any]] = []  # torch's own rendezvous and helper, which
 
 def autoload() -> None:
     """Register the backend "hpcdist" with torch.distributed, once a process."""
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
     c10d: Any = dist.distributed_c10d
     STOCK.extend((c10d.rendezvous, c10d._new_process_group_helper))
     c10d.rendezvous, c10d._new_process_group_helper = rendezvous, helper

@@ -142,3 +142,24 @@ def test_small_tensors_after_an_asynchronous_call_on_them(rank, size):
         assert [tensor.tolist() for tensor in tensors] == [[size**2] * 7, [size**2] * 2]
         for work in works:
             work.wait()
+
+
+def test_a_call_that_is_held_back_has_not_ended(rank, size):
+    """Its Work is that of the call that the manager begins at its end."""
+    first, second, third = torch.ones(3), torch.ones(2), torch.ones(4)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        listed = dist.all_reduce_coalesced([first, second], async_op=True)
+        single = dist.all_reduce(third, async_op=True)
+        method = dist.group.WORLD.broadcast([torch.ones(1)])
+        works = (listed, single, method)
+        assert not any(work.is_completed() for work in works)
+        with pytest.raises(ValueError, match="held back by a coalescing manager"):
+            single.wait()
+        future = listed.get_future()
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+    future.wait()
+    manager.wait()
+    for tensor in (first, second, third):
+        assert tensor.tolist() == [float(size)] * tensor.numel()

@@ -335,6 +335,51 @@ def gloos_options(**values):
     return options
 
 
+def test_each_rank_may_give_only_its_own_list(rank, size):
+    """As for torch.distributed; the lists of the others follow from nothing that is sent."""
+    half = (size + 1) // 2
+    mine = list(range(half)) if rank < half else list(range(half, size))
+    for group in (dist.new_group(mine), dist.new_subgroups_by_enumeration([mine])[0]):
+        assert dist.get_process_group_ranks(group) == mine
+        assert total(group, rank) == sum(mine)
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("make", ["new_group", "unsorted", "subgroups", "split_group"])
+def test_lists_that_contradict_each_other_are_an_error_on_every_rank(make, rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    everyone, fewer = list(range(size)), list(range(size - 1))
+    mine = everyone if rank == 0 else everyone[::-1] if make == "unsorted" else [rank]
+    if make in ("subgroups", "split_group") and rank == 0:
+        mine = fewer if size > 2 else everyone
+    calls = {
+        "new_group": lambda: dist.new_group(mine),
+        "unsorted": lambda: dist.new_group(mine, sort_ranks=False),
+        "subgroups": lambda: dist.new_subgroups_by_enumeration([mine]),
+        "split_group": lambda: dist.split_group(split_ranks=[mine]),
+    }
+    with pytest.raises(ValueError, match=r"new_group: rank .* gave the ranks .*, and rank .* gave"):
+        calls[make]()
+    group = dist.new_group()  # the world takes calls
+    assert total(group, 1) == size
+    dist.destroy_process_group(group)
+
+
+def test_ranks_are_integers(world):
+    with pytest.raises(TypeError, match=r"a rank is 0\.0 of type float; expected an int"):
+        dist.new_group([0.0])
+    with pytest.raises(TypeError, match=r"a rank is '0' of type str; expected an int"):
+        dist.new_group(["0"], use_local_synchronization=True)
+
+
+def test_torch_sets_the_limit_of_a_group(world):
+    group = dist.new_group()
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=78), group)
+    assert group.timeout == timedelta(seconds=78)
+    dist.destroy_process_group(group)
+
+
 SHORT = timedelta(seconds=0.3)
 
 
@@ -363,6 +408,21 @@ def test_every_group_is_watched(way, world, rank, size):
     dist.barrier()
     group.shutdown()
     assert not WORLD.has(group)
+
+
+def test_a_method_keeps_its_limit_on_gloo(rank, size):
+    """The library ends the call; on MPI the watchdog does (``tests/unit/test_journal.py``)."""
+    if size == 1:
+        pytest.skip("needs another rank")
+    group = dist2.new_group("gloo", timedelta(seconds=60), "cpu")
+    if rank == 0:
+        options = torch.distributed.AllreduceOptions()
+        options.timeout = SHORT
+        with pytest.raises(dist.DistBackendError, match=r"(?i)timed out"):
+            group.allreduce([torch.ones(1)], options).wait()
+    dist.barrier()
+    group.abort()
+    WORLD.remove(group)
 
 
 def test_one_group_that_cannot_be_freed_leaves_no_other_open(rank, monkeypatch):

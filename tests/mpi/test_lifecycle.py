@@ -181,3 +181,19 @@ def test_user_calls_on_the_groups_communicator(rank, size):
     group = dist.new_group([rank], use_local_synchronization=True)
     assert dist.get_mpi_comm(group).Get_size() == 1
     dist.destroy_process_group(group)
+
+
+def test_the_store_of_torchs_world_behind_its_prefix_store(rank, size):
+    """C++ asks it for keys by other names, and its timeout is that of torch's worlds."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    from hpcdist.torch_bridge.late_store import LATE_STORE
+
+    LATE_STORE.opened()  # on all ranks
+    store = PrefixStore(f"prefix-{rank}/", LATE_STORE)
+    store.set("a", "1")
+    assert store.num_keys() >= 1
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+    assert not store.delete_key("a")
+    dist.barrier()

@@ -99,6 +99,37 @@ def test_a_call_made_on_the_worker_follows_at_once(queue):
     assert seen == ["inner", "outer", "next"]
 
 
+@pytest.mark.parametrize("carrier", ["worker", "waiting thread"])
+def test_a_call_of_a_callback_is_seen_by_the_watchdog(queue, carrier):
+    """As DDP's PowerSGD hook begins calls: in a future's callback, on the thread that carries calls out."""
+    journal, seen = Journal("g"), []
+
+    def inner():
+        running = queue.running
+        seen.append(running._call if running is not None else journal.blocked()[-1].call)
+
+    outer, record = journal.collective("outer"), journal.collective("inner")
+    work = queue.put(lambda: queue.put(inner, [], record=record), [], carrier == "worker", outer)
+    if carrier == "worker":
+        work.get_future().wait()
+    else:
+        assert work.wait()
+    assert seen == [record]
+    assert queue.running is None
+    assert not journal.blocked()
+
+
+@pytest.mark.parametrize("limit", [timedelta(milliseconds=-1), timedelta(seconds=-1)])
+def test_a_wait_with_a_negative_limit_is_over_at_once(queue, limit):
+    gate = Gate()
+    work = queue.put(gate, [])
+    with pytest.raises(DistBackendError, match="wait timeout after"):
+        work.wait(limit)
+    gate.is_open.set()
+    assert work.wait()
+    assert work.wait(limit)  # it has ended
+
+
 def test_what_is_given_up_raises_and_nothing_follows(queue):
     gate = Gate()
     running, waiting = queue.put(gate, []), queue.put(lambda: None, [])

@@ -10,7 +10,7 @@ import torch
 
 from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.core.issue import issue
-from hpcdist.core.journal import Journal
+from hpcdist.core.journal import RING, Journal
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import Work
@@ -104,3 +104,32 @@ def test_a_collective_beside_another_threads_call(group: ProcessGroup, is_async:
         thread.join()
         assert group.journal.current is mark
         assert names(group.journal) == ["barrier"]
+
+
+def test_a_refused_call_is_not_kept():
+    journal = Journal("g")
+    before = journal.collective("all_reduce")
+    refused = journal.collective("broadcast")
+    journal.retract(refused)
+    assert journal.sequence == 1
+    assert RING.last() is before
+    assert journal.collective("barrier")[1] == 2
+
+
+def test_a_method_gives_its_call_a_limit(group: ProcessGroup) -> None:
+    """By an options object or by itself; c10d's -1 ms stands for the group's."""
+    tensor, options = torch.ones(2), torch.distributed.AllreduceOptions()
+    group.allreduce([tensor], options).wait()
+    assert group.journal.limit(RING.last()) is None
+    options.timeout = timedelta(seconds=1)
+    group.allreduce([tensor], options).wait()
+    assert group.journal.limit(RING.last()) == 1
+    group.allreduce(tensor, torch.distributed.ReduceOp.SUM, timedelta(seconds=2)).wait()
+    assert group.journal.limit(RING.last()) == 2
+    group.allgather([[tensor.clone()]], [tensor], timeout=timedelta(seconds=3)).wait()
+    assert group.journal.limit(RING.last()) == 3
+    group.all_to_all_single(tensor.clone(), tensor, [], [], timeout=timedelta(seconds=4)).wait()
+    assert group.journal.limit(RING.last()) == 4
+    group.barrier().wait()
+    assert group.journal.limit(RING.last()) is None
+    assert not group.journal.asked

@@ -98,3 +98,26 @@ def test_ops_on_complex_numbers():
         assert dist.supports_complex(op) == torch.distributed.distributed_c10d.supports_complex(op), op
     with pytest.warns(FutureWarning):
         assert dist.reduce_op.SUM == dist.ReduceOp.SUM
+
+
+def test_the_world_s_store_waits_as_long_as_torchs():
+    from hpcdist.torch_bridge.late_store import fresh_store
+
+    assert fresh_store().timeout == torch.distributed.default_pg_timeout
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_hpcdist_is_registered_for_the_devices_that_this_torch_has(is_built, monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    from hpcdist import autoload
+
+    registered = {}
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.delattr(torch.distributed.Backend, "HPCDIST")
+    monkeypatch.setattr(torch.distributed.Backend, "register_backend", lambda *_, **given: registered.update(given))
+    monkeypatch.setattr(autoload, "STOCK", [])
+    for name in ("rendezvous", "_new_process_group_helper"):  # put back after the test
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    autoload.autoload()
+    assert registered["devices"] == (["cpu", "cuda"] if is_built else ["cpu"])

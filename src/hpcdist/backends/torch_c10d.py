@@ -20,6 +20,7 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.core import reduction
+from hpcdist.core.agreement import check_subgroup
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import as_bytes, overlap, put
 from hpcdist.core.call import Call
@@ -104,6 +105,8 @@ class C10dBackend(Backend):
     name: ClassVar[str] = "foreign"
     ends_waits: ClassVar[bool] = True
 
+    _limit: float | None = None  # of the call that runs, in seconds
+
     creator: ClassVar[Any]  # makes the inner backend of a group from its Bootstrap
 
     def __init__(self, bootstrap: Bootstrap) -> None:
@@ -124,7 +127,7 @@ class C10dBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Run one collective to its end."""
-        row, carry_out = call.row, self._move
+        row, carry_out, self._limit = call.row, self._move, call.limit
         if row.reduces:
             self.check_reduction(row, call.send.dtype, call.op)
             carry_out = self._reduce
@@ -170,9 +173,15 @@ class C10dBackend(Backend):
         return dtype in NATIVE_DTYPES and any(op == known for known in NATIVE_OPS)
 
     def _all_reduce_native(self, values: torch.Tensor, op: Any) -> None:
-        options = c10d.AllreduceOptions()
+        options = self._timed(c10d.AllreduceOptions())
         options.reduceOp = op
         self.inner.allreduce([values], options).wait()
+
+    def _timed(self, options: Any) -> Any:
+        """Return c10d's options of a call with its limit, if it has one of its own."""
+        if self._limit is not None:
+            options.timeout = timedelta(seconds=self._limit)
+        return options
 
     def _move(self, call: Call) -> None:
         row, send, recv, _, root, counts, *_ = call
@@ -215,10 +224,12 @@ class C10dBackend(Backend):
 
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> C10dBackend | None:
         """Make this rank's subgroup over a part of the store of its own."""
-        for ranks, name in zip(subgroups, names, strict=True):
-            if self.rank in ranks:
-                return self.create_group(ranks, name, timeout)
-        return None
+        index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
+        check_subgroup(self, None if index is None else subgroups[index])
+        if index is None:
+            return None
+        # ranks may give their own subgroups and not the others', so that two have one name
+        return self.create_group(subgroups[index], f"{names[index]}-{min(subgroups[index])}", timeout)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> C10dBackend:
         """Make a subgroup over a part of the store of its own."""
@@ -263,17 +274,18 @@ def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> typ
 
 
 def _barrier(self: C10dBackend, *_: Any) -> None:
-    self.inner.barrier(c10d.BarrierOptions()).wait()
+    self.inner.barrier(self._timed(c10d.BarrierOptions())).wait()
 
 
 def _broadcast(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    options = c10d.BroadcastOptions()
+    options = self._timed(c10d.BroadcastOptions())
     options.rootRank, options.rootTensor = root, 0
     self.inner.broadcast([send], options).wait()
 
 
 def _all_gather_single(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    self.inner.allgather([list(recv.chunk(self.size)) if recv.numel() else [recv] * self.size], [send]).wait()
+    outputs = list(recv.chunk(self.size)) if recv.numel() else [recv] * self.size
+    self.inner.allgather([outputs], [send], self._timed(private_names.all_gather_options())).wait()
 
 
 def _all_gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
@@ -288,14 +300,14 @@ def _all_gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any)
 
 
 def _gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    options = c10d.GatherOptions()
+    options = self._timed(c10d.GatherOptions())
     options.rootRank = root
     outputs = [list(recv.view(self.size, -1))] if recv is not None else []
     self.inner.gather(outputs, [send], options).wait()
 
 
 def _scatter(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    options = c10d.ScatterOptions()
+    options = self._timed(c10d.ScatterOptions())
     options.rootRank = root
     inputs = [list(send.view(self.size, -1))] if send is not None else []
     self.inner.scatter([recv], inputs, options).wait()
@@ -304,7 +316,7 @@ def _scatter(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) ->
 def _all_to_all(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     # with counts where another rank gives none, too: gloo runs another exchange without them
     sent, received = shares or ([send.numel() // self.size] * self.size, [recv.numel() // self.size] * self.size)
-    self.inner.alltoall_base(recv, send, received, sent, c10d.AllToAllOptions()).wait()
+    self.inner.alltoall_base(recv, send, received, sent, self._timed(c10d.AllToAllOptions())).wait()
 
 
 MOVES: dict[Row, Callable[..., None]] = {

@@ -15,7 +15,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import canonical, issue_any
 from hpcdist.core.table import ALL_REDUCE
-from hpcdist.core.work import Work
+from hpcdist.core.work import HeldWork, Work
 
 
 def all_reduce_coalesced(
@@ -82,7 +82,7 @@ def all_gather_coalesced(
                 f"`input_tensor_list` {len(inputs)}"
             )
     with pg.grouped():
-        work = lists.gather_together(pg, outputs, inputs, True)
+        work = lists.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
     return begun_or_ended(work, async_op)
 
 
@@ -122,7 +122,7 @@ def _coalescing_manager(
     if pg.coalescing is not None:
         raise ValueError("ProcessGroup has non-empty op list at the start of coalescing: managers do not nest")
     manager = CoalescingManager()
-    held: list[Call] = []
+    held: list[tuple[Call, HeldWork]] = []
     pg.coalescing = held
     try:
         yield manager
@@ -136,18 +136,24 @@ def _coalescing_manager(
         manager.wait()
 
 
-def together(pg: Group, held: list[Call], async_ops: bool) -> list[Work | None]:
+def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> list[Work | None]:
     """Begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
     works: list[Work | None] = []
     alike: list[Any] = []
+    waiting: list[HeldWork] = []  # of those
     op: Any = None
 
     def flush() -> None:
+        begun: list[Work] = []
         if alike and (async_ops or not lists.reduce_plain(pg, alike, op)):
-            works.append(lists.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
+            begun.append(lists.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
+        works.extend(begun)
+        for each in waiting:
+            each._begin(begun)
         alike.clear()
+        waiting.clear()
 
-    for call in held:
+    for call, own in held:
         # a PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks
         if (
             call.row is ALL_REDUCE
@@ -159,9 +165,12 @@ def together(pg: Group, held: list[Call], async_ops: bool) -> list[Work | None]:
                 flush()
             op = call.op
             alike.append(call.send)
+            waiting.append(own)
             continue
         flush()
-        works.append(issue_any(call, pg, True))
+        work = issue_any(call, pg, True)
+        works.append(work)
+        own._begin([] if work is None else [work])
     flush()
     return works
 

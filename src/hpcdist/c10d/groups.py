@@ -6,6 +6,7 @@ the default group calls, also those that will not be members.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from hpcdist.c10d.queries import member
 from hpcdist.core import factory, registry, world
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.ranks import by_value
@@ -244,13 +246,23 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
     """Return the ranks of a new group, checked; None stands for all."""
     if ranks is None:
         return list(range(size))
-    chosen = sorted(ranks) if is_sorted else list(ranks)
+    chosen = [as_rank(rank) for rank in ranks]
+    if is_sorted:
+        chosen.sort()
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"ranks list must not contain duplicate entries, got {chosen}")
     for rank in chosen:
         if rank < 0 or rank >= size:
             raise ValueError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
     return chosen
+
+
+def as_rank(rank: Any) -> int:
+    """Return a rank as an int; TypeError, as c10d's, if it is not an integer."""
+    try:
+        return operator.index(rank)
+    except TypeError:
+        raise TypeError(f"a rank is {rank!r} of type {type(rank).__name__}; expected an int") from None
 
 
 def make(
@@ -268,7 +280,7 @@ def make(
     ``is_local`` says that only the parent's ranks call, so that names come from the ranks and not from the
     count that all processes keep in step.
     """
-    limit = timeout or parent.timeout
+    limit, before = timeout or parent.timeout, dict(WORLD.made_locally)
     names = [
         WORLD.local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
     ]
@@ -281,12 +293,16 @@ def make(
     by_name = {each.name: each for each in parent.backends.values()}
     registry.check_options(options, wanted.values())
     made: dict[str, Communicator | None] = {}
-    with parent.journal.during("new_group"):
-        for name in dict.fromkeys(wanted.values()):
-            if name in by_name:
-                made[name] = by_name[name].split(subgroups, names, limit)
-            else:
-                made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
+    try:
+        with parent.journal.during("new_group"):
+            for name in dict.fromkeys(wanted.values()):
+                if name in by_name:
+                    made[name] = by_name[name].split(subgroups, names, limit)
+                else:
+                    made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
+    except MismatchError:
+        WORLD.made_locally = before  # ranks that gave other lists have counted other names
+        raise
     if index is None:
         return None
     backends = {device: made[name] for device, name in wanted.items()}

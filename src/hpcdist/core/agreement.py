@@ -7,7 +7,7 @@ calls and wait for each other for ever, so a difference ends the start on every 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hpcdist.core.backend import Backend
@@ -48,6 +48,32 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
         "Set the same on every rank (mpirun -x NAME, srun --export=ALL)"
     )
     raise DistBackendError(explained(text, "settings-differ"))
+
+
+def check_subgroup(backend: Backend, mine: Sequence[int] | None) -> None:
+    """Raise on every rank if one of a subgroup's ranks gave another subgroup; every rank of the backend's group calls.
+
+    Args:
+        backend: of the group that is divided.
+        mine: the subgroup that this rank is in, as it gave it; None if it is in none.
+
+    Raises:
+        MismatchError: two ranks gave subgroups that contradict each other.
+    """
+    digests = backend.objects.all_gather(None if mine is None else hashlib.sha256(repr(list(mine)).encode()).digest())
+    fits = mine is None or all(digests[rank] == digests[backend.rank] for rank in mine)
+    if not all(backend.objects.all_gather(fits)):
+        raise subgroups_differ(backend.objects.all_gather(mine))
+
+
+def subgroups_differ(given: Sequence[Sequence[int] | None]) -> MismatchError:
+    """Return the error of ranks that gave subgroups which contradict each other: what each rank gave for its own."""
+    pairs = ((rank, other) for rank, mine in enumerate(given) for other in mine or () if given[other] != mine)
+    rank, other = next(pairs)
+    return MismatchError(
+        f"new_group: rank {rank} gave the ranks {given[rank]}, and rank {other} gave {given[other]}; expected one "
+        "list, in one order, from all ranks that it names (ranks here are those of the group that is divided)"
+    )
 
 
 def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:

@@ -27,6 +27,7 @@ class Call(NamedTuple):
         counts: elements to and from each rank, for rows of shape COUNTED.
         finish: runs when ``recv`` holds the result, such as a copy to where the caller wants it.
         result: what the Work of the call shows; None for the output.
+        limit: the seconds that it may take; None for the group's timeout.
     """
 
     row: Row
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     counts: Counts | None = None
     finish: Callable[[], None] | None = None
     result: list[torch.Tensor] | None = None
+    limit: float | None = None
 
     @property
     def tensor(self) -> Any:

@@ -18,7 +18,7 @@ from hpcdist.core import errors
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
 from hpcdist.core.naps import nap
-from hpcdist.core.work import Work
+from hpcdist.core.work import HeldWork, Work
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -116,7 +116,7 @@ class Group:
         self._ended: dict[Backend, None] = {}
         self.is_watched = True
         self.known = CallCache()
-        self.coalescing: list[Call] | None = None  # the calls held back by a coalescing manager
+        self.coalescing: list[tuple[Call, HeldWork]] | None = None  # the calls held back by a coalescing manager
 
     @property
     def sequence(self) -> int:

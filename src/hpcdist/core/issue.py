@@ -6,6 +6,7 @@ call on plain CPU tensors takes the short way: no Work, no options object, no li
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ from hpcdist.core.reduction import (
 from hpcdist.core.reproducible import Reproducible, carrier
 from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE, Counts, Row
-from hpcdist.core.work import DoneWork, Work
+from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, joined
 
 RedOpType = ReduceOp.RedOpType
@@ -156,7 +157,7 @@ def issue(
         except DistError:
             raise
         except Exception:  # refused before anything was sent; the long way refuses before it counts
-            journal.sequence = number - 1
+            journal.retract(record)
             raise
         finally:
             journal.current = None
@@ -178,13 +179,14 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
 
     A call on lists works on one tensor of all: its ``finish`` copies the output to them, and ``result`` is the list.
     """
-    row, send, recv, op, root, counts, then, result = call
+    row, send, recv, op, root, counts, then, result, _ = call
     pg = joined(group, row.name)
     if pg is None:
         return None
     if pg.coalescing is not None:
-        pg.coalescing.append(call)
-        return None
+        held = HeldWork()
+        pg.coalescing.append((call, held))
+        return held if async_op else None
     if hooks.has_modes() or (row.buffers and hooks.has_wrapper((send, recv))):
         return hooks.dispatch(call, pg, async_op)
     if row.buffers == 0:
@@ -252,6 +254,9 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
     record = journal.collective(call.row, call.tensor, call.root)
+    if journal.asked and (limit := journal.asked.get(get_ident())) is not None:
+        journal.set_limit(record, limit)
+        call = call._replace(limit=limit)
     event, is_async = None, (async_op and backend.has_threads) or backend.is_grouped
     if hooks.is_profiled():
         inputs = [] if call.tensor is None else [call.tensor]

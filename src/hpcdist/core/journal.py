@@ -14,8 +14,8 @@ import sys
 import threading
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core import hooks
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hpcdist.core.table import Row
 
+LIMITS_KEPT = 1000
 CALLS_KEPT = 2000  # as many as torch's recorder keeps by default
 
 
@@ -147,11 +148,25 @@ class Journal:
         thread: the identifier of the thread of ``current``; 0 if unknown.
         further: the calls that block on other threads too, or inside of the one that ``current`` is.
         monitored: how many monitored barriers each rank of the group has called, as far as this rank knows.
+        asked: by thread, the seconds that the calls may take which it makes now.
+        limits: the seconds that single calls may take, by id of their records, with these.
         push: adds a call to the ring.
         group: the group's name.
     """
 
-    __slots__ = ("current", "further", "group", "messages", "monitored", "push", "sequence", "thread", "waited")
+    __slots__ = (
+        "asked",
+        "current",
+        "further",
+        "group",
+        "limits",
+        "messages",
+        "monitored",
+        "push",
+        "sequence",
+        "thread",
+        "waited",
+    )
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
@@ -161,6 +176,8 @@ class Journal:
         self.waited: Any = None
         self.thread = 0
         self.further: list[Blocked] = []
+        self.asked: dict[int, float] = {}
+        self.limits: dict[int, tuple[tuple[Any, ...], float]] = {}
         self.group = group
         self.follow()
 
@@ -177,6 +194,35 @@ class Journal:
         call = (self, number, what, shape, dtype, root)
         self.push(call)
         return call
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Give the calls of this thread a limit of their own."""
+        thread = get_ident()
+        before, self.asked[thread] = self.asked.get(thread), seconds
+        try:
+            yield
+        finally:
+            del self.asked[thread]
+            if before is not None:
+                self.asked[thread] = before
+
+    def set_limit(self, call: tuple[Any, ...], seconds: float) -> None:
+        """Keep the limit of a call while the call is among the last ones."""
+        self.limits[id(call)] = call, seconds
+        if len(self.limits) > LIMITS_KEPT:
+            del self.limits[next(iter(self.limits))]
+
+    def limit(self, call: tuple[Any, ...]) -> float | None:
+        """Return the seconds that a call may take if it has a limit of its own."""
+        kept = self.limits.get(id(call))
+        return None if kept is None else kept[1]
+
+    def retract(self, call: tuple[Any, ...]) -> None:
+        """Forget a collective that was refused: its number is the next one's."""
+        self.sequence = call[1] - 1
+        with suppress(ValueError):  # it is not kept any more
+            RING.calls.remove(call)
 
     def message(
         self, what: str, shape: torch.Size | None, dtype: torch.dtype | None, peer: int | None

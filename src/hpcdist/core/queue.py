@@ -148,7 +148,7 @@ class Queue:
         work._run, work._call = call, record
         work._modes = is_inference_mode_enabled(), is_grad_enabled()
         if self._carrier is not None and self._carrier == get_ident():
-            self._carry_out(work)
+            self._follow(work)
             return work
         if self.broken is not None:
             raise self._given_up()
@@ -255,6 +255,20 @@ class Queue:
                 journal.current, journal.thread = None, 0
         finally:
             self._stolen = before
+
+    def _follow(self, work: QueuedWork) -> None:
+        """Carry out at once a call of a callback on the thread that carries calls out, where the watchdog sees it."""
+        if self.running is not None:  # the worker's thread
+            before, self.running = self.running, work
+            try:
+                self._carry_out(work)
+            finally:
+                self.running = before
+        elif work._call is not None:
+            with work._call[0].begin(work._call):
+                self._carry_out(work)
+        else:
+            self._carry_out(work)
 
     def _carry_out(self, work: QueuedWork) -> None:
         """Run a call in the modes of autograd in which it was made, and end its Work."""

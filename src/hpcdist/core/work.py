@@ -117,7 +117,7 @@ class Work(KeptAlive, torch.distributed.Work):
         """Block until the buffers may be used.
 
         Args:
-            timeout: the most to wait; zero stands for the group's own limit.
+            timeout: the most to wait; zero stands for the group's own limit, and less than that is over at once.
 
         Raises:
             DistBackendError: the time is over; the call itself goes on.
@@ -125,7 +125,7 @@ class Work(KeptAlive, torch.distributed.Work):
         # no CPU backend's Work has another: torch.compile, which would trace into what this runs, knows it by its code
         if not self._done and (timeout or not self._carry_out()):
             seconds = min(timeout, LONGEST_TIMEOUT).total_seconds() or None
-            if not self._await(seconds):
+            if not self._await(seconds if seconds is None else max(seconds, 0.0)):
                 text = (
                     f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "
                     f"way. {hooks.explain(self._call)}".rstrip()
@@ -273,3 +273,44 @@ class AllWork(Work):
             self._future = promise.then(outcome)
             parts.add_done_callback(lambda _: promise.set_result(None))
         return self._future
+
+
+class HeldWork(AllWork):
+    """A call that a coalescing manager holds back: it has not ended before the manager begins it."""
+
+    __slots__ = ("_is_held",)
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+        self._is_held = True
+
+    def _begin(self, works: list[Work]) -> None:
+        """Stand for the calls that the manager has begun in its place; without any, it has ended."""
+        self._works, self._is_held = works, False
+        if self._is_asked:
+            self._pursue()
+
+    def _check(self) -> None:
+        if self._is_held:
+            raise ValueError(
+                "this call is held back by a coalescing manager, which begins it when its `with` block ends; expected "
+                "wait() after the block"
+            )
+
+    def _block(self, seconds: float | None) -> bool:
+        self._check()
+        return super()._block(seconds)
+
+    def _poll(self) -> None:
+        if not self._is_held:
+            super()._poll()
+
+    def _pursue(self) -> None:
+        if self._is_held:
+            return
+        super()._pursue()
+        self._poll()
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of the call; a wait for it inside of the manager's block would not end."""
+        return Work.get_future(self) if self._is_held or self._future is not None else super().get_future()

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch._C._distributed_c10d as bindings
+from torch.distributed import default_pg_timeout
 
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.stock import STOCK
@@ -56,6 +57,7 @@ class LateStore(bindings.Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls wait; a store that is not open yet takes the world's limit when it opens."""
+        super().set_timeout(timeout)  # what C++ and ``timeout`` say
         if WORLD.store is not None:
             WORLD.store.set_timeout(timeout)
 
@@ -64,6 +66,10 @@ STORE_CALLS = (
     "set", "get", "add", "wait", "compare_set", "delete_key", "num_keys", "append", "multi_get",
     "multi_set", "has_extended_api", "queue_push", "queue_pop", "queue_len", "list_keys", "barrier", "clone",
 )  # fmt: skip
+
+
+# by which torch's C++ PrefixStore calls two of them; queues and list_keys it does not hand on to a store made in Python
+CXX_NAMES = {"deleteKey": "delete_key", "getNumKeys": "num_keys"}
 
 
 def forwarded(name: str) -> Callable[..., Any]:
@@ -78,6 +84,8 @@ def forwarded(name: str) -> Callable[..., Any]:
 
 for each in STORE_CALLS:
     setattr(LateStore, each, forwarded(each))
+for theirs, ours in CXX_NAMES.items():
+    setattr(LateStore, theirs, forwarded(ours))
 
 LATE_STORE = LateStore()  # C++ keeps only its half of a store made in Python, so this one lives for ever
 
@@ -86,4 +94,5 @@ def fresh_store() -> LateStore:
     """Return the store for a world that is about to begin."""
     if WORLD.default is None:
         WORLD.store = None
+        LATE_STORE.set_timeout(default_pg_timeout)  # a world's own, where a store by itself has 5 minutes
     return LATE_STORE

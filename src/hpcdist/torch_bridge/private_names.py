@@ -48,6 +48,11 @@ def backend_options(given: Bootstrap) -> Any:
     return options
 
 
+def all_gather_options() -> Any:
+    """Return c10d's options of an all_gather."""
+    return bindings.AllgatherOptions()
+
+
 def sender(work: Any) -> int:
     """Return from which rank a finished receive of a c10d backend came."""
     return work._source_rank()

@@ -10,6 +10,7 @@ what                                                  why                       
 ``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
 ``.is_mpi_available``
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
+``distributed_c10d._set_pg_timeout``                  sets gloo's and NCCL's limits only                  2.13.0
 ``distributed_c10d.monitored_barrier``                refuses what is not named "gloo"                   2.8.0, 2.13.0
 ``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
 ``distributed_c10d._get_split_source``                hands C++ a backend made in Python                  2.13.0, 2.14.1
@@ -44,7 +45,8 @@ from hpcdist.torch_bridge.late_store import fresh_store
 from hpcdist.torch_bridge.mirror import NAME
 from hpcdist.torch_bridge.stock import STOCK
 
-DEVICES = ["cpu", "cuda"]
+# "cuda" is CUDA's and ROCm's; a torch built for CPUs has none, and torch's libraries would choose it all the same
+DEVICES = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
 DIVERTED = frozenset({"gloo", "undefined"})  # what is ours under `hpcdist run`
 CARRIED = DIVERTED | {"mpi", NAME}
 AT_START: list[environment.Launch | None] = []  # how ``hpcdist run`` was started; a script may set variables later
@@ -75,6 +77,7 @@ def register(
         STOCK["helper"] = c10d._new_process_group_helper
         setattr(c10d, "_new_process_group_helper", make)  # noqa: B010  # for mypy
     open_monitored_barrier()
+    set_timeouts()
     keep_recorder_away()
     name_local_groups()
     split_from_none()
@@ -162,6 +165,23 @@ def keep_recorder_away() -> None:
             stock(pg, *args)
 
     setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010  # for mypy
+
+
+def set_timeouts() -> None:
+    """Let torch's ``_set_pg_timeout`` set the limit of groups of ours; that of 2.13 sets only gloo's and NCCL's."""
+    if "timeout" in STOCK:
+        return
+    stock = STOCK["timeout"] = c10d._set_pg_timeout
+
+    @wraps(stock)
+    def set_timeout(timeout: Any, group: Any = None) -> None:
+        pg: Any = c10d._world.default_pg if group is None else group
+        if isinstance(pg, ProcessGroup):
+            pg.set_timeout(timeout)
+        else:
+            stock(timeout, group)
+
+    setattr(c10d, "_set_pg_timeout", set_timeout)  # noqa: B010  # for mypy
 
 
 def open_monitored_barrier() -> None:

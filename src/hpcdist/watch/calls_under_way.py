@@ -58,6 +58,12 @@ class UnderWay(NamedTuple):
         return Call(*self.record)
 
     @property
+    def timeout(self) -> float:
+        """The seconds that it may take: its own, or the group's."""
+        own = self.group.journal.limit(self.record)
+        return self.group.timeout.total_seconds() if own is None else own
+
+    @property
     def has_own_limit(self) -> bool:
         """Whether it ends by itself, in a time of its own."""
         return self.limit is not None

@@ -354,7 +354,7 @@ class Watchdog:
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
-        limit = each.group.timeout.total_seconds()
+        limit = each.timeout
         return (
             min(limit, ENDED_SECONDS) if seconds >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks) else limit
         )
@@ -388,7 +388,7 @@ class Watchdog:
         if subject is not None and self.inquiries.has_lower(subject, self.rank):
             self.states.yield_to_lower(record, time.monotonic())
             return
-        headline = report.headline(mine, group.timeout.total_seconds())
+        headline = report.headline(mine, each.timeout)
         lines = self._compose(mine, asked, group, answers)
         path = self.dump()
         reporter = None if subject is None else self.inquiries.reporter(subject.group, self.rank, answers)
@@ -435,7 +435,7 @@ class Watchdog:
         """End a wait for what another rank found out."""
         seconds = self.states.seconds(each.record, time.monotonic())
         mine = report.described(each, seconds, calls_under_way.call_site(each))
-        headline = report.headline(mine, each.group.timeout.total_seconds())
+        headline = report.headline(mine, each.timeout)
         self.say(f"{headline}; see the report of rank {verdict.reporter}")
         found = "; ".join(verdict.lines)
         if Subject.of(each) != verdict.subject:

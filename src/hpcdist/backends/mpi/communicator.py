@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from _thread import get_ident
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.receives import Receives, wait_until
+from hpcdist.core.agreement import subgroups_differ
 from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.ranks import listed
 
@@ -314,14 +316,32 @@ class Communicator:
     # -- communicators of some of its ranks ------------------------------------------------------------
 
     def split(self, subgroups: Sequence[Sequence[int]]) -> MPI.Intracomm | None:
-        """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's index."""
-        color, key = MPI.UNDEFINED, 0
-        for index, ranks in enumerate(subgroups):
-            if self.rank in ranks:
-                color, key = index, list(ranks).index(self.rank)
+        """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's lowest rank.
+
+        A rank may give its own subgroup and not the others'. That each got the one it gave is agreed on afterwards.
+
+        Raises:
+            MismatchError: two ranks gave subgroups that contradict each other; on every rank.
+        """
+        mine = next((list(ranks) for ranks in subgroups if self.rank in ranks), None)
+        color, key = (MPI.UNDEFINED, 0) if mine is None else (min(mine), mine.index(self.rank))
         with self.translating("new_group"):
             made = self.comm.Split(color, key)
-        return None if made == MPI.COMM_NULL else MPI.Intracomm(made)
+            fits = array("i", [mine is None or self._has_ranks(made, mine)])
+            self.comm.Allreduce(MPI.IN_PLACE, [fits, MPI.INT], MPI.MIN)
+            if not fits[0]:
+                if made != MPI.COMM_NULL:
+                    made.Free()
+                raise subgroups_differ(self.comm.allgather(mine))
+        return None if mine is None else MPI.Intracomm(made)
+
+    def _has_ranks(self, made: MPI.Comm, ranks: Sequence[int]) -> bool:
+        """Tell whether a communicator has some ranks of this one, in this order."""
+        found = made.Get_group()
+        with self._members(ranks) as members:
+            is_same = MPI.Group.Compare(found, members) == MPI.IDENT
+        found.Free()
+        return is_same
 
     @contextmanager
     def _members(self, ranks: Sequence[int]) -> Iterator[MPI.Group]:
