@@ -61,8 +61,8 @@ MUTANTS = [
     # -- core.queue: order of calls, and what a Work may be used again for
     Mutant(
         QUEUE,
-        "        if self._carrier is not None and self._carrier == get_ident():\n            self._carry_out(work)\n",
-        "        if False:\n            self._carry_out(work)\n",
+        "        if self._carrier is not None and self._carrier == get_ident():\n            self._follow(work)\n",
+        "        if False:\n            self._follow(work)\n",
         IN_QUEUE,
     ),
     Mutant(
@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(ISSUE, "            and known.in_place is (recv is send)\n", "", f"{BESIDE_CACHE} mpi/test_asymmetric.py"),
     Mutant(
         ISSUE,
-        "            journal.sequence = number - 1\n            raise\n",
+        "            journal.retract(record)\n            raise\n",
         "            raise\n",
         "mpi/test_bad_input.py torch/test_methods.py",
     ),
@@ -292,8 +292,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{C10D}/coalescing.py",
-        "        flush()\n        works.append(issue_any(call, pg, True))\n",
-        "        works.append(issue_any(call, pg, True))\n",
+        "        flush()\n        work = issue_any(call, pg, True)\n",
+        "        work = issue_any(call, pg, True)\n",
         "mpi/test_coalescing.py torch/test_methods.py parity/test_parity.py",
     ),
     Mutant(
