@@ -24,12 +24,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
-from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.call_board import (
@@ -51,7 +51,7 @@ from hpcdist.backends.mpi.node.call_board import (
     what,
 )
 from hpcdist.core.call import Call, Run
-from hpcdist.core.errors import CallsDifferError, explained
+from hpcdist.core.errors import CallsDifferError, MismatchError, explained
 from hpcdist.core.naps import nap
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import listed
@@ -146,10 +146,11 @@ class CallCheck:
         board.fence()
         if not self._is_clear(number):
             self._fail(number, make)
-        result = make()
-        if board.decided[0] != self.handled:
-            self._look_back(number)
-        return result
+        try:
+            return make()
+        finally:  # if it fails, because another rank took part with memory of its own, the difference is the reason
+            if board.decided[0] != self.handled:
+                self._look_back(number)
 
     def repeated(self, call: Call, base: int, run: Run) -> Run:
         """Return what runs a collective again, checked; arguments as for ``run``, and what runs it unchecked."""
@@ -181,9 +182,11 @@ class CallCheck:
                     and not self._is_clear(number)
                 ):
                     self._fail(number, partial(run, send, recv))
-            run(send, recv)
-            if decided[0] != self.handled:
-                self._look_back(number)
+            try:
+                run(send, recv)
+            finally:
+                if decided[0] != self.handled:
+                    self._look_back(number)
 
         return run_checked
 
@@ -338,7 +341,8 @@ class CallCheck:
         if said.name in OBJECTS:
             stand_in_for_object(self._objects, said)
         elif said.name == SPLIT:
-            communicator.comm.Split(MPI.UNDEFINED, 0)
+            with suppress(MismatchError):  # of those that make the group, because this rank is not in it
+                communicator.split([])
         elif said.name in ROWS:
             its, op = row(said.name), OPS.get(said.op)
             op = multiplied_by(1.0) if op == PREMUL_SUM else op
