@@ -309,10 +309,11 @@ class CallCheck:
         error = self._error(differs, number)
         try:
             for each in range(number + (make is None), last + 1):
-                if make is not None and each == number and board.own in self._makers(leader, number):
-                    make()
-                else:
-                    self._stand_in(leader, each)
+                with suppress(MismatchError):  # of a new group, in which those that stand in are missing
+                    if make is not None and each == number and board.own in self._makers(leader, number):
+                        make()
+                    else:
+                        self._stand_in(leader, each)
         finally:
             self.handled = index
             self._start = differs + RING + HALF
@@ -341,8 +342,7 @@ class CallCheck:
         if said.name in OBJECTS:
             stand_in_for_object(self._objects, said)
         elif said.name == SPLIT:
-            with suppress(MismatchError):  # of those that make the group, because this rank is not in it
-                communicator.split([])
+            communicator.split([])
         elif said.name in ROWS:
             its, op = row(said.name), OPS.get(said.op)
             op = multiplied_by(1.0) if op == PREMUL_SUM else op
