@@ -51,6 +51,7 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
     """
     is_by_environment = str(url).startswith("env:")
     if is_by_environment and asks_for_mpi(sys._getframe(1).f_locals.get("backend")):
+        from hpcdist.c10d import torch_init  # noqa: F401  # registers hpcdist with torch
         from hpcdist.torch_bridge import registration
 
         return registration.by_launcher(url, rank=rank, world_size=world_size, is_ours=True, **kwargs)
@@ -68,10 +69,10 @@ def asks_for_mpi(backend: Any) -> bool:
 
 def helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a group as torch does, after importing hpcdist if the group asks for MPI, which torch's wheels lack."""
-    if "hpcdist.torch_bridge.registration" not in sys.modules and asks_for_mpi(backend):
+    if "hpcdist.c10d.torch_init" not in sys.modules and asks_for_mpi(backend):
         import torch.distributed as dist
 
-        from hpcdist.torch_bridge import registration  # noqa: F401  # takes this function's place
+        from hpcdist.c10d import torch_init  # noqa: F401  # puts another in this function's place
 
         c10d: Any = dist.distributed_c10d
         return c10d._new_process_group_helper(size, rank, ranks, backend, *args, **kwargs)

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,10 @@ def test_a_killed_test_run_takes_its_cluster_with_it():
         "    time.sleep(600)\n"
     )
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as run:
+    # munged refuses a socket in a folder that others cannot enter, as that of tests' programs
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment(TMPDIR=tempfile.gettempdir())
+    ) as run:
         assert run.stdout is not None
         folder, supervisor = run.stdout.readline().split()
         left = descendants(int(supervisor))
