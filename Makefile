@@ -31,10 +31,10 @@ demo: $(READY)
 # unit tests, a few tests of each kind that is slow (jobs with faults, Slurm, pages), and everything that runs in one mpirun
 test: test-quick test-mpi
 
-# every test: what `make test` does not run is in `rest`
-check: test rest
+# every test: what `make test` does not run is in `rest`, and other Pythons
+check: test rest test-pythons
 
-rest: test-serial test-one-rank test-gloo test-mpich test-nccl test-pythons test-gpu
+rest: test-serial test-one-rank test-gloo test-mpich test-nccl test-gpu
 	$(MAKE) --no-print-directory test-cluster ARGS="-m smoke"
 	$(MAKE) --no-print-directory test-cluster MPI=mpich ARGS="-m 'smoke and mpich'"
 

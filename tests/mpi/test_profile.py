@@ -13,7 +13,7 @@ import hpcdist as dist
 from hpcdist.core import hooks
 from tests.unit.test_timeline import check_trace
 
-NAP = 0.1
+NAP = 0.3
 
 
 @pytest.fixture
