@@ -337,6 +337,6 @@ def test_an_object_with_a_small_array_takes_the_slots(every, rank, size, monkeyp
     monkeypatch.setattr(parts, "all_gather", None)  # the way of large ones
     for _ in range(2):
         gathered = [None] * size
-        dist.all_gather_object(gathered, {"loss": np.array(float(rank)), "grad": torch.ones(100).numpy()})
+        dist.all_gather_object(gathered, {"loss": np.array(float(rank)), "grad": np.ones(100, np.float32)})
         assert [each["loss"].item() for each in gathered] == list(range(size))
         gathered[0]["grad"] += 1  # is its receiver's own

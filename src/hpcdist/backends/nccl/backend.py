@@ -335,7 +335,12 @@ class NCCLBackend(Backend):
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         link = self.communicators.group
         if link is not None:
-            comm = self.communicators.split(index, 0 if index is None else list(subgroups[index]).index(self.rank))
+            mine = None if index is None else list(subgroups[index])  # a rank may give its own subgroup only
+            comm = (
+                self.communicators.split(None, 0)
+                if mine is None
+                else self.communicators.split(min(mine), mine.index(self.rank))
+            )
         owned = self._owned_peer.split(subgroups, names, timeout) if self._owned_peer is not None else None
         if index is None:
             return None
