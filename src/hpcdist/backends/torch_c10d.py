@@ -225,6 +225,7 @@ class C10dBackend(Backend):
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> C10dBackend | None:
         """Make this rank's subgroup over a part of the store of its own."""
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
+        self.settle()  # the ranks' lists are compared by a collective of this communicator
         check_subgroup(self, None if index is None else subgroups[index])
         if index is None:
             return None
