@@ -237,7 +237,7 @@ def serve(job: Job, port: int, seconds: float) -> None:
     path = f"/{secrets.token_urlsafe(16)}"
 
     class Page(BaseHTTPRequestHandler):
-        """The page, asked for anew each time."""
+        """Return the page as the job is now."""
 
         def do_GET(self) -> None:
             """Answer a browser."""
