@@ -237,7 +237,7 @@ def serve(job: Job, port: int, seconds: float) -> None:
     path = f"/{secrets.token_urlsafe(16)}"
 
     class Page(BaseHTTPRequestHandler):
-        """Return the page as the job is now."""
+        """The page, which shows the job as it is at each request."""
 
         def do_GET(self) -> None:
             """Answer a browser."""
