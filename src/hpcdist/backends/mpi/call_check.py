@@ -265,6 +265,8 @@ class CallCheck:
     def _decide(self, index: int, number: int) -> None:
         board = self._board
         assert board is not None
+        # until then a slower rank may read what the words are about to replace
+        self._wait(lambda: all(followed >= index - 1 for followed in board.followed))
         board.stop(number)
         board.fence()
         found: list[tuple[int, int]] = []
@@ -315,7 +317,7 @@ class CallCheck:
                     else:
                         self._stand_in(leader, each)
         finally:
-            self.handled = index
+            self.handled = board.followed[board.own] = index
             self._start = differs + RING + HALF
             self.number = self._start - 1
         raise error

@@ -138,6 +138,7 @@ class CallBoard:
         own: this rank's index.
         whats, sizes: the ring of each rank.
         failing: of each rank, the number of the call in which it has found a difference.
+        followed: of each rank, how many decisions it has carried out.
         decided: how many differences have been decided about.
     """
 
@@ -150,10 +151,10 @@ class CallBoard:
         self.sizes = [cells[2 * r + 1 : 2 * RING * count : 2 * count] for r in range(count)]
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
-        self.failing, self._choosing, self._tickets = (
-            cells[begin + i * count : begin + (i + 1) * count] for i in range(3)
+        self.failing, self.followed, self._choosing, self._tickets = (
+            cells[begin + i * count : begin + (i + 1) * count] for i in range(4)
         )
-        begin += 3 * count
+        begin += 4 * count
         self.decided = cells[begin : begin + 1]
         self._decisions = cells[begin + 1 : begin + 1 + 3 * DECISIONS]
         begin += 1 + 3 * DECISIONS
@@ -283,7 +284,7 @@ def has_counts(count: int, size: int) -> bool:
 
 def bytes_of(count: int, size: int) -> int:
     """Return how much memory the board of some ranks of a group takes."""
-    cells = count * (2 * RING + 3) + 1 + 3 * DECISIONS
+    cells = count * (2 * RING + 4) + 1 + 3 * DECISIONS
     return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
 
 
