@@ -8,9 +8,10 @@ Layout; imports point down only:
 
     hpcdist.cli      the commands
     hpcdist          the public names, and nothing else: ``public`` has them, and is imported when they are needed
+    hpcdist.beyond   what c10d does not have: elastic jobs, halos, varied sizes, windows, shared tensors, profiles
     hpcdist.c10d     the facade: torch.distributed's names and signatures
     hpcdist.backends mpi, nccl, gloo, loopback: they import core and their own library
-    hpcdist.watch    the watchdog, reports of hanging calls, the flight recorder, logs, times of calls
+    hpcdist.watch    the watchdog, reports of hanging calls, the flight recorder, logs
     hpcdist.torch_bridge shows our groups to torch.distributed and torch.compile; knows what they keep private
     hpcdist.launch   this process's rank, and how it finds the others
     hpcdist.core     the engine: the table of collectives, the path of a call, groups, buffers, Work

@@ -57,9 +57,9 @@ from hpcdist.c10d.debug import (
     stop_requested,
 )
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
-from hpcdist.c10d.elastic import ElasticJob, elastic
+from hpcdist.beyond.elastic import ElasticJob, elastic
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
-from hpcdist.c10d.halo import HaloExchange, exchange
+from hpcdist.beyond.halo import HaloExchange, exchange
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
 from hpcdist.c10d.names import (
@@ -76,7 +76,7 @@ from hpcdist.c10d.names import (
     is_xccl_available,
     supports_complex,
 )
-from hpcdist.c10d.node_shared import node_shared
+from hpcdist.beyond.node_shared import node_shared
 from hpcdist.c10d.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -86,7 +86,7 @@ from hpcdist.c10d.objects import (
     send_object_list,
 )
 from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, recv, send
-from hpcdist.c10d.profile import Profile, profile
+from hpcdist.beyond.profile import Profile, profile
 from hpcdist.c10d.queries import (
     GroupMember,
     get_backend,
@@ -104,7 +104,7 @@ from hpcdist.c10d.queries import (
     is_initialized,
     reduce_op,
 )
-from hpcdist.c10d.reproduction import reproducible
+from hpcdist.beyond.reproducible import reproducible
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
 from hpcdist.c10d.torch_names import (
     _DEFAULT_FIRST_BUCKET_BYTES,
@@ -130,8 +130,8 @@ from hpcdist.c10d.torch_names import (
     _verify_params_across_processes,
     _Work,
 )
-from hpcdist.c10d.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
-from hpcdist.c10d.window import Window
+from hpcdist.beyond.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
+from hpcdist.beyond.window import Window
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work

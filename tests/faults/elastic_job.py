@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as dist
-from hpcdist.c10d import elastic as machinery
+from hpcdist.beyond import elastic as machinery
 
 PRIME = 1_000_003
 COUNTS = {"mpi": 16, "window": 1 << 17}  # elements of a sum: 128 B, and 1 MiB through node-shared memory

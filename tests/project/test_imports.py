@@ -18,9 +18,10 @@ ADDRESSES = "hpcdist.launch.addresses"  # this host's addresses: asks the kernel
 MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist": {"hpcdist.public"},
     "hpcdist.public": {
-        *("hpcdist.c10d", "hpcdist.dist2", "hpcdist.core", "hpcdist.launch", "hpcdist.watch", "hpcdist.torch_bridge"),
+        *("hpcdist.beyond", "hpcdist.c10d", "hpcdist.dist2", "hpcdist.core", "hpcdist.launch", "hpcdist.torch_bridge"),
         "stores",
     },
+    "hpcdist.beyond": {"hpcdist.c10d", "hpcdist.core", "hpcdist.watch", "hpcdist.torch_bridge", ENVIRONMENT},
     "hpcdist.dist2": {"hpcdist.c10d"},
     "hpcdist.__main__": {"hpcdist.cli"},
     "hpcdist.c10d": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT, "hpcdist.watch", "hpcdist.torch_bridge", "stores"},
@@ -47,6 +48,7 @@ EXCEPTIONS = {
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.mpi.node.places", "hpcdist.launch.topology"): "which network cards this node has",
     ("hpcdist.backends.mpi.process.runtime", "hpcdist.launch.arrival"): "which ranks have not come to the start of MPI",
+    ("hpcdist.beyond", "hpcdist.public"): "the same as for c10d",
     ("hpcdist.c10d", "hpcdist.public"): "whoever imports a part of it has all names, and torch knows them",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
     (
@@ -146,6 +148,14 @@ def test_imports_point_down():
 
 def test_no_exception_is_out_of_date():
     assert set(EXCEPTIONS) <= violations(), f"no longer needed: {sorted(set(EXCEPTIONS) - violations())}"
+
+
+def test_what_c10d_does_not_have_is_imported_by_nothing_below():
+    def is_beyond(module):
+        return module.startswith("hpcdist.beyond")
+
+    found = {module for module in FILES if not is_beyond(module) and any(map(is_beyond, WHOLE[module]))}
+    assert not {module for module in found if module != "hpcdist.public" and not module.startswith("hpcdist.cli.")}
 
 
 def test_the_parts_form_no_circle():

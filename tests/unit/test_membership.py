@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from hpcdist.c10d.membership import Outcome, Report, Status, count_rivals, decide
-from hpcdist.c10d.snapshot import Snapshot
+from hpcdist.beyond.membership import Outcome, Report, Status, count_rivals, decide
+from hpcdist.beyond.snapshot import Snapshot
 
 
 def report(number: int, status: Status = Status.FAILED, step: int = 7, **more: int) -> Report:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.c10d import reproduction
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
@@ -130,7 +129,7 @@ def read_environment() -> None:
         ValueError: one has a value that it cannot have. Nothing has changed, and this rank may begin once more.
     """
     logs.set_up()
-    reproduction.is_set_in_environment()
+    environment.is_reproducible()
     set_debug_level_from_env()
 
 
@@ -167,10 +166,13 @@ def begin(
     group = factory.make(ranks, first.rank, backends, config, name, "default_pg", timeout, device, is_default=True)
     WORLD.store = store
     try:
-        reproduction.set_from_environment()
+        hooks.reproducible = before or environment.is_reproducible()
         if group.cpu is not None and group.size() > 1:
             is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
-            settings = {"TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed, reproduction.VARIABLE: str(hooks.reproducible)}
+            settings = {
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed,
+                environment.REPRODUCIBLE: str(hooks.reproducible),
+            }
             check_same(group.cpu, group.cpu.settings() | settings)
         watch(group)
         if group.rank() == 0:

@@ -10,6 +10,7 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from hpcdist.beyond.timeline import aligned_text, sized
 from hpcdist.cli import web_page
 from hpcdist.core.errors import printable
 from hpcdist.core.ranks import listed, plural
@@ -17,7 +18,6 @@ from hpcdist.launch import arrival
 from hpcdist.watch import inspection, report
 from hpcdist.watch.channel import Channel, Endpoint, key_of
 from hpcdist.watch.liveness import Liveness
-from hpcdist.watch.timeline import aligned_text, sized
 
 ANSWER_SECONDS, RANK_SECONDS = 1.0, 1e-4
 LATE_SECONDS = 1.0  # how long others wait in a call before those that have not entered it are called late

@@ -65,7 +65,7 @@ is_ending = False
 compare: Callable[..., None] | None = None
 check_message: Callable[..., None] | None = None
 
-# whether reductions are made to repeat bit for bit (``core.reproducible``); ``c10d.reproducible`` sets it
+# whether reductions are made to repeat bit for bit (``core.reproducible``); init and ``beyond`` set it
 reproducible = False
 
 # takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug

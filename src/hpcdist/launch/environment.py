@@ -211,3 +211,19 @@ NODE_KEY = "HPCDIST_NODE_KEY"  # replaces the host's name as the node's identity
 def node_key() -> str:
     """Return the identity of this node, equal for its processes and no others."""
     return os.environ.get(NODE_KEY) or socket.gethostname()
+
+
+REPRODUCIBLE = "HPCDIST_REPRODUCIBLE"
+REPRODUCIBLE_CHOICES = {"0": False, "1": True}
+
+
+def is_reproducible() -> bool:
+    """Return what HPCDIST_REPRODUCIBLE chooses.
+
+    Raises:
+        ValueError: a value other than 0 and 1.
+    """
+    given = os.environ.get(REPRODUCIBLE, "0")
+    if given not in REPRODUCIBLE_CHOICES:
+        raise ValueError(f"{REPRODUCIBLE}={given!r}: expected one of {', '.join(REPRODUCIBLE_CHOICES)}")
+    return REPRODUCIBLE_CHOICES[given]

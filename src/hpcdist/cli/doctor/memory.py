@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from hpcdist.beyond.timeline import sized
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
 from hpcdist.core.ranks import plural
 from hpcdist.launch import environment, topology
-from hpcdist.watch.timeline import sized
 
 TITLE = "Memory shared within a node"
 UNLIMITED = 1 << 62  # about what version 1 of control groups says if there is no limit

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 import hpcdist as dist
+from hpcdist.beyond.timeline import sized
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core.ranks import plural
 from hpcdist.launch import environment
-from hpcdist.watch.timeline import sized
 
 TITLE = "Results and speed"
 SMALL, LARGE = 8, 4 << 20  # bytes

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.beyond.gradients import WithGradient
 from hpcdist.c10d.device_mesh import DeviceMesh
-from hpcdist.c10d.gradients import WithGradient
 from hpcdist.core import world
 from hpcdist.core.backend import Message
 from hpcdist.core.buffers import as_tensor, for_writing, is_plain

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from types import TracebackType
 
 from hpcdist.core import hooks
 from hpcdist.core.agreement import check_same
 from hpcdist.core.world import WORLD
-
-VARIABLE = "HPCDIST_REPRODUCIBLE"
-CHOICES = {"0": False, "1": True}
 
 
 class Reproduction:
@@ -63,25 +59,3 @@ def switch(is_on: bool) -> None:
     except BaseException:
         hooks.reproducible = before
         raise
-
-
-def is_set_in_environment() -> bool:
-    """Return what HPCDIST_REPRODUCIBLE chooses.
-
-    Raises:
-        ValueError: another value than 0 and 1.
-    """
-    given = os.environ.get(VARIABLE, "0")
-    if given not in CHOICES:
-        raise ValueError(f"{VARIABLE}={given!r}: expected one of {', '.join(CHOICES)}")
-    return CHOICES[given]
-
-
-def set_from_environment() -> None:
-    """Take HPCDIST_REPRODUCIBLE, if nothing else was chosen.
-
-    Raises:
-        ValueError: as ``is_set_in_environment``.
-    """
-    if not hooks.reproducible:
-        hooks.reproducible = is_set_in_environment()

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from hpcdist.beyond.timeline import RankRow, Row, Share, Timeline
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import FIRST_KEPT
 from hpcdist.core.world import WORLD, default_group
 from hpcdist.watch import timing
-from hpcdist.watch.timeline import RankRow, Row, Share, Timeline
 from hpcdist.watch.timing import TimedCall
 
 PING_TAG = FIRST_KEPT + 1  # beside monitored_barrier's

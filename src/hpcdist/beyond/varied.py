@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from hpcdist.c10d.gradients import WithGradient
+from hpcdist.beyond.gradients import WithGradient
 from hpcdist.c10d.objects import all_gather_object
 from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor, as_tensors

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from hpcdist.beyond.membership import Decision, Outcome, Report, Status, count_rivals, decide
+from hpcdist.beyond.snapshot import Snapshot, Stateful
 from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
-from hpcdist.c10d.membership import Decision, Outcome, Report, Status, count_rivals, decide
-from hpcdist.c10d.snapshot import Snapshot, Stateful
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call
