@@ -313,12 +313,14 @@ def test_groups_are_forgotten(size):
         gc.collect()
         return len(gc.get_objects())
 
-    for turn in range(KEPT + 50):
-        if turn == KEPT:  # the communicators of so many groups are kept
-            before = objects()
+    counts = []
+    for turn in range(KEPT + 101):
+        if turn >= KEPT and (turn - KEPT) % 50 == 0:  # the communicators of so many groups are kept
+            counts.append(objects())
         dist.destroy_process_group(dist.new_group(list(range(size))))
         torch_dist.destroy_process_group(torch_dist.new_group(list(range(size))))
-    assert objects() - before < 100  # torch itself keeps an empty list of each of its 50 (``_world.tags_to_pg``)
+    # Python's caches of abstract classes grow once. torch itself keeps an empty list a group (``_world.tags_to_pg``)
+    assert min(counts[1] - counts[0], counts[2] - counts[1]) < 100
 
 
 def test_works_are_forgotten_by_cxx(rank):
