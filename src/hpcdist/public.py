@@ -139,7 +139,7 @@ from hpcdist.launch.rendezvous import _create_store_from_options, register_rende
 from hpcdist.torch_bridge import compiler as _compiler
 from hpcdist.torch_bridge.mirror import GroupName
 from hpcdist.torch_bridge.profiler import record_comm
-from stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from hpcdist_stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [
     "SHRINK_ABORT",

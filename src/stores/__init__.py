@@ -1,8 +1,8 @@
 """Key-value stores for processes that share an address, a file, or memory.
 
-    import stores
+    from hpcdist_stores import TCPStore
 
-    store = stores.TCPStore("127.0.0.1", 29500, world_size=2, is_master=rank == 0)
+    store = TCPStore("127.0.0.1", 29500, world_size=2, is_master=rank == 0)
 
 The names, arguments and errors are torch.distributed's, and every store is a ``torch.distributed.Store``: it
 can be handed to torch's gloo, or to ``torch.distributed.init_process_group(store=...)``. The package needs
@@ -16,11 +16,11 @@ Imports point down: ``tcp.store`` -> ``tcp.session`` -> ``tcp.connection`` -> ``
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError, QueueEmptyError
 
-from stores.base import Store
-from stores.file.store import FileStore
-from stores.hash_store import HashStore
-from stores.prefix_store import PrefixStore
-from stores.tcp.store import TCPStore
+from hpcdist_stores.base import Store
+from hpcdist_stores.file.store import FileStore
+from hpcdist_stores.hash_store import HashStore
+from hpcdist_stores.prefix_store import PrefixStore
+from hpcdist_stores.tcp.store import TCPStore
 
 __all__ = [
     "DistError",

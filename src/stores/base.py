@@ -17,9 +17,9 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-from stores.errors import DistStoreError, wrong_kind
-from stores.integers import is_i64
-from stores.keep_alive import KeptAlive, release
+from hpcdist_stores.errors import DistStoreError, wrong_kind
+from hpcdist_stores.integers import is_i64
+from hpcdist_stores.keep_alive import KeptAlive, release
 
 Text = str | bytes
 Timeout = timedelta | float

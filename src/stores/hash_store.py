@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
-from stores.errors import queue_empty, wait_timeout
-from stores.integers import parse_i64, wrap_i64
+from hpcdist_stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
+from hpcdist_stores.errors import queue_empty, wait_timeout
+from hpcdist_stores.integers import parse_i64, wrap_i64
 
 
 class HashStore(Store):

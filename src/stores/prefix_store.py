@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-from stores.base import Store, Text, Timeout, as_bytes, as_key_list
-from stores.errors import wrong_kind
-from stores.keep_alive import release
+from hpcdist_stores.base import Store, Text, Timeout, as_bytes, as_key_list
+from hpcdist_stores.errors import wrong_kind
+from hpcdist_stores.keep_alive import release
 
 
 class PrefixStore(Store, TorchPrefixStore):

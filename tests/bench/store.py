@@ -82,7 +82,7 @@ def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
     """
     rows.raise_limit()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "stores", "tests.bench.store_rows"])
+    context.set_forkserver_preload(["torch.distributed", "hpcdist_stores", "tests.bench.store_rows"])
     servers = {is_ours: Server(context, is_ours) for is_ours in (False, True)}
     wanted = {name: row for name, row in ROWS.items() if only is None or only in name}
     figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in wanted}
@@ -138,7 +138,9 @@ def run(args: list[str]) -> int:
     if options.json:
         print(json.dumps({"cores": os.cpu_count(), "rounds": options.rounds, "figures": figures}, indent=1))
         return 0
-    table = Table(title=f"stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)")
+    table = Table(
+        title=f"hpcdist_hpcdist_stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)"
+    )
     for heading in ("", "unit", *KINDS, "ours / torch", "ours on torch / torch", "target"):
         table.add_column(heading, justify="left" if heading in ("", "unit", "target") else "right")
     for row, found in figures.items():

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reports each refused connection at length
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 
 SOON = timedelta(seconds=60)
 NAMES = [f"key{i:04}" for i in range(1000)]

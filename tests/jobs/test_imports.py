@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 UNTOUCHED = """
 import sys, hpcdist
 assert "mpi4py" not in sys.modules, "import hpcdist imported mpi4py"
-assert "stores.tcp.server.loop" not in sys.modules
+assert "hpcdist_stores.tcp.server.loop" not in sys.modules
 """
 
 CHILDREN = """
@@ -113,6 +113,28 @@ print("whole")
 def test_import_initialises_no_mpi():
     result = run([sys.executable, "-c", UNTOUCHED])
     assert result.returncode == 0, result.stderr
+
+
+def test_modules_of_a_user_do_not_hide_ours(tmp_path):
+    """Python looks beside the script first: what is installed has names that no user's module has."""
+    (tmp_path / "stores.py").write_text("mine = 1\n")
+    for name in ("file", "tcp", "launch"):
+        folder = tmp_path / "folder" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("mine = 2\n")
+    (tmp_path / "folder" / "stores").mkdir()
+    (tmp_path / "folder" / "stores" / "__init__.py").write_text("mine = 2\n")
+    code = (
+        "import sys, torch, hpcdist, stores\n"
+        "store = hpcdist.TCPStore('127.0.0.1', 0, 1, True)\n"  # its server is a process that imports for itself
+        "hpcdist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "hpcdist.all_reduce(total := torch.ones(2))\n"
+        "print(stores.mine, total.tolist())\n"
+    )
+    for number, folder in enumerate((tmp_path, tmp_path / "folder"), start=1):
+        (folder / "script.py").write_text(code)
+        done = run([sys.executable, folder / "script.py"], folder=folder)
+        assert done.stdout == f"{number} [1.0, 1.0]\n", done.stderr
 
 
 def test_children_of_an_initialised_rank(tmp_path):

@@ -82,7 +82,7 @@ def test_a_real_id_over_a_store_takes_one_key(library, comm, store, rank, size):
 
 
 def test_a_real_id_over_a_store_of_ours(library, comm, rank, size):
-    import stores
+    import hpcdist_stores as stores
 
     if rank == 0:
         made = stores.TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcdist.cli import explain
 from hpcdist.core import errors
-from stores import errors as stores_errors
+from hpcdist_stores import errors as stores_errors
 
 SRC = Path(__file__).parents[2] / "src"
 BUILTIN = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}

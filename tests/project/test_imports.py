@@ -19,24 +19,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist": {"hpcdist.public"},
     "hpcdist.public": {
         *("hpcdist.beyond", "hpcdist.c10d", "hpcdist.dist2", "hpcdist.core", "hpcdist.launch", "hpcdist.torch_bridge"),
-        "stores",
+        "hpcdist_stores",
     },
     "hpcdist.beyond": {"hpcdist.c10d", "hpcdist.core", "hpcdist.watch", "hpcdist.torch_bridge", ENVIRONMENT},
     "hpcdist.dist2": {"hpcdist.c10d"},
     "hpcdist.__main__": {"hpcdist.cli"},
-    "hpcdist.c10d": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT, "hpcdist.watch", "hpcdist.torch_bridge", "stores"},
+    "hpcdist.c10d": {
+        *("hpcdist.core", "hpcdist.launch", ENVIRONMENT, "hpcdist.watch", "hpcdist.torch_bridge"),
+        "hpcdist_stores",
+    },
     "hpcdist.torch_bridge": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT},
-    "hpcdist.watch": {"hpcdist.core", "hpcdist.torch_bridge", ENVIRONMENT, ADDRESSES, "stores"},
-    "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "stores"},
+    "hpcdist.watch": {"hpcdist.core", "hpcdist.torch_bridge", ENVIRONMENT, ADDRESSES, "hpcdist_stores"},
+    "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "hpcdist_stores"},
     ENVIRONMENT: set(),
     ADDRESSES: set(),
-    "hpcdist.core": {"stores.keep_alive"},  # a Work and a group live as long as C++ holds them
-    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d", "stores.keep_alive"},
+    "hpcdist.core": {"hpcdist_stores.keep_alive"},  # a Work and a group live as long as C++ holds them
+    "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d", "hpcdist_stores.keep_alive"},
     # its library is torch.distributed, which holds a part of the store
-    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", "stores.keep_alive"},
+    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist_stores.keep_alive"},
     "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
-    "stores": {"stores.keep_alive"},
-    "stores.keep_alive": set(),
+    "hpcdist_stores": {"hpcdist_stores.keep_alive"},
+    "hpcdist_stores.keep_alive": set(),
     "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for
 }
 MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main__"}
@@ -61,12 +64,13 @@ EXCEPTIONS = {
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own
 FAMILIES = {"gloo": "torch_c10d"}
-STORE_SERVER = "stores.tcp.server.main"  # the first module that the server's process imports
+STORE_SERVER = "hpcdist_stores.tcp.server.main"  # the first module that the server's process imports
 Graph = dict[str, set[str]]
 
 
 def module_of(path: Path) -> str:
     parts = path.relative_to(SRC).with_suffix("").parts
+    parts = ("hpcdist_stores" if parts[0] == "stores" else parts[0], *parts[1:])  # the name that it is imported by
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -137,7 +141,7 @@ def violations() -> set[tuple[str, str]]:
         (module, imported)
         for module in FILES
         for imported in WHOLE[module]
-        if imported.split(".")[0] in ("hpcdist", "stores")
+        if imported.split(".")[0] in ("hpcdist", "hpcdist_stores")
         and part_of(imported) not in MAY_IMPORT[part_of(module)] | {part_of(module)}
     }
 
@@ -201,13 +205,13 @@ def test_import_torch_loads_only_the_standard_library():
 
 
 def test_stores_know_nothing_of_hpcdist():
-    starts = [module for module in FILES if module.split(".")[0] == "stores"]
+    starts = [module for module in FILES if module.split(".")[0] == "hpcdist_stores"]
     assert not [name for name in reached(WHOLE, starts) if name.split(".")[0] in ("hpcdist", "mpi4py")]
 
 
 def test_the_store_server_needs_only_the_standard_library():
     found = reached(WHOLE, [STORE_SERVER])
-    assert "stores.tcp.server.keys" in found
+    assert "hpcdist_stores.tcp.server.keys" in found
     assert not {name.split(".")[0] for name in found} & {"torch", "numpy", "mpi4py", "hpcdist"}
 
 

@@ -69,7 +69,7 @@ def test_what_is_in_them(built):
     assert {
         "hpcdist/__init__.py",
         "hpcdist/py.typed",
-        "stores/py.typed",
+        "hpcdist_stores/py.typed",
         "hpcdist_autoload.py",
         "hpcdist/cli/web_page.html",
         "hpcdist/cli/templates/cpu.sbatch",

@@ -11,7 +11,7 @@ from tests.stores import store_workers
 def processes():
     """Start functions of store_workers in processes that have torch and stores imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "stores", "tests.stores.store_workers"])
+    context.set_forkserver_preload(["torch.distributed", "hpcdist_stores", "tests.stores.store_workers"])
 
     def run(function, *argument_lists, timeout=60):
         with context.Pool(len(argument_lists)) as pool:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.stores.deadlines import ends_at
 
 

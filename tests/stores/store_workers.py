@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 
 SOON = timedelta(seconds=30)
 

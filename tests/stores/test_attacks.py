@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 
 MiB = 1024 * 1024
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.stores import store_workers
 from tests.stores.deadlines import ends_at
 from tests.stores.store_contract import StoreContract

@@ -11,12 +11,12 @@ from datetime import timedelta
 
 import pytest
 
-import stores
-from stores.errors import DistStoreError
-from stores.file.log import FIRST_KEY, FileLog, pack_record
-from stores.integers import U32, U64
-from stores.tcp.connection import open_connection
-from stores.tcp.wire import HELLO, MAX_KEYS, Request, pack_keys, pack_string
+import hpcdist_stores as stores
+from hpcdist_stores.errors import DistStoreError
+from hpcdist_stores.file.log import FIRST_KEY, FileLog, pack_record
+from hpcdist_stores.integers import U32, U64
+from hpcdist_stores.tcp.connection import open_connection
+from hpcdist_stores.tcp.wire import HELLO, MAX_KEYS, Request, pack_keys, pack_string
 from tests.stores.test_attacks import MiB, Siege
 
 INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "1500"))

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.stores.store_contract import StoreContract
 
 

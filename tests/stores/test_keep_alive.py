@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import stores
-from stores import keep_alive
+import hpcdist_stores as stores
+from hpcdist_stores import keep_alive
 
 
 def gloo_group(store):
@@ -159,14 +159,14 @@ def test_many_kept_stores_do_not_cost_a_scan_each():
 
 EXIT = """
 import gc, sys, torch, torch.distributed as dist
-import stores
+import hpcdist_stores as stores
 
 class Late:
     def __del__(self, collect=gc.collect):
         collect()
 
 # The names of modules that still live at the end are set to None, the latest import first: torch's after ours.
-torch.ours = [module for name, module in sys.modules.items() if name.startswith("stores")]
+torch.ours = [module for name, module in sys.modules.items() if name.startswith("hpcdist_stores")]
 torch.late = Late()
 torch.store = stores.HashStore()
 torch.prefix = dist.PrefixStore("p", stores.PrefixStore("q", stores.HashStore()))

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.stores import store_workers
 
 WORLD = 4

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.stores.store_contract import StoreContract
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import stores
-from stores.errors import LostServerError
+import hpcdist_stores as stores
+from hpcdist_stores.errors import LostServerError
 
 keys = st.sampled_from(["a", "b", "c/d", "", "ü", b"\x01\x02"])
 queue_keys = st.sampled_from(["q1", "q2"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.stores import store_workers
 from tests.stores.deadlines import ends_at
 from tests.stores.slow_proxy import SlowProxy

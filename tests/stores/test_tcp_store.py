@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import stores
+import hpcdist_stores as stores
 from tests.ports import free_port
 from tests.stores import store_workers
 from tests.stores.deadlines import ends_at

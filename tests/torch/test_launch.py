@@ -267,7 +267,9 @@ def test_nothing_but_the_installation(tmp_path, installed, launcher, backend):
     assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
 
 
-@pytest.mark.parametrize("first", ["import hpcdist", "import stores", "import hpcdist.torch_bridge", "import torch"])
+@pytest.mark.parametrize(
+    "first", ["import hpcdist", "import hpcdist_stores", "import hpcdist.torch_bridge", "import torch"]
+)
 def test_the_installation_and_an_import(tmp_path, installed, first):
     assert run(tmp_path, "alone", f"{first}\n{textwrap.dedent(TRAIN)}", "mpi", before=RUN, **installed)
     script = f"""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import hpcdist as dist
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge import late_store
-from stores import keep_alive
+from hpcdist_stores import keep_alive
 
 CALLS = 100_000  # of two ranks; a fifth of more ranks than cores, and of calls through C++
 GROWTH = 4 << 20  # bytes that so many calls may leave behind; measured: less than 0.3 MiB. A kept Work has 600 bytes

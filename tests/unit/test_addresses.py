@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import stores
+import hpcdist_stores as stores
 from hpcdist.launch import addresses, rendezvous
 
 

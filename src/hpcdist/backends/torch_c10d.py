@@ -31,7 +31,7 @@ from hpcdist.core.supervised import Unfinished
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape
 from hpcdist.core.work import DoneWork, Work
 from hpcdist.torch_bridge import private_names
-from stores.keep_alive import release
+from hpcdist_stores.keep_alive import release
 
 NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)

@@ -10,7 +10,7 @@ import torch.distributed
 
 from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.world import WORLD
-from stores.keep_alive import KeptAlive
+from hpcdist_stores.keep_alive import KeptAlive
 
 
 class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]

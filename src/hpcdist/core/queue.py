@@ -20,7 +20,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from hpcdist.core.autograd_modes import Modes, run_in
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.work import Work
-from stores.keep_alive import is_dropped
+from hpcdist_stores.keep_alive import is_dropped
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
 SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it

@@ -14,7 +14,7 @@ import torch.distributed
 
 from hpcdist.core import hooks
 from hpcdist.core.errors import DistBackendError, explained
-from stores.keep_alive import KeptAlive
+from hpcdist_stores.keep_alive import KeptAlive
 
 if TYPE_CHECKING:
     from hpcdist.core.hooks import Event

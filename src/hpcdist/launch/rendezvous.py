@@ -19,11 +19,11 @@ from urllib.parse import ParseResult, parse_qs, urlparse
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
-import stores
+import hpcdist_stores as stores
 from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import addresses, environment, slurm_secret, slurm_step
-from stores.errors import LostServerError, wait_timeout
+from hpcdist_stores.errors import LostServerError, wait_timeout
 
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import SupportsIndex, TypeVar
 
-from stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
-from stores.errors import wait_timeout
-from stores.file.log import FileLog
-from stores.file.users import FileUser
+from hpcdist_stores.base import Store, Text, as_amount, as_bytes, as_key_list, deadline_after
+from hpcdist_stores.errors import wait_timeout
+from hpcdist_stores.file.log import FileLog
+from hpcdist_stores.file.users import FileUser
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.01
 

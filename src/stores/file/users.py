@@ -15,8 +15,8 @@ import socket
 import time
 import weakref
 
-from stores.errors import DistError, DistStoreError
-from stores.file.log import FIRST_KEY, NOTE, FileLog
+from hpcdist_stores.errors import DistError, DistStoreError
+from hpcdist_stores.file.log import FIRST_KEY, NOTE, FileLog
 
 LEFT_KEY = b"cleanup/"
 HERE, LEFT = b"here", b"left"

@@ -13,9 +13,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from stores.errors import DistNetworkError, connect_timeout
-from stores.integers import U64
-from stores.tcp.wire import (
+from hpcdist_stores.errors import DistNetworkError, connect_timeout
+from hpcdist_stores.integers import U64
+from hpcdist_stores.tcp.wire import (
     GREETING,
     GREETING_OPEN,
     GREETING_SECRET,

@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
-from stores.tcp.connection import Connection, connect, open_connection
-from stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
+from hpcdist_stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
+from hpcdist_stores.tcp.connection import Connection, connect, open_connection
+from hpcdist_stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
 
 PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
 FIRST_ANSWER_S = 0.05  # the same for the first answer of a request with a deadline

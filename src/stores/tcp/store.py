@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
-from stores.errors import (
+from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
+from hpcdist_stores.errors import (
     DistNetworkError,
     DistStoreError,
     NoAnswerError,
@@ -22,11 +22,11 @@ from stores.errors import (
     wait_timeout,
     wrong_kind,
 )
-from stores.integers import I64, U32, U64
-from stores.tcp.connection import CHUNK, Connection
-from stores.tcp.server.process import ServerProcess, listen, own_address, take_over
-from stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
-from stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_string
+from hpcdist_stores.integers import I64, U32, U64
+from hpcdist_stores.tcp.connection import CHUNK, Connection
+from hpcdist_stores.tcp.server.process import ServerProcess, listen, own_address, take_over
+from hpcdist_stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
+from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_string
 
 _pack = U64.pack
 _i64 = I64.unpack_from

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
-from stores.integers import U32, U64
+from hpcdist_stores.integers import U32, U64
 
 
 class Request(IntEnum):

@@ -20,7 +20,7 @@ from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.naps import nap
 from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
-from stores.keep_alive import is_dropped
+from hpcdist_stores.keep_alive import is_dropped
 
 SPARE = 4  # Works whose message has ended and that may be used again
 SPARE_BYTES = 1 << 16  # of the most memory that such a Work may keep

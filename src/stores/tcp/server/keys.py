@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from stores.tcp.wire import WOKEN
+from hpcdist_stores.tcp.wire import WOKEN
 
 
 class Refused(Exception):

@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from stores.tcp.server.keys import Peer, Refused, Space
-from stores.tcp.server.requests import HANDLERS, set_pair
-from stores.tcp.wire import (
+from hpcdist_stores.tcp.server.keys import Peer, Refused, Space
+from hpcdist_stores.tcp.server.requests import HANDLERS, set_pair
+from hpcdist_stores.tcp.wire import (
     GREETING_SECRET,
     HELLO,
     NONCE_SIZE,

@@ -12,8 +12,8 @@ import resource
 import signal
 import socket
 
-from stores.integers import U32
-from stores.tcp.server.loop import Server
+from hpcdist_stores.integers import U32
+from hpcdist_stores.tcp.server.loop import Server
 
 
 def main(arguments: list[str]) -> None:

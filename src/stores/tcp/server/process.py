@@ -19,19 +19,19 @@ import sys
 import weakref
 from pathlib import Path
 
-from stores.errors import DistStoreError
-from stores.integers import U32
+from hpcdist_stores.errors import DistStoreError
+from hpcdist_stores.integers import U32
 
 BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
 PORT_TRIES = 16
 END_S = 2.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give large values back
 
-# An empty package "stores" of the right path: its modules are found, but its __init__, which imports torch,
+# An empty package "hpcdist_stores" of the right path: its modules are found, but its __init__, which imports torch,
 # never runs.
 _START = (
-    "import sys, types; package = types.ModuleType('stores'); package.__path__ = [sys.argv[1]]; "
-    "sys.modules['stores'] = package; from stores.tcp.server.main import main; main(sys.argv[2:])"
+    "import sys, types; package = types.ModuleType('hpcdist_stores'); package.__path__ = [sys.argv[1]]; "
+    "sys.modules['hpcdist_stores'] = package; from hpcdist_stores.tcp.server.main import main; main(sys.argv[2:])"
 )
 _HOME = str(Path(__file__).resolve().parents[2])
 _LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from stores.integers import I64, U64, parse_i64, wrap_i64
-from stores.tcp.server.keys import Peer, Refused, Space, Wait
-from stores.tcp.wire import (
+from hpcdist_stores.integers import I64, U64, parse_i64, wrap_i64
+from hpcdist_stores.tcp.server.keys import Peer, Refused, Space, Wait
+from hpcdist_stores.tcp.wire import (
     ABSENT,
     CANCELED,
     GREETING,
