@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 import hpcdist as dist
-from hpcdist.cli.bench import collectives, groups, init, objects, overlap, p2p, parser
+from hpcdist.cli.bench import collectives, p2p, parser
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.journal import Journal
 from hpcdist.core.table import ALL_REDUCE
+from tests.bench import groups, init, objects, overlap
 
 KIB, MIB = 1 << 10, 1 << 20
 LATENCY = 1.5  # microseconds that hpcdist may add to a call of MPI

@@ -54,7 +54,7 @@ def test_a_wrong_call_is_2_and_names_the_commands(args, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [[], *([name] for name in cli_main.COMMANDS), ["slurm", "elastic"], ["bench", "ddp"]]
+    "command", [[], *([name] for name in cli_main.COMMANDS), ["submit", "--template", "elastic"], ["bench", "ddp"]]
 )
 def test_help_fits_the_terminal_without_marks(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -66,7 +66,7 @@ def test_help_fits_the_terminal_without_marks(command, capsys, monkeypatch):
 
 
 def test_the_package_runs_as_a_module():
-    done = programs.run([sys.executable, "-m", "hpcdist", "slurm", "--help"])
+    done = programs.run([sys.executable, "-m", "hpcdist", "submit", "--help"])
     assert done.returncode == 0, done.stderr
     assert "templates:" in done.stdout
 
@@ -107,8 +107,8 @@ print("none")
 
 def test_commands_that_need_no_torch_do_not_import_it():
     lines = [
-        *("--help", "--version", "explain", "explain forked-child", "slurm", "slurm cpu train.py", "debug --help"),
-        *("debug 4711", "submit --help", "submit --system slurm --dry-run train.py"),
+        *("--help", "--version", "explain", "explain forked-child", "debug --help"),
+        *("debug 4711", "submit --help", "submit --dry-run train.py"),
     ]
     done = programs.run([sys.executable, "-c", WITHOUT_TORCH, *lines])
     assert (done.stdout, done.returncode) == ("none\n", 0), done.stderr

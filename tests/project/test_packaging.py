@@ -73,7 +73,6 @@ def test_what_is_in_them(built):
         "hpcdist_autoload.py",
         "hpcdist/cli/web_page.html",
         "hpcdist/cli/templates/cpu.sbatch",
-        "hpcdist/cli/templates/job.pbs",
         "hpcdist/cli/templates/train_digits.py",
         "hpcdist/cli/templates/errors.md",
     } <= names

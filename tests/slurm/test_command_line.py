@@ -1,10 +1,10 @@
-"""``python -m hpcdist slurm`` and ``submit`` write and submit job scripts that Slurm runs."""
+"""``python -m hpcdist submit`` submits and writes job scripts that Slurm runs."""
 
 import re
 import subprocess
 import sys
 
-CALL = "import sys; from hpcdist.cli import slurm; sys.exit(slurm.run(sys.argv[1:]))"
+CALL = "import sys; from hpcdist.cli import submit; sys.exit(submit.run(sys.argv[1:]))"
 SIZE = ["--nodes", "2", "--ntasks-per-node", "1"]
 
 
@@ -25,19 +25,10 @@ def options(any_mpi):
 
 
 def test_submit_submits(cluster, jobs, any_mpi, tmp_path):
-    said = call(cluster, tmp_path, "cpu", *SIZE, *options(any_mpi), "--submit", jobs / "mpi_sum.py", "a b")
+    said = call(cluster, tmp_path, *SIZE, "-J", "mine", *options(any_mpi), jobs / "mpi_sum.py", "a b")
     number = re.fullmatch(r"Submitted batch job (\d+)\n", said)
     assert number, said
     job = cluster.wait(number[1])
-    assert job.exit_status == 0, job.output
-    assert "world=2 sum=1 nodes=2 threads=1 arguments=['a b']" in job.output
-
-
-def test_submit_finds_slurm_by_itself(cluster, jobs, any_mpi, tmp_path):
-    size = ["--nodes", "2", "--ranks-per-node", "1", "--name", "mine"]
-    program = CALL.replace("slurm", "submit")
-    said = call(cluster, tmp_path, *size, *options(any_mpi), jobs / "mpi_sum.py", "a b", program=program)
-    job = cluster.wait(re.fullmatch(r"Submitted batch job (\d+)\n", said)[1])
     assert job.exit_status == 0, job.output
     assert job.facts["StdOut"] == str(tmp_path / f"mine-{job.id}.out")
     assert "world=2 sum=1 nodes=2 threads=1 arguments=['a b']" in job.output
@@ -45,14 +36,15 @@ def test_submit_finds_slurm_by_itself(cluster, jobs, any_mpi, tmp_path):
 
 def test_a_written_job_script_takes_more_arguments(cluster, jobs, any_mpi, tmp_path):
     file = tmp_path / "job.sbatch"
-    call(cluster, tmp_path, "cpu", *SIZE, *options(any_mpi), "--write", file, jobs / "mpi_sum.py", "--epochs", "3")
+    given = [*SIZE, "--exclusive", "--dry-run", *options(any_mpi), jobs / "mpi_sum.py", "--epochs", "3"]
+    file.write_text(call(cluster, tmp_path, *given))
     job = cluster.wait(cluster.submit(file, "--lr", "0.1", cwd=tmp_path))
     assert job.exit_status == 0, job.output
     assert "world=2 sum=1 nodes=2 threads=1 arguments=['--epochs', '3', '--lr', '0.1']" in job.output
 
 
 def test_submit_ends_with_the_status_of_sbatch(cluster, jobs, tmp_path):
-    wrong = [sys.executable, "-c", CALL, "cpu", "--partition", "nowhere", "--submit", str(jobs / "mpi_sum.py")]
+    wrong = [sys.executable, "-c", CALL, "--partition", "nowhere", str(jobs / "mpi_sum.py")]
     result = subprocess.run(
         wrong, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor import mpi_library
 from hpcdist.cli.job_arguments import JobParser, described
-from hpcdist.cli.slurm import CHECKOUT, PACKAGED
+from hpcdist.cli.submit import CHECKOUT, PACKAGED
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import environment
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from hpcdist.cli.job_arguments import JobParser, described, is_speaker, wrapped
-from hpcdist.cli.slurm import CHECKOUT, PACKAGED
+from hpcdist.cli.submit import CHECKOUT, PACKAGED
 
 PAGE = "reference/errors.md"
 ANYTHING = "…"  # in a message of the page: what differs from case to case

@@ -26,8 +26,7 @@ COMMANDS = {
     "explain": Command("hpcdist.cli.explain", "say what a message means, what causes it and how to fix it"),
     "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
     "run": Command("hpcdist.cli.run", "run an unmodified script of torch.distributed on hpcdist"),
-    "slurm": Command("hpcdist.cli.slurm", "write or submit a Slurm job from a template"),
-    "submit": Command("hpcdist.cli.submit", "submit a script to the batch system here: Slurm, PBS, Flux or LSF"),
+    "submit": Command("hpcdist.cli.submit", "submit a script to Slurm, or write its job script"),
 }
 MORE = "options of a command: python -m hpcdist COMMAND --help; also: --version"
 

@@ -1,162 +1,228 @@
-"""The command ``submit``: submits a script to the batch system of this machine: Slurm, PBS, Flux or LSF.
+"""The command ``submit``: submits a script to Slurm, by a job template that it fills in.
 
-``python -m hpcdist submit --nodes 4 train.py``. Slurm's jobs are made from ``cpu.sbatch`` and ``gpu.sbatch``, the
-others' from ``job.pbs``, ``job.flux`` and ``job.lsf``. Those say themselves how their batch system spells a size: a
-line ``# submit: TEXT`` is written in place of the line before it, if the options that it names were given; a
-part in ``<>`` is left out without its option.
+``python -m hpcdist submit --nodes 4 train.py``. The templates are the files in ``slurm/``, which ``sbatch`` also takes
+as they are. Options are sbatch's own and become lines of the job script, unchanged; only ``--template``, ``--dry-run``
+and the settings of the template (``--python``, ``--mpi`` …) are not sbatch's.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import shutil
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
-from hpcdist.cli import slurm
-from hpcdist.cli.job_arguments import described
+from hpcdist.cli.job_arguments import described, wrapped
 
-# batch system -> the command that reads a job script from its standard input
-SYSTEMS = {"slurm": ["sbatch"], "pbs": ["qsub"], "flux": ["flux", "batch"], "lsf": ["bsub"]}
-# what the options are called in Slurm's templates
-IN_SLURM = {
-    "nodes": "nodes",
-    "ranks": "ntasks-per-node",
-    "threads": "cpus-per-task",
-    "gpus": "gpus-per-node",
-    "time": "time",
-    "queue": "partition",
-    "account": "account",
-    "name": "job-name",
+PACKAGED = Path(__file__).parent / "templates"  # in an installed wheel
+CHECKOUT = Path(__file__).parents[3] / "slurm"  # in a checkout
+DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)(?:=(\S*))?.*$")
+SETTING = re.compile(r'^: "\$\{HPCDIST_([A-Z_]+):?=(.*?)\}"\s*#\s*(.*)$')
+START = "set -euo pipefail"
+
+# options of sbatch(1) without a value, or with one only after "="; all others have one
+FLAGS = (
+    "contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue overcommit oversubscribe parsable "
+    "propagate quiet reboot requeue spread-job test-only use-min-nodes verbose wait"
+)
+LETTERS = {
+    "A": "account",
+    "a": "array",
+    "b": "begin",
+    "C": "constraint",
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "d": "dependency",
+    "e": "error",
+    "x": "exclude",
+    "G": "gpus",
+    "H": "hold",
+    "i": "input",
+    "J": "job-name",
+    "L": "licenses",
+    "M": "clusters",
+    "k": "no-kill",
+    "w": "nodelist",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "O": "overcommit",
+    "s": "oversubscribe",
+    "p": "partition",
+    "q": "qos",
+    "Q": "quiet",
+    "t": "time",
+    "v": "verbose",
+    "W": "wait",
+    "m": "distribution",
+    "S": "core-spec",
+    "B": "extra-node-info",
 }
-FORMULA = re.compile(r"^# submit: (.*)$")
-OPTIONAL = re.compile(r"<([^<>]*)>")
-TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
-RANKS = 4
+# each asks for GPUs (gres may ask for others); one that is given takes the place of the template's
+GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres")
+USAGE = "usage: python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]"
+Options = dict[str, str | None]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m hpcdist submit",
-        usage="python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]",
-        description=described(__doc__).partition("\n")[0],
-        allow_abbrev=False,
-    )
-    made.add_argument("--system", choices=SYSTEMS, help="the batch system; needed only if there are several")
-    made.add_argument("--dry-run", action="store_true", help="print the job script instead of submitting it")
-    size = made.add_argument_group("size of the job")
-    size.add_argument("--nodes", type=int, default=1, help="nodes (1)")
-    size.add_argument("--ranks-per-node", dest="ranks", type=int, help=f"ranks ({RANKS}, or as many as GPUs)")
-    size.add_argument("--threads-per-rank", dest="threads", type=int, default=1, help="cores of each rank (1)")
-    size.add_argument("--gpus-per-node", dest="gpus", type=int, help="GPUs of each node (none)")
-    size.add_argument("--time", default="00:30:00", help="time limit, HH:MM:SS (00:30:00)")
-    size.add_argument("--queue", help="queue, in Slurm the partition")
-    size.add_argument("--account", help="account, project or bank that pays for the job")
-    size.add_argument("--name", default="hpcdist", help="the job's name (hpcdist)")
-    site = made.add_argument_group("settings of the site")
-    site.add_argument("--python", default=sys.executable, help=f"the Python that has hpcdist ({sys.executable})")
-    site.add_argument("--modules", help="modules to load, separated by spaces")
-    site.add_argument(
-        "--mpi",
-        help="srun's --mpi= (pmix, pmi2), for Flux its -o pmi=, for PBS and LSF whose mpiexec: openmpi, hydra, pals",
-    )
-    made.add_argument("script", help="the Python script that every rank runs")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return made
+def folder() -> Path:
+    """Return where the templates are: in the installed package, or in the checkout."""
+    return PACKAGED if PACKAGED.is_dir() else CHECKOUT
 
 
-def checked(given: argparse.Namespace) -> dict[str, str]:
-    """Return the options that were given and what follows from them, as they are written to a job script.
+def templates() -> dict[str, Path]:
+    """Return the templates by name."""
+    return {path.stem: path for path in sorted(folder().glob("*.sbatch"))}
+
+
+def summary(template: str) -> str:
+    """Return the first sentence of a template."""
+    return template.splitlines()[1].lstrip("# ")
+
+
+def settings(template: str) -> dict[str, tuple[str, str]]:
+    """Return the settings of a site: option -> its default and its meaning."""
+    found = (SETTING.match(line) for line in template.splitlines())
+    return {m[1].lower().replace("_", "-"): (m[2], m[3]) for m in found if m}
+
+
+def parse(args: list[str]) -> tuple[Options, list[str]]:
+    """Return the options before the script, by their long names, and the script with its arguments.
 
     Raises:
-        ValueError: a value that no batch system can read.
+        ValueError: an option without its value, or a letter that is no option of sbatch.
     """
-    given.ranks = given.ranks or given.gpus or RANKS
-    for name in ("nodes", "ranks", "threads", "gpus"):
-        if (value := getattr(given, name)) is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more")
-    time = TIME.fullmatch(given.time)
-    if time is None:
-        raise ValueError(f"--time is {given.time!r}; expected HH:MM:SS")
-    hours, minutes, seconds = map(int, time.groups())
-    follows = {
-        "cores": given.ranks * given.threads,
-        "total": given.nodes * given.ranks,
-        "minutes": hours * 60 + minutes + bool(seconds),
-    }
-    values = {name: str(value) for name in IN_SLURM if (value := getattr(given, name)) is not None}
-    for name, value in values.items():
-        slurm.check_value(name, value)
-    return values | {name: str(value) for name, value in follows.items()}
+    options: Options = {}
+    rest = list(args)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+        else:
+            value = word[2:].removeprefix("=")
+            if (name := "help" if word == "-h" else LETTERS.get(word[1:2], "")) == "":
+                raise ValueError(f"unknown option {word} (sbatch's letters: {', '.join(LETTERS)})")
+            has_value = value
+        if not has_value and name not in (*FLAGS.split(), "dry-run", "help"):
+            if not rest:
+                raise ValueError(f"--{name} has no value")
+            value = rest.pop(0)
+            has_value = "="
+        options[name] = value if has_value else None
+    return options, rest
 
 
-def job_script(system: str, values: dict[str, str], settings: dict[str, str], script: list[str]) -> str:
-    """Return the job script for a batch system.
+def fill(template: str, options: Options, script: list[str]) -> str:
+    """Fill in a template.
 
     Args:
-        system: a key of ``SYSTEMS``.
-        values: of ``checked``.
-        settings: settings of the site by the names of the template, such as ``python``; unknown ones are left out.
+        template: the text of the template.
+        options: option of sbatch or setting of the template -> its value, None for a flag.
         script: the script and its arguments.
-    """
-    if system == "slurm":
-        template = slurm.template("gpu.sbatch" if "gpus" in values else "cpu.sbatch")
-        sizes = {IN_SLURM[name]: value for name, value in values.items() if name in IN_SLURM}
-        return slurm.fill(template, sizes | settings, script)
-    lines: list[str] = []
-    for line in slurm.template(f"job.{system}").splitlines():
-        formula = FORMULA.match(line)
-        if formula is None:
-            lines.append(line)
-        elif (made := written(formula[1], values)) is not None:
-            lines[-1] = made
-    text = "\n".join(lines)
-    settings = settings | {"ranks-per-node": values["ranks"], "threads-per-rank": values["threads"]}
-    known = slurm.settings(text)
-    return slurm.fill(text, {name: value for name, value in settings.items() if name in known}, script)
 
-
-def written(formula: str, values: dict[str, str]) -> str | None:
-    """Return what a formula stands for, or None if an option that it needs was not given."""
-    whole = OPTIONAL.sub(lambda part: written(part[1], values) or "", formula)
-    try:
-        return whole.format_map(values)
-    except KeyError:
-        return None
-
-
-def system_here() -> str:
-    """Return the batch system whose command is on the PATH.
+    Returns:
+        A job script. Arguments given to sbatch after it are appended to those of ``script``.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: a value that sbatch cannot read from a line of the job script.
     """
-    found = [name for name, command in SYSTEMS.items() if shutil.which(command[0])]
-    if len(found) == 1:
-        return found[0]
-    commands = ", ".join(command[0] for command in SYSTEMS.values())
-    if not found:
-        raise ValueError(f"no batch system here (looked for {commands}); --system NAME --dry-run prints a job script")
-    raise ValueError(f"several batch systems here ({', '.join(found)}); choose one with --system")
+    left = with_ranks(options)
+    lines: list[str] = []
+    end_of_directives = 0
+    for line in template.splitlines():
+        if directive := DIRECTIVE.match(line):
+            end_of_directives = len(lines) + 1
+            if directive[1] in left:
+                line = directive_line(directive[1], left.pop(directive[1]))
+            elif directive[1] in GPUS and asks_for_gpus(options):
+                end_of_directives -= 1
+                continue
+        elif setting := SETTING.match(line):
+            name = setting[1].lower().replace("_", "-")
+            if (value := left.pop(name, None)) is not None:
+                line = f"HPCDIST_{setting[1]}={shlex.quote(value)}"
+        lines.append(line)
+        if line == START:
+            lines.append(f'set -- {shlex.join(script)} "$@"')
+    lines[end_of_directives:end_of_directives] = [directive_line(*each) for each in left.items()]
+    return "\n".join(lines) + "\n"
+
+
+def asks_for_gpus(options: Options) -> bool:
+    """Tell whether an option asks for GPUs."""
+    return any(name in GPUS and (name != "gres" or "gpu" in (value or "")) for name, value in options.items())
+
+
+def with_ranks(options: Options) -> Options:
+    """Return options with one rank for each GPU of a node, if they count GPUs and no ranks."""
+    asked = options.get("gpus-per-node") or options.get("gres") or ""
+    count = re.fullmatch(r"(?:[a-z][\w.-]*:)*(\d+)", asked)
+    counts_ranks = any(name in options for name in ("ntasks", "ntasks-per-node", "ntasks-per-gpu"))
+    if count is None or counts_ranks or not asks_for_gpus(options):
+        return dict(options)
+    return options | {"ntasks-per-node": count[1]}
+
+
+def directive_line(name: str, value: str | None) -> str:
+    """Return one ``#SBATCH`` line; sbatch ends a value at white space and ``#``, and reads quotes."""
+    if value is None:
+        return f"#SBATCH --{name}"
+    if not value or re.search(r"[\s#'\"\\]", value):
+        raise ValueError(
+            f"--{name} {value!r} cannot be written to a job script; expected no spaces, quotes, '#' or backslash"
+        )
+    return f"#SBATCH --{name}={value}"
+
+
+def usage(name: str, template: str) -> str:
+    """Return the help: the templates, and the settings of one of them."""
+    about = {each: summary(path.read_text()) for each, path in templates().items()}
+    found = settings(template)
+    if "image" not in found:  # whose Python is its own
+        found["python"] = (sys.executable, "the Python that has hpcdist")
+    own = {
+        "template NAME": f"the kind of job ({name})",
+        "dry-run": "print the job script instead of submitting it",
+        **{each: f"{meaning} ({default})" if default else meaning for each, (default, meaning) in found.items()},
+    }
+    return "\n".join(
+        [
+            *(USAGE, "", wrapped(described(__doc__).replace("\n", " ")), "", "templates:"),
+            *(wrapped(f"  {each:<10} {text}", " " * 13) for each, text in about.items()),
+            *("", f"options beside sbatch's, with the template {name}:"),
+            *(wrapped(f"  --{each:<16} {text}", " " * 21) for each, text in own.items()),
+        ]
+    )
 
 
 def run(args: list[str]) -> int:
-    """Run ``python -m hpcdist submit``.
-
-    Returns:
-        0, or the exit status of the batch system's command, or 2 for wrong arguments.
-    """
-    made = parser()
-    given = made.parse_args(args)
-    settings = {name: value for name in ("python", "modules", "mpi") if (value := getattr(given, name)) is not None}
+    """Run ``python -m hpcdist submit``; return 0, or the exit status of sbatch, or 2 for wrong arguments."""
     try:
-        values = checked(given)
-        system = given.system or system_here()
-        filled = job_script(system, values, settings, [given.script, *given.arguments])
+        options, script = parse(args)
+        name = options.pop("template", None) or ("gpu" if asks_for_gpus(options) else "cpu")
+        if name not in templates():
+            raise ValueError(f"no template {name!r} (known: {', '.join(templates())})")
+        template = templates()[name].read_text()
+        if "help" in options:
+            print(usage(name, template))
+            return 0
+        if not script:
+            raise ValueError("no script to run")
+        is_dry = "dry-run" in options
+        options.pop("dry-run", None)
+        if "image" not in settings(template):
+            options.setdefault("python", sys.executable)
+        filled = fill(template, options, script)
     except ValueError as error:
-        made.error(str(error))
-    if given.dry_run:
+        print(f"{USAGE}\nerror: {error}; options: python -m hpcdist submit --help", file=sys.stderr)
+        return 2
+    if is_dry:
         sys.stdout.write(filled)
         return 0
-    return slurm.submit_job(SYSTEMS[system], filled)
+    try:
+        return subprocess.run(["sbatch"], input=filled, text=True, check=False).returncode
+    except FileNotFoundError:
+        print("error: no sbatch on the PATH; run this on the cluster, or keep the script (--dry-run)", file=sys.stderr)
+        return 1

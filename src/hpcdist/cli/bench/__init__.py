@@ -22,18 +22,10 @@ from hpcdist.cli.job_arguments import JobParser, described
 # subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
 SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
-    "latency": "hpcdist.cli.bench.latency",
     "p2p": "hpcdist.cli.bench.p2p",
-    "objects": "hpcdist.cli.bench.objects",
-    "varied": "hpcdist.cli.bench.varied",
-    "halo": "hpcdist.cli.bench.halo",
-    "groups": "hpcdist.cli.bench.groups",
-    "overlap": "hpcdist.cli.bench.overlap",
-    "init": "hpcdist.cli.bench.init",
     "crossover": "hpcdist.cli.bench.crossover",
     "ddp": "hpcdist.cli.bench.ddp",
     "torch": "hpcdist.cli.bench.torch_libraries",
-    "reproducible": "hpcdist.cli.bench.reproducible",
 }
 
 

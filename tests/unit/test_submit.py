@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cli import slurm
+from hpcdist.cli import submit
 
 NAMES = ["apptainer", "array", "cpu", "elastic", "gpu", "hybrid", "requeue", "store", "torchrun"]
 FOLDER = Path(__file__).parents[2] / "slurm"
 
 
-def filled(capsys, *arguments):
-    assert slurm.run(list(arguments)) == 0
+def filled(capsys, name, *arguments):
+    assert submit.run(["--template", name, "--dry-run", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -28,7 +28,7 @@ def site(template):
 
 
 def test_every_template_can_be_filled_in():
-    assert list(slurm.templates()) == NAMES == sorted(path.stem for path in FOLDER.glob("*.sbatch"))
+    assert list(submit.templates()) == NAMES == sorted(path.stem for path in FOLDER.glob("*.sbatch"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,7 +40,7 @@ def test_what_a_site_edits_stands_together_at_the_top(name):
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives
     assert set(directives) < set(block)
-    assert len(slurm.settings("\n".join(block))) == len(slurm.settings(text)) == text.count(': "${HPCDIST_')
+    assert len(submit.settings("\n".join(block))) == len(submit.settings(text)) == text.count(': "${HPCDIST_')
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -84,7 +84,7 @@ def test_arguments_survive_the_shell(capsys):
 
 @pytest.mark.parametrize("value", ["", "1 2", "1#2", "x\n#SBATCH --exclusive", "'1'"])
 def test_a_value_that_would_break_its_line_is_refused(value, capsys):
-    assert slurm.run(["cpu", "--partition", value, "train.py"]) == 2
+    assert submit.run(["--partition", value, "train.py"]) == 2
     seen = capsys.readouterr()
     assert seen.out == ""
     assert f"--partition {value!r} cannot be written to a job script" in seen.err
@@ -93,33 +93,55 @@ def test_a_value_that_would_break_its_line_is_refused(value, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "usage: "),
-        (["mpi", "train.py"], "no template 'mpi' (known: apptainer, array, cpu, "),
-        (["cpu"], "required: script"),
-        (["cpu", "--node", "3", "train.py"], "unrecognized arguments: --node"),
-        (["cpu", "--sweep", "x", "train.py"], "unrecognized arguments: --sweep"),
+        ([], "no script to run"),
+        (["--template", "mpi", "train.py"], "no template 'mpi' (known: apptainer, array, cpu, "),
+        (["--nodes"], "--nodes has no value"),
+        (["-z", "3", "train.py"], "unknown option -z (sbatch's letters: A, "),
+        (["--exclusive"], "no script to run"),
     ],
 )
 def test_a_wrong_call_says_what_is_known(arguments, message, capsys):
-    assert slurm.run(arguments) == 2
+    assert submit.run(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_help_lists_the_templates_and_each_template_its_options(capsys):
-    listed = filled(capsys, "--help")
+def directives(script):
+    return [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_options_of_sbatch_pass_through_in_every_form(capsys):
+    given = ["-N4", "-p", "long", "--exclusive", "--nice=7", "-H", "--array", "0-7%2", "--constraint=a&b", "-n", "8"]
+    found = directives(filled(capsys, "cpu", *given, "--", "train.py"))
+    assert {"nodes=4", "partition=long", "exclusive", "nice=7", "hold", "array=0-7%2", "constraint=a&b"} < {*found}
+    assert len({line.partition("=")[0] for line in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "ranks"),
+    [
+        (["--gpus-per-node", "4"], "gpus-per-node=4", "ntasks-per-node=4"),
+        (["--gres=gpu:a100:3"], "gres=gpu:a100:3", "ntasks-per-node=3"),
+        (["--gres", "gpu:4", "--ntasks-per-node", "2"], "gres=gpu:4", "ntasks-per-node=2"),
+        (["-G", "8", "-n", "8"], "gpus=8", "ntasks=8"),
+        (["--gres", "lustre:1"], "gres=lustre:1", "ntasks-per-node=4"),
+    ],
+)
+def test_an_option_that_asks_for_gpus_chooses_the_template_and_its_ranks(given, expected, ranks, capsys):
+    assert submit.run([*given, "--dry-run", "train.py"]) == 0
+    found = directives(capsys.readouterr().out)
+    assert {expected, ranks} < {*found}
+    assert [line for line in found if line.startswith(("gpus", "gres"))] == [expected]
+    assert ("job-name=gpu" in found) is ("lustre" not in expected)
+
+
+def test_help_lists_the_templates_and_the_settings_of_one(capsys):
+    listed = filled(capsys, "cpu", "--help")
     assert all(f"\n  {name} " in listed for name in NAMES)
-    options = filled(capsys, "requeue", "--help")
-    assert "--max-restarts" in options
-    assert "B:USR1@120" in options
-
-
-def test_output_goes_to_the_file_that_was_named(capsys, tmp_path):
-    file = tmp_path / "job.sbatch"
-    assert filled(capsys, "cpu", "--write", str(file), "train.py") == ""
-    assert file.read_text() == filled(capsys, "cpu", "train.py")
+    assert "--max-restarts" in filled(capsys, "requeue", "-h")
+    assert "--max-restarts" not in listed
 
 
 def test_submitting_without_sbatch_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert slurm.run(["cpu", "--submit", "train.py"]) == 1
+    assert submit.run(["train.py"]) == 1
     assert "no sbatch on the PATH" in capsys.readouterr().err

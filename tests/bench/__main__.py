@@ -1,0 +1,16 @@
+"""The command ``bench`` with the subjects that only concern those who work on hpcdist.
+
+mpirun -n 2 python -m tests.bench [SUBJECT] [OPTION...]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hpcdist.cli import bench
+
+SUBJECTS = ("latency", "objects", "varied", "halo", "groups", "overlap", "init", "reproducible")
+
+if __name__ == "__main__":
+    bench.SUBJECTS |= {name: f"tests.bench.{name}" for name in SUBJECTS}
+    sys.exit(bench.run(sys.argv[1:]))
