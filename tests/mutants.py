@@ -380,7 +380,7 @@ MUTANTS = [
 def copy_project(folder: Path) -> None:
     """Copy what the tests need."""
     for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 

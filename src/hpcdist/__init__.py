@@ -22,6 +22,7 @@ Importing hpcdist initialises no MPI. It imports torch with the first use of a p
 torch do without it.
 """
 
+import gc as _gc
 import sys as _sys
 import typing as _typing
 from importlib import import_module as _import_module
@@ -67,7 +68,13 @@ def _complete() -> None:
     """Import the public names."""
     if _FINDER in _sys.meta_path:
         _sys.meta_path.remove(_FINDER)
-    found = vars(_import_module("hpcdist.public"))
+    is_collecting = _gc.isenabled()
+    _gc.disable()  # modules stay: a search for garbage, which goes through all of torch's, takes longer than they do
+    try:
+        found = vars(_import_module("hpcdist.public"))
+    finally:
+        if is_collecting:
+            _gc.enable()
     globals().update({name: value for name, value in found.items() if name == "__all__" or not name.startswith("__")})
 
 

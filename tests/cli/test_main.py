@@ -108,7 +108,7 @@ print("none")
 def test_commands_that_need_no_torch_do_not_import_it():
     lines = [
         *("--help", "--version", "explain", "explain forked-child", "debug --help"),
-        *("debug 4711", "submit --help", "submit --dry-run train.py"),
+        *("debug 4711", "debug --pid 1", "submit --help", "submit --dry-run train.py"),
     ]
     done = programs.run([sys.executable, "-c", WITHOUT_TORCH, *lines])
     assert (done.stdout, done.returncode) == ("none\n", 0), done.stderr
@@ -150,3 +150,23 @@ def test_the_public_names_come_with_torch_or_with_their_first_use(first):
     autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = programs.run([sys.executable, "-c", NAMES.format(first=first)], **autoload)
     assert done.stdout == "'module' object has no attribute 'nonsense'\n", done.stderr
+
+
+ADDED = """
+import gc, sys
+import torch
+before, searches = {*sys.modules}, []
+gc.callbacks.append(lambda phase, about: searches.append(about["generation"]))
+import hpcdist
+hpcdist.all_reduce
+assert gc.isenabled() and 2 not in searches, searches
+print(*sorted({name.split(".")[0] for name in sys.modules.keys() - before}))
+"""
+NEEDED = {"hpcdist", "hpcdist_stores", "torch", "hostlist", "hmac", "ipaddress", "secrets"}
+
+
+def test_hpcdist_adds_few_modules_to_torch():
+    """The standard library's statistics took longer than all of hpcdist, and a search for garbage as long again."""
+    done = programs.run([sys.executable, "-c", ADDED])
+    assert set(done.stdout.split()) <= NEEDED, done.stdout
+    assert done.returncode == 0, done.stderr

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from hpcdist.cli import running_job
-from hpcdist.core.errors import printable
-from hpcdist.watch import inspection
+from hpcdist.core.printing import printable
+from hpcdist.watch import debug_socket
 from hpcdist.watch.channel import Channel
+from hpcdist.watch.debug_socket import DebugSocket, ranks_on_this_machine
 from hpcdist.watch.flight_recorder import Recorder
-from hpcdist.watch.inspection import DebugSocket, ranks_on_this_machine
 
 JOB = f"a job {os.getpid()}"  # other tests may run beside these on this machine
 INPUTS = int(os.environ.get("HPCDIST_FUZZ", "300"))
@@ -56,7 +56,7 @@ def channel() -> Iterator[Channel]:
 @pytest.fixture
 def served(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> Iterator[DebugSocket]:
     """A rank's socket, which a thread answers."""
-    monkeypatch.setattr(inspection, "CLIENT_SECONDS", 30.0)  # the thread may be late on a busy machine
+    monkeypatch.setattr(debug_socket, "CLIENT_SECONDS", 30.0)  # the thread may be late on a busy machine
     made, ends = DebugSocket(), threading.Event()
 
     def answers() -> None:
@@ -79,7 +79,7 @@ def own_answers() -> list[dict[str, Any]]:
 def test_whatever_is_written_to_the_socket_the_next_client_is_answered(
     served: DebugSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "CLIENT_SECONDS", 5.0)  # on a busy machine too
+    monkeypatch.setattr(debug_socket, "CLIENT_SECONDS", 5.0)  # on a busy machine too
     made, name = random.Random(3), served.sockets[0].getsockname()
     for number in range(INPUTS):
         with socket.socket(socket.AF_UNIX) as client:
@@ -100,7 +100,7 @@ def test_a_socket_of_another_user_is_not_believed(channel: Channel, monkeypatch:
         impostor.stdout.readline()
         try:
             assert "a trap" not in [each["job"] for each in ranks_on_this_machine()]
-            monkeypatch.setattr(inspection, "is_same_user", lambda connection: True)
+            monkeypatch.setattr(debug_socket, "is_same_user", lambda connection: True)
             assert "a trap" in [each["job"] for each in ranks_on_this_machine()]  # the check it is that keeps it out
         finally:
             impostor.kill()
@@ -109,7 +109,7 @@ def test_a_socket_of_another_user_is_not_believed(channel: Channel, monkeypatch:
 @pytest.mark.parametrize("answer", [b"", b"[" * 50_000, b"{}", b"\xff", b"9" * 70_000], ids=range(5))
 def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"\0{inspection.PREFIX}{os.getuid()}-{os.getpid()}")
+        listening.bind(f"\0{debug_socket.PREFIX}{os.getuid()}-{os.getpid()}")
         listening.listen()
 
         def answers() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpcdist.core.errors import write_to_stderr
+from hpcdist.core.printing import write_to_stderr
 from hpcdist.watch import report
 
 BARRIER = {

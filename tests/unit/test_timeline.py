@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import hpcdist as dist
-from hpcdist.beyond.timeline import Share, Timeline, sized
+from hpcdist.beyond.timeline import Share, Timeline
+from hpcdist.core.printing import sized
 from hpcdist.watch.timing import COLLECTIVE, MESSAGE, TimedCall
 
 MS = 1_000_000

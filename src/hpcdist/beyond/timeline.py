@@ -7,11 +7,11 @@ taken to drift evenly.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hpcdist.core.journal import MESSAGES
+from hpcdist.core.printing import aligned_text, sized
 from hpcdist.watch.timing import COLLECTIVE, WAIT, TimedCall
 
 COLUMNS = ("call", "calls", "bytes", "time s", "share", "median µs", "waiting s", "where")
@@ -132,6 +132,8 @@ class Timeline:
 
     def rows(self) -> list[Row]:
         """Return the rows of the summary, the longest first, those that block before asynchronous ones."""
+        from statistics import median  # not at every start of a program: it imports decimal
+
         found: dict[tuple[bool, str, str], list[tuple[TimedCall, int]]] = defaultdict(list)
         for rank, calls in enumerate(self.calls):
             for place, call in enumerate(calls):
@@ -247,25 +249,3 @@ def aligned(share: Share, first: int, last: int) -> tuple[int, int, list[TimedCa
 def name_of(call: TimedCall) -> str:
     """Return what a call is called in the table and the trace."""
     return f"wait({call.name})" if call.kind == WAIT else call.name
-
-
-def sized(nbytes: float) -> str:
-    """Return a number of bytes with a unit: ``1.5 KiB``, ``64 MiB``."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if nbytes >= 1024:
-            nbytes, unit = nbytes / 1024, larger
-    return f"{nbytes:.0f} {unit}" if nbytes >= 10 or unit == "B" else f"{nbytes:.1f} {unit}"
-
-
-def aligned_text(rows: Iterable[Sequence[str]], to_the_left: set[int]) -> str:
-    """Return rows of cells as lines with columns of one width."""
-    cells = list(rows)
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in to_the_left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )

@@ -63,8 +63,8 @@ def run(args: list[str]) -> int:
         return run_there([*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest])
     if given.job is not None and not re.fullmatch(r".+:\d+", given.job):
         parser().error(f"{given.job!r}: expected a Slurm job's number or HOST:PORT")
-    from hpcdist.cli.running_job import as_html, as_text, at, find, look, serve  # which imports torch
-    from hpcdist.core.errors import printable
+    from hpcdist.cli.running_job import as_html, as_text, at, find, look, serve
+    from hpcdist.core.printing import printable
 
     try:
         job = find(given.pid) if given.job is None else at(given.job)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from hpcdist.beyond.timeline import aligned_text, sized
 from hpcdist.cli import web_page
-from hpcdist.core.errors import printable
+from hpcdist.core.printing import aligned_text, printable, sized
 from hpcdist.core.ranks import listed, plural
 from hpcdist.launch import arrival
-from hpcdist.watch import inspection, report
+from hpcdist.watch import debug_socket, report
 from hpcdist.watch.channel import Channel, Endpoint, key_of
 from hpcdist.watch.liveness import Liveness
 
@@ -58,7 +58,7 @@ class Picture(NamedTuple):
 def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
     """Ask ranks where they are."""
     seconds = ANSWER_SECONDS + len(ranks) * RANK_SECONDS
-    return channel.ask(ranks, "inspect", inspection.INSPECTED, seconds, first=first)
+    return channel.ask(ranks, "inspect", debug_socket.INSPECTED, seconds, first=first)
 
 
 def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
@@ -81,7 +81,7 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
         if answer is None:
             raise ConnectionError(
                 f"no answer from rank {rank} at {endpoint.host}:{endpoint.port}: the job has ended, it was started "
-                f"with another {inspection.SECRET_VARIABLE}, or UDP is blocked"
+                f"with another {debug_socket.SECRET_VARIABLE}, or UDP is blocked"
             )
         told = answer["inspected"]
         known.update((each, Endpoint(*where)) for each, where in told["endpoints"])
@@ -98,8 +98,8 @@ def find(pid: int | None) -> Job:
     Raises:
         ConnectionError: there is none, or several.
     """
-    allocation = inspection.slurm_job()
-    said = [(each, Endpoint(*each["endpoint"])) for each in inspection.ranks_on_this_machine()]
+    allocation = debug_socket.slurm_job()
+    said = [(each, Endpoint(*each["endpoint"])) for each in debug_socket.ranks_on_this_machine()]
     jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
     for each, endpoint in said:
         if endpoint.pid == pid or (pid is None and allocation in ("", each["slurm_job"])):
@@ -122,9 +122,9 @@ def at(address: str) -> Job:
     Raises:
         ConnectionError: no secret, or no answer.
     """
-    secret, (host, _, port) = os.environ.get(inspection.SECRET_VARIABLE, ""), address.rpartition(":")
+    secret, (host, _, port) = os.environ.get(debug_socket.SECRET_VARIABLE, ""), address.rpartition(":")
     if not secret:
-        raise ConnectionError(f"set {inspection.SECRET_VARIABLE} here to what it was when the job started")
+        raise ConnectionError(f"set {debug_socket.SECRET_VARIABLE} here to what it was when the job started")
     return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), "", 0, "", "", "", host), True)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 from torch.distributed import (
@@ -33,7 +30,6 @@ __all__ = [
     "explained",
     "not_initialized",
     "run_hook",
-    "write_to_stderr",
 ]
 
 
@@ -90,22 +86,3 @@ def run_hook(hook: Callable[..., Any], *exception: Any) -> None:
         hook(*exception)
     except Exception:
         traceback.print_exc()
-
-
-def printable(text: str) -> str:
-    """Return a text without what would command a terminal: its control characters are shown as Python writes them."""
-    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
-
-
-def write_to_stderr(text: str) -> None:
-    """Write to stderr, whole, if that can be done; the caller, who may be about to abort the job, goes on in any case.
-
-    While torch's hook for uncaught exceptions runs, ``sys.stderr`` is a buffer that torch prints when the hooks before
-    it have returned; ours aborts the job instead. So a buffer is passed over.
-    """
-    stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-    with suppress(Exception):  # it is None, closed or broken, or of the program's own
-        sys.stdout.flush()
-    with suppress(Exception):
-        stream.write(text)  # type: ignore[union-attr]  # None is one of the cases
-        stream.flush()  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Timer
 from typing import NamedTuple
 
-from hpcdist.core.errors import write_to_stderr
+from hpcdist.core.printing import write_to_stderr
 from hpcdist.core.ranks import listed
 from hpcdist.launch import environment
 

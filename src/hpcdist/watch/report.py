@@ -6,11 +6,13 @@ A rank that gives no answer is said to be outside the call only if its process i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.core.ranks import listed
-from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS
+
+if TYPE_CHECKING:  # the command debug needs no torch
+    from hpcdist.watch.calls_under_way import UnderWay
 
 Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
 

@@ -27,17 +27,19 @@ from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError, explained, printable, write_to_stderr
+from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.group import Group
+from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.readiness import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_states import CallStates, Decision, Means, State
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import LARGEST, Channel, Message, key_of
+from hpcdist.watch.debug_socket import SECRET_VARIABLE, DebugSocket, slurm_job
 from hpcdist.watch.flight_recorder import Recorder
 from hpcdist.watch.inquiry import RANK_SECONDS, SUBJECT, VERDICT, Inquiries, Subject, Verdict, turn, witnessed
-from hpcdist.watch.inspection import SECRET_VARIABLE, DebugSocket, Inspection, program, slurm_job
+from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.meeting import Meeting

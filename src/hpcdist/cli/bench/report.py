@@ -17,8 +17,8 @@ from rich.table import Table
 from hpcdist.backends.mpi.node import network, thresholds
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.thresholds import Network
-from hpcdist.beyond.timeline import sized
 from hpcdist.cli.bench.timing import Bench, Figure
+from hpcdist.core.printing import sized
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has

@@ -12,6 +12,7 @@ import numpy as np
 from hpcdist.beyond.timeline import sized
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
+from hpcdist.core.printing import sized
 from hpcdist.core.ranks import plural
 from hpcdist.launch import environment, topology
 

@@ -10,6 +10,7 @@ import torch
 import hpcdist as dist
 from hpcdist.beyond.timeline import sized
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.core.printing import sized
 from hpcdist.core.ranks import plural
 from hpcdist.launch import environment
 

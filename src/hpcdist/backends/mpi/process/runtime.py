@@ -29,7 +29,8 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
-from hpcdist.core.errors import DistBackendError, explained, run_hook, write_to_stderr
+from hpcdist.core.errors import DistBackendError, explained, run_hook
+from hpcdist.core.printing import write_to_stderr
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
 from hpcdist.launch.environment import Launch, detect

@@ -1,0 +1,49 @@
+"""Printed text: sizes, tables, text of others without control characters, and lines for stderr."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+
+def sized(nbytes: float) -> str:
+    """Return a number of bytes with a unit: ``1.5 KiB``, ``64 MiB``."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if nbytes >= 1024:
+            nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.0f} {unit}" if nbytes >= 10 or unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def aligned_text(rows: Iterable[Sequence[str]], to_the_left: set[int]) -> str:
+    """Return rows of cells as lines with columns of one width."""
+    cells = list(rows)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in to_the_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def printable(text: str) -> str:
+    """Return a text without what would command a terminal: its control characters are shown as Python writes them."""
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+
+
+def write_to_stderr(text: str) -> None:
+    """Write to stderr, whole, if that can be done; the caller, who may be about to abort the job, goes on in any case.
+
+    While torch's hook for uncaught exceptions runs, ``sys.stderr`` is a buffer that torch prints when the hooks before
+    it have returned; ours aborts the job instead. So a buffer is passed over.
+    """
+    stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+    with suppress(Exception):  # it is None, closed or broken, or of the program's own
+        sys.stdout.flush()
+    with suppress(Exception):
+        stream.write(text)  # type: ignore[union-attr]  # None is one of the cases
+        stream.flush()  # type: ignore[union-attr]

@@ -1,0 +1,104 @@
+"""Debug socket: by which ``python -m hpcdist debug`` finds a rank, and the shapes of what is said; without torch.
+
+It is a socket of the machine's kernel with the process's id in its name, which leaves no file behind. Each side asks
+the kernel whose the other one is, and talks to the same user (or root) only. The client is told where the rank's
+watchdog listens and its key; everything else is asked for there, over the ``channel``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpcdist.watch.channel import fits
+from hpcdist.watch.report import WHERE
+
+PREFIX = "hpcdist-"
+SECRET_VARIABLE = "HPCDIST_DEBUG_SECRET"
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
+CLIENT_SECONDS = 2.0  # how long a rank may take to say where it is found
+LARGEST = 1 << 16  # bytes that it may say
+
+# shapes of what is said (``channel.fits``)
+ENDPOINT = [[str], int, int, str, str, int, str, str, str, str]
+FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "size": int, "endpoint": ENDPOINT}
+GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("rank", "size", "collectives", "messages"), int)}
+INSPECTED = {
+    **WHERE,
+    "inspected": {
+        "stack": [str],
+        "groups": {str: GROUP},
+        "calls": [[str, str, bool, int, int, int, int]],
+        "endpoints": [[int, ENDPOINT]],
+        "size": int,
+    },
+}
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Tell whether the process at the other end of a socket of the kernel's is this user's, or root's."""
+    _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return user in (0, os.getuid())
+
+
+class DebugSocket:
+    """The socket by which processes of the same user on this machine find a rank.
+
+    Attributes:
+        sockets: it; none on a system without such names, where a job is found by its address only.
+    """
+
+    def __init__(self) -> None:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sockets = [made]
+        try:
+            made.bind(f"\0{PREFIX}{os.getuid()}-{os.getpid()}")
+            made.listen(8)
+            made.setblocking(False)
+        except OSError:
+            self.sockets = []
+
+    def close(self) -> None:
+        """Close the socket."""
+        for each in self.sockets:
+            each.close()
+
+    def answer(self, said: dict[str, Any]) -> None:
+        """Say something to a process of this user that has connected; turn others away."""
+        with suppress(OSError):
+            client, _ = self.sockets[0].accept()
+            with client:
+                client.setblocking(False)  # it has room for this
+                if is_same_user(client):
+                    client.send(json.dumps(said).encode())
+
+
+def ranks_on_this_machine() -> list[dict[str, Any]]:
+    """Return what the ranks of this user on this machine say at their sockets."""
+    own, found = f"@{PREFIX}{os.getuid()}-", []
+    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").split("\n") if own in line}
+    for name in sorted(names):
+        with suppress(OSError, ValueError, RecursionError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            # not by settimeout, which fails at once while others wait to be answered
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(CLIENT_SECONDS), 0))
+            client.connect("\0" + name[1:])
+            client.settimeout(CLIENT_SECONDS)
+            if not is_same_user(client):  # another user may listen under any name
+                continue
+            said = b""
+            while len(said) < LARGEST and (part := client.recv(LARGEST)):
+                said += part
+            if fits(answer := json.loads(said), FOUND):
+                found.append(answer)
+    return found
+
+
+def slurm_job() -> str:
+    """Return the number of the Slurm job that this process runs in, or nothing."""
+    return os.environ.get("SLURM_JOB_ID", "")
