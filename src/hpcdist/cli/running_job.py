@@ -10,7 +10,6 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from hpcdist.beyond.timeline import aligned_text, sized
 from hpcdist.cli import web_page
 from hpcdist.core.printing import aligned_text, printable, sized
 from hpcdist.core.ranks import listed, plural

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.beyond.timeline import sized
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
 from hpcdist.core.printing import sized

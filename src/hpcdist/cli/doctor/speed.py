@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 import hpcdist as dist
-from hpcdist.beyond.timeline import sized
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core.printing import sized
 from hpcdist.core.ranks import plural
