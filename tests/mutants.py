@@ -114,7 +114,7 @@ MUTANTS = [
         ISSUE,
         "            journal.retract(record)\n            raise\n",
         "            raise\n",
-        "mpi/test_bad_input.py torch/test_methods.py",
+        "unit/test_journal.py",
     ),
     Mutant(
         ISSUE,
@@ -144,7 +144,7 @@ MUTANTS = [
         ISSUE,
         "        backend.check_reduction(row, either.dtype, op)\n",
         "",
-        "mpi/test_bad_input.py mpi/test_collectives.py",
+        "unit/test_journal.py",
     ),
     Mutant(
         ISSUE,
@@ -347,7 +347,7 @@ MUTANTS = [
         f"{TCP}/session.py",
         "        session.lock = threading.Lock()\n        session.close()\n",
         "        pass\n",
-        "stores/test_tcp_store.py:fork stores/test_mixed_processes.py",
+        "stores/test_tcp_store.py:fork",
     ),
     Mutant(
         f"{TCP}/session.py",

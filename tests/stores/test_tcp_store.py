@@ -279,6 +279,34 @@ def test_the_server_outlives_a_forked_child():
     assert store.get("k") == b"child"
 
 
+def test_a_child_that_is_forked_in_the_middle_of_a_request_has_a_connection_of_its_own():
+    """On the parent's it would wait for the thread that has it, and read the answer to the parent's request."""
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    store.multi_set(["k", "other"], ["1", "2"])
+    server = store._server.process.pid
+    answers, parents = [], store._session.connection.sock.getsockname()
+    thread = threading.Thread(target=lambda: answers.append(store.get("k")))
+    os.kill(server, signal.SIGSTOP)
+    try:
+        thread.start()
+        while not store._session.lock.locked():
+            time.sleep(0.001)
+        time.sleep(0.05)  # it has sent its request
+        if (child := os.fork()) == 0:
+            store.set_timeout(timedelta(seconds=5))
+            code = 1
+            try:
+                is_answered = store.get("other") == b"2"
+                code = 0 if is_answered and store._session.connection.sock.getsockname() != parents else 2
+            finally:
+                os._exit(code)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join(30)
+    assert answers == [b"1"]
+
+
 @pytest.fixture
 def interruptible():
     """Take SIGINT as Python does, also where the tests run in the background and the shell has it ignored."""

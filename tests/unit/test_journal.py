@@ -133,3 +133,15 @@ def test_a_method_gives_its_call_a_limit(group: ProcessGroup) -> None:
     group.barrier().wait()
     assert group.journal.limit(RING.last()) is None
     assert not group.journal.asked
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_call_that_the_library_refuses_is_refused_at_once_and_not_counted(
+    group: ProcessGroup, step: int, is_async: bool
+) -> None:
+    """The fast way asks the library, the other one asks before it stages a copy or queues the call."""
+    values = torch.ones(4)[::step]
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=r"BAND|float"):
+        issue(ALL_REDUCE, group, values, values, torch.distributed.ReduceOp.BAND, None, is_async)
+    assert group.journal.sequence == 0
