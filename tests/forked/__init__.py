@@ -3,7 +3,7 @@
 For programs whose start is not what the test is about. ``python()`` returns what stands in the place of
 ``sys.executable``: a small client, which any launcher may start. It hands its arguments, environment, folder and open
 files to the server, whose child becomes the program; it passes signals on, and ends as the child did. If the client is
-killed, so is the child.
+killed, so is the child; if this process is, so are all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def server() -> str:
     path = str(programs.TEMPORARY / "forked")
     process = subprocess.Popen(
         [sys.executable, HERE / "server.py", path],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # it ends with this process, however that ends
         stdout=subprocess.PIPE,
         env=programs.environment(),
         start_new_session=True,

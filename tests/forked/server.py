@@ -38,11 +38,14 @@ def serve(path: str) -> tuple[list[str], dict[str, str]]:
     print("listens", flush=True)
     events = selectors.DefaultSelector()
     events.register(listener, selectors.EVENT_READ)
+    events.register(sys.stdin, selectors.EVENT_READ)  # a pipe of whoever started this: it can be read when they end
     ends: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a child's end: its process id and client
     children: dict[socket.socket, tuple[int, int]] = {}  # by client: the process id, and the descriptor of its end
     while True:
         for key, _ in events.select():
-            if key.fileobj is listener:
+            if key.fileobj is sys.stdin:
+                os._exit(0)  # the kernel ends the children
+            elif key.fileobj is listener:
                 client, _ = listener.accept()
                 head, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
                 request = json.loads(read(client, int.from_bytes(head, "little")))
