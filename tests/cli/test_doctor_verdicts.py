@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hpcdist.cli.doctor import devices, installed, memory, mpi_library, network, placement, slurm_step, speed
+from hpcdist.cli.doctor import devices, installed, memory, mpi_library, mpi_world, network, placement, slurm_step, speed
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM
 from hpcdist.cli.doctor.supervision import supervise
 from hpcdist.core.ranks import listed
@@ -43,6 +43,16 @@ def test_versions_that_differ_are_a_problem_and_say_where():
     assert "2.99.0 on rank 1" in problem.text
     assert "on ranks 0, 2, 3" in problem.text
     assert problem.mend
+
+
+@pytest.mark.parametrize(
+    ("has_btl_ofi", "seconds", "is_named"), [(True, 1.3, True), (True, 0.4, False), (False, 1.3, False)]
+)
+def test_the_second_that_open_mpi_sleeps_is_advice(has_btl_ofi, seconds, is_named):
+    world = {"world": 2, "thread_level": "MULTIPLE", "ulfm": "works", "large_counts": True, "gpu_memory": None}
+    facts = [{"mpi_world": {**world, "has_btl_ofi": has_btl_ofi, "start_seconds": seconds}}] * 2
+    advice = [each for each in mpi_world.judge(facts) if each.level == ADVICE]
+    assert [("1.3 s" in each.text, "OMPI_MCA_btl=^ofi" in each.mend) for each in advice] == [(True, True)] * is_named
 
 
 def test_more_ranks_than_cores_is_advice():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
+import hpcdist
 from tests.programs import mpirun, run
 
 pytestmark = pytest.mark.timeout(300)
@@ -200,3 +203,12 @@ def test_an_uncaught_exception_ends_the_job(tmp_path, door):
     assert "[rank 1 of 3] uncaught exception" in result.stderr
     assert "the program has a hook of its own\nTraceback" in result.stderr
     assert "ZeroDivisionError: on purpose" in result.stderr
+
+
+def test_the_installed_copy_of_what_import_torch_calls_is_that_of_this_package():
+    """An editable installation has a copy of it; ``make`` installs again after a change."""
+    copy = importlib.util.find_spec("hpcdist_autoload")
+    source = Path(hpcdist.__file__).with_name("autoload.py")
+    if not source.exists() or copy is None:  # a wheel has no other than the copy
+        pytest.skip("not a checkout")
+    assert Path(copy.origin).read_bytes() == source.read_bytes(), "install again: make environment"
