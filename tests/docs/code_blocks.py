@@ -14,6 +14,8 @@ A block's marks stand after its language, in the words of this table (GitHub and
     ```bash cluster                 read by `bash -n`, not run: it needs a cluster, a container or root
     ```bash network                 the same: it installs from the network
     ```bash make                    the same: it is what CI runs by itself
+    ```bash parsed                  the same, and the arguments of each command of hpcdist are parsed by its own parser:
+                                    tests/cli run the commands
     ```bash pmi2 and so on          anything else is an error
 
 Text that is no program has another language: text, console output, toml, ini, json, or none.
@@ -28,9 +30,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 OPENING = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>.*)$")
 PROSE = {"", "text", "toml", "ini", "json", "c", "yaml", "diff", "slurm"}
-WORDS = {"ulfm", "fails", "cluster", "network", "make"}
+WORDS = {"ulfm", "fails", "cluster", "network", "make", "parsed"}
 SETTINGS = {"mpirun", "torchrun", "file", "needs"}
-NOT_RUN = {"cluster", "network", "make"}
+NOT_RUN = {"cluster", "network", "make", "parsed"}
 
 
 class Block(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,9 @@ import pytest
 import torch
 
 import hpcdist
+from hpcdist.cli import main as cli_main
+from hpcdist.cli import submit
+from hpcdist.cli.main import COMMANDS
 from tests import forked, programs
 from tests.docs.code_blocks import NOT_RUN, ROOT, Block, blocks, pages
 
@@ -75,6 +80,8 @@ def test_blocks_of(name, folder, monkeypatch):
         if block.words & NOT_RUN:
             read = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True, timeout=30)
             assert read.returncode == 0, f"{block.place}: {read.stderr}"
+            if "parsed" in block.words:
+                parse(block)
             continue
         if not has(block.settings.get("needs", "init_process_group")):
             skipped.append(f"{block.place} needs {block.settings['needs']}")
@@ -89,6 +96,26 @@ def test_blocks_of(name, folder, monkeypatch):
         run(block, folder)
     if skipped:
         pytest.skip("; ".join(skipped))
+
+
+def parse(block: Block) -> None:
+    """Have each command of hpcdist in a block read its arguments."""
+    lines = [line for line in block.text.splitlines() if "-m hpcdist" in line]
+    assert lines, f"{block.place}: no command of hpcdist"
+    for line in lines:
+        name, *words = shlex.split(line.partition("-m hpcdist ")[2].partition(" > ")[0])
+        if name == "submit":
+            assert submit.parse(words)[1] or "--help" in words, f"{block.place}: {line}"
+        elif name not in COMMANDS:
+            assert cli_main.main([name, *words]) == 0, f"{block.place}: {line}"
+        else:
+            status, others = 0, []
+            try:
+                _, others = importlib.import_module(COMMANDS[name].module).parser().parse_known_args(words)
+            except SystemExit as ended:  # the help, or an error
+                status = ended.code
+            assert status == 0, f"{block.place}: {line}"
+            assert name == "demo" or not others, f"{block.place}: {line}"  # the demo's script takes others
 
 
 def run(block: Block, folder) -> None:
@@ -116,8 +143,6 @@ def test_files_that_a_page_writes_are_started_on_it(name):
 
 def test_what_a_page_names_is_there():
     """Templates and commands in blocks that are not run exist at least."""
-    from hpcdist.cli.main import COMMANDS
-
     for page in PAGES.values():
         for block in blocks(page):
             lines = [line.split() for line in block.text.splitlines()]

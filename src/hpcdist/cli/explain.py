@@ -73,11 +73,16 @@ def best(message: str, among: dict[str, Entry]) -> Entry | None:
     return found if found.fit(message) else None
 
 
-def run(args: list[str]) -> int:
-    """Print an entry, or the list of all; return 0, or 1 if no entry has this name or message."""
+def parser() -> JobParser:
+    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist explain", description=described(__doc__))
     made.add_argument("message", nargs="*", help="an entry's name, or a message of hpcdist; all names without it")
-    asked = " ".join(made.parse_args(args).message)
+    return made
+
+
+def run(args: list[str]) -> int:
+    """Print an entry, or the list of all; return 0, or 1 if no entry has this name or message."""
+    asked = " ".join(parser().parse_args(args).message)
     known = entries()
     entry = known.get(asked) or best(asked, known)
     if not is_speaker():

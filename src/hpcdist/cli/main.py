@@ -27,13 +27,14 @@ COMMANDS = {
     "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
     "run": Command("hpcdist.cli.run", "run an unmodified script of torch.distributed on hpcdist"),
     "submit": Command("hpcdist.cli.submit", "submit a script to Slurm, or write its job script"),
+    "completion": Command("hpcdist.cli.completion", "print a shell's script that completes these words"),
 }
 MORE = "options of a command: python -m hpcdist COMMAND --help; also: --version"
 
 
 def usage() -> str:
     """Return the list of commands."""
-    lines = [f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: python -m hpcdist COMMAND [ARGUMENT...]", "", "commands:", *lines, "", MORE])
 
 

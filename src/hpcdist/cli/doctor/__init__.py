@@ -49,14 +49,19 @@ TOPICS = LOCAL | WITH_COMM | WITH_GROUP
 ORDER = ("installed", "mpi_library", "mpi_world", "placement", "memory", "devices", "slurm", "network", "speed")
 
 
+def parser() -> JobParser:
+    """Return the parser of the command line."""
+    made = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
+    made.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    made.add_argument("--html", metavar="FILE", help="write the page for the browser too")
+    made.add_argument("--seconds", type=float, default=SECONDS, help="limit of each topic (default %(default)g)")
+    return made
+
+
 def run(args: list[str]) -> int:
     """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments, 130 after SIGINT."""
-    parser = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write the page for the browser too")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each topic (default %(default)g)")
     try:
-        options = parser.parse_args(args)
+        options = parser().parse_args(args)
     except SystemExit as refused:
         return int(refused.code or 0)
     warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about

@@ -1,0 +1,96 @@
+"""The command ``completion``: prints the script by which a shell completes the words of ``hpcdist``.
+
+``hpcdist completion bash > ~/.local/share/bash-completion/completions/hpcdist``; ``zsh`` and ``fish`` likewise. The
+script is made from the commands' own parsers and starts no Python, so that a word is completed at once; write it again
+after an upgrade.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import NamedTuple
+
+from hpcdist.cli import explain, submit
+from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.main import COMMANDS
+
+
+class Words(NamedTuple):
+    """What may follow a command: its options, what else it takes (files, if empty), and an option's values."""
+
+    options: list[str]
+    others: list[str]
+    values: dict[str, list[str]]
+
+
+def parser() -> JobParser:
+    """Return the parser of the command line."""
+    made = JobParser(prog="python -m hpcdist completion", description=described(__doc__))
+    made.add_argument("shell", choices=SCRIPTS, help="whose script is printed")
+    return made
+
+
+def words(command: str) -> Words:
+    """Return what may follow a command."""
+    if command == "submit":  # whose options are sbatch's
+        settings = {each for path in submit.templates().values() for each in submit.settings(path.read_text())}
+        names = {"template", "dry-run", "help", *submit.FLAGS.split(), *submit.LETTERS.values(), *submit.GPUS}
+        return Words([f"--{each}" for each in sorted(names | settings)], [], {"--template": [*submit.templates()]})
+    actions: list[argparse.Action] = importlib.import_module(COMMANDS[command].module).parser()._actions
+    options = [each for action in actions for each in action.option_strings]
+    values = {each: [*action.choices] for action in actions if action.choices for each in action.option_strings}
+    others = [each for action in actions if action.choices and not action.option_strings for each in action.choices]
+    return Words(options, [*explain.entries()] if command == "explain" else others, values)
+
+
+def bash() -> str:
+    """Return bash's script."""
+    cases = []
+    for command in COMMANDS:
+        options, others, values = words(command)
+        cases += [f'    *:{command}:{option}:*) words="{" ".join(found)}" ;;' for option, found in values.items()]
+        cases.append(f'    *:{command}:*:-*) words="{" ".join(options)}" ;;')
+        cases += [f'    *:{command}:{command}:*) words="{" ".join(others)}" ;;'] * bool(others)
+    return "\n".join(
+        [
+            "_hpcdist() {",
+            '  local word="${COMP_WORDS[COMP_CWORD]}" words=""',
+            '  case "$COMP_CWORD:${COMP_WORDS[1]}:${COMP_WORDS[COMP_CWORD-1]}:$word" in',
+            f'    1:*) words="{" ".join([*COMMANDS, "--help", "--version"])}" ;;',
+            *cases,
+            "  esac",
+            '  COMPREPLY=($(compgen -W "$words" -- "$word"))',
+            "}",
+            "complete -o default -F _hpcdist hpcdist",
+        ]
+    )
+
+
+def zsh() -> str:
+    """Return zsh's script, which is bash's: zsh reads it."""
+    return "\n".join(["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit", bash()])
+
+
+def fish() -> str:
+    """Return fish's script."""
+    lines = []
+    for command, (_, summary) in COMMANDS.items():
+        options, others, values = words(command)
+        follows = f"complete -c hpcdist -n '__fish_seen_subcommand_from {command}'"
+        lines.append(f'complete -c hpcdist -f -n __fish_use_subcommand -a {command} -d "{summary}"')
+        lines += [f"{follows} -f -a '{' '.join(others)}'"] * bool(others)
+        for option in options:
+            kind = "l" if option.startswith("--") else "s"
+            taken = f" -x -a '{' '.join(values[option])}'" if option in values else ""
+            lines.append(f"{follows} -{kind} {option.lstrip('-')}{taken}")
+    return "\n".join(lines)
+
+
+SCRIPTS = {"bash": bash, "zsh": zsh, "fish": fish}
+
+
+def run(args: list[str]) -> int:
+    """Print a shell's script; return 0."""
+    print(SCRIPTS[parser().parse_args(args).shell]())
+    return 0
