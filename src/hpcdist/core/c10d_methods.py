@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.reduction import PRODUCT, SUM
-from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, AllWork, DoneWork, Work
+from hpcdist.core.work import AllWork, DoneWork, Work
 
 if TYPE_CHECKING:
     from hpcdist.core.table import Row
@@ -40,38 +39,6 @@ REDUCING: frozenset[type[Any]] = frozenset({
     torch.distributed.ReduceOptions,
     torch.distributed.ReduceScatterOptions,
 })  # fmt: skip
-
-
-TIMED = {
-    each
-    for name, each in vars(torch.distributed.distributed_c10d).items()
-    if name.endswith("Options") and hasattr(each, "timeout")
-}
-
-
-def limit_of(values: tuple[Any, ...]) -> float | None:
-    """Return the seconds that a method's arguments give the call; None for the group's limit."""
-    for value in values:
-        kind = value.__class__
-        if kind is timedelta or kind in TIMED:
-            given: timedelta = value if kind is timedelta else value.timeout
-            if given > NO_TIMEOUT:
-                return min(given, LONGEST_TIMEOUT).total_seconds()
-    return None
-
-
-def with_limit(method: Any) -> Any:
-    """Let a method keep the timeout that is given to it, by itself or in an options object."""
-
-    @wraps(method)
-    def call(self: C10dMethods, *args: Any, **kwargs: Any) -> Work:
-        seconds = limit_of((*args, *kwargs.values()))
-        if seconds is None:
-            return method(self, *args, **kwargs)
-        with self.journal.limited(seconds):
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 def asked(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[Any, bool]:
@@ -464,14 +431,3 @@ class C10dMethods(Group):
 
     def _has_hooks(self) -> bool:
         return False
-
-
-LIMITED = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "broadcast", "allgather",
-    "allgather_coalesced", "all_gather_single", "_allgather_base", "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced", "gather", "gather_single", "scatter", "alltoall", "all_to_all_single",
-    "alltoall_base", "barrier",
-)  # fmt: skip
-for _name in LIMITED:
-    setattr(C10dMethods, _name, with_limit(getattr(C10dMethods, _name)))

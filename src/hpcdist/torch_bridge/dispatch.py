@@ -25,6 +25,8 @@ what                                                  why                       
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -55,7 +57,7 @@ from hpcdist.core.table import (
     SCATTER,
     Row,
 )
-from hpcdist.core.work import DoneWork, Work
+from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
 from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.mirror import forget_coalescing
 
@@ -83,6 +85,20 @@ DEFAULT: Any = torch.Tensor.__torch_dispatch__
 def is_wrapper(kind: type) -> bool:
     """Tell whether tensors of a class decide themselves what an operator does to them."""
     return kind not in PLAIN_TYPES and getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT
+
+
+TIMED = {each for each in OPTION_TYPES if hasattr(each, "timeout")}
+
+
+def limit_of(values: Iterable[Any]) -> float | None:
+    """Return the seconds that a method's arguments give the call; None for the group's limit."""
+    for value in values:
+        kind = value.__class__
+        if kind in TIMED or kind is timedelta:
+            given: timedelta = value if kind is timedelta else value.timeout
+            if given > NO_TIMEOUT:
+                return min(given, LONGEST_TIMEOUT).total_seconds()
+    return None
 
 
 def has_wrapper(values: Iterable[Any]) -> bool:
@@ -169,9 +185,13 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        seconds = limit_of(args) if not kwargs else limit_of((*args, *kwargs.values()))
         if not _len_torch_dispatch_stack() and not has_wrapper(args):
             try:
-                return method(self, *args, **kwargs)
+                if seconds is None:
+                    return method(self, *args, **kwargs)
+                with self.journal.limited(seconds):
+                    return method(self, *args, **kwargs)
             except Exception as error:
                 leave_coalescing(self, error)
                 raise
@@ -181,7 +201,8 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
                 return method(self, *args, **kwargs)
             return method(self, *tensors, *args[len(tensors) :], **kwargs)
 
-        with BelowOthers(LowestMode(carry_out)):
+        limit = nullcontext() if seconds is None else self.journal.limited(seconds)
+        with limit, BelowOthers(LowestMode(carry_out)):
             return call_base(self, *args, **kwargs)
 
     return call
