@@ -48,6 +48,16 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
     assert "pip install 'hpcdist[demo]'" in capsys.readouterr().err
 
 
+def test_an_option_of_the_script_is_not_taken_for_the_demos(monkeypatch):
+    """``--rank`` is not ``--ranks`` cut short."""
+    started = []
+    monkeypatch.setattr(environment, "detect", lambda: None)
+    monkeypatch.setattr(demo, "command", lambda ranks: [str(ranks)])
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda line, **_: started.append(line) or Launcher())
+    demo.run(["--rank", "1"])
+    assert started == [[str(demo.RANKS), str(demo.script()), "--rank", "1"]]
+
+
 class Launcher:
     """Is interrupted, with the command, from the terminal, and ends its ranks."""
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 
 import pytest
+import torch
 
 from hpcdist.cli.doctor import devices, installed, memory, mpi_library, mpi_world, network, placement, slurm_step, speed
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM
@@ -276,3 +277,33 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     advice = found(findings, "left 1 session folder;")
     assert advice.level == ADVICE
     assert advice.mend == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"
+
+
+@pytest.mark.parametrize("dtype", speed.DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 129, 300])
+def test_each_dtype_holds_the_sums_of_any_number_of_ranks(dtype, size):
+    """A sum of ranks' numbers above 256 is none of bfloat16's."""
+    total = sum(speed.addends(rank, size).to(dtype) for rank in range(size))
+    assert torch.equal(total, speed.expected_sums(size).to(dtype))
+    assert (total != speed.addends(0, size).to(dtype)).any() or size == 1
+
+
+def test_memory_limits_are_those_of_the_jobs_control_group(tmp_path):
+    """And of those around it; the root group has none, or the machine's."""
+    groups = {
+        "memory.max": "max",
+        "slurm/memory.max": "9000",
+        "slurm/job_7/memory.max": "4000",
+        "other/memory.max": "1",
+    }
+    for name, text in groups.items():
+        file = tmp_path / "fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert memory.memory_limit(tmp_path, "0::/slurm/job_7\n") == 4000
+    assert memory.memory_limit(tmp_path, "0::/slurm\n") == 9000
+    assert memory.memory_limit(tmp_path, "0::/\n") is None
+    first_version = tmp_path / "fs/cgroup/memory/job_8/memory.limit_in_bytes"
+    first_version.parent.mkdir(parents=True)
+    first_version.write_text("5000\n")
+    assert memory.memory_limit(tmp_path, "4:cpu:/\n5:memory:/job_8\n0::/slurm\n") == 5000

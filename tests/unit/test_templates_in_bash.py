@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import MPIRUN
+
 SLURM = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/usr/bin/env bash
 while [[ "$1" == -* ]]; do shift; done
@@ -108,5 +110,24 @@ def test_a_job_in_which_all_ranks_were_killed_has_failed(batch, tmp_path, ranks,
     srun = f'for each in {ranks}; do RANK_STATUS=$each "$@" || exit; done\n'
     process = batch("elastic", srun, "train.py", HPCDIST_PYTHON=str(tmp_path / "python"))
     status, said = ended(process)
+    assert status == expected, said
+    assert not list(tmp_path.glob(".elastic-*"))
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+@pytest.mark.parametrize(("ranks", "expected"), [("0 9", 0), ("9 9", 1), ("3 0", 3)])
+def test_so_has_one_under_mpirun(batch, tmp_path, ranks, expected):
+    """A status of 9 stands for a rank that is killed."""
+    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=30).stdout
+    if "Open MPI" not in version or " 4." in version:
+        pytest.skip("needs Open MPI 5")
+    script = f'set -- {ranks}\nshift "$OMPI_COMM_WORLD_RANK"\n[ "$1" = 9 ] && kill -9 $$\nexit "$1"\n'
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}")
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "sleep").symlink_to("/bin/true")
+    given = {"SLURM_JOB_NUM_NODES": "1", "HPCDIST_MPIRUN": str(MPIRUN), "HPCDIST_PYTHON": str(tmp_path / "python")}
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    crowded = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    status, said = ended(batch("elastic", "", "train.py", **given, **as_root, **crowded))
     assert status == expected, said
     assert not list(tmp_path.glob(".elastic-*"))
