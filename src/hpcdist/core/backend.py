@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ReduceOp
     from torch.distributed.distributed_c10d import Store
 
+    from hpcdist.core.call_log import CallLog
     from hpcdist.core.journal import Journal
     from hpcdist.core.objects import Objects
     from hpcdist.core.remote_memory import RemoteMemory
@@ -225,6 +226,10 @@ class Backend(Supervised):
     def agree(self, flag: bool) -> bool:
         """Return whether all ranks that live gave True and none has just died, also if this one is revoked."""
         raise TypeError(f"backend {self.name!r} does not survive a dead rank")
+
+    def call_log(self) -> CallLog | None:
+        """Return the calls of this rank that ranks of other nodes compare with theirs; None if nobody does."""
+        return None
 
     def drop(self, reason: str) -> None:
         """End the queue, and leave the communicator as it is: to free it would take all its ranks."""

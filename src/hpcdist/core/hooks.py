@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+def compare_nothing(log: Any, seconds: float) -> None:
+    """Compare no calls."""
+
+
 class Event(Protocol):
     """An event of a profiler that has begun."""
 
@@ -79,3 +83,7 @@ dispatch: Callable[[Any, Any, bool], Any]
 
 # says where the other ranks are, for the message of a wait that timed out; ``watch`` sets it
 explain: Callable[[Any], str] = explain_nothing
+
+# compares a rank's calls on a group (``core.call_log``) with those of neighbours on other nodes, and waits for these
+# some seconds if they have not come as far; ``watch.call_exchange`` sets it
+compare_calls: Callable[[Any, float], None] = compare_nothing

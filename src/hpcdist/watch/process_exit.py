@@ -148,6 +148,8 @@ class ProcessExit:
                 next_look = time.monotonic() + states.pause
             time.sleep(nap)
             nap = min(LAST_NAP, 2 * nap)
+        if (failure := watchdog.call_exchange.at_exit()) is not None:
+            watchdog.abort(self.backend, failure)
         WORLD.end()
         if (
             last_call() is not None and self.backend.interrupts_all()

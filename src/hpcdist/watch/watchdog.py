@@ -33,6 +33,7 @@ from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.readiness import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
+from hpcdist.watch.call_exchange import CallExchange
 from hpcdist.watch.call_states import CallStates, Decision, Means, State
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import LARGEST, Channel, Message, key_of
@@ -109,6 +110,8 @@ class Watchdog:
             ("inspect", self._inspected, {"first": int}),
         ):
             self.channel.register(kind, handler, shape)
+        self.call_exchange = CallExchange(self.channel, self.end_call)
+        self.each_second.append(self.call_exchange.look)
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property
@@ -217,6 +220,13 @@ class Watchdog:
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.say(text)
                 self._end(each, mine, text, False)
+
+    def end_call(self, each: UnderWay, reason: str) -> None:
+        """Report why a call is ended, and begin to end it, if that has not begun."""
+        if self.states.state(each.record) is not State.ENDING:
+            seconds = self.states.seconds(each.record, time.monotonic())
+            self.say(reason)
+            self._end(each, report.described(each, seconds, calls_under_way.call_site(each)), reason, False)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
@@ -518,6 +528,7 @@ def leave_to_parent() -> None:
     """After a fork, in the child: it is no rank, and has no watchdog."""
     try:
         hooks.explain = hooks.explain_nothing
+        hooks.compare_calls = hooks.compare_nothing
         for watchdog in RUNNING:
             watchdog.leave_to_parent()
         RUNNING.clear()

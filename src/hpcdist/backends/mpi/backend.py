@@ -28,6 +28,7 @@ from hpcdist.backends.mpi.retired import keep, retire
 from hpcdist.backends.mpi.windows import MPIWindow
 from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
+from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import end_all
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
@@ -133,6 +134,10 @@ class MPIBackend(Backend):
         from hpcdist.backends.mpi.cuda import StagedBackend
 
         return StagedBackend(self, self.collectives.is_shared)
+
+    def call_log(self) -> CallLog | None:
+        """Return the calls of this rank, if the group is on several nodes."""
+        return self.check.log
 
     # -- supervision -----------------------------------------------------------------------------------
 

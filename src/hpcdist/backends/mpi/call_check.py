@@ -17,6 +17,10 @@ others, such as a broadcast on its root, let a rank run ahead. It waits before i
 decides leaves a word that stops it: what it has begun until then is carried out by all.
 
 After an error the numbers go on at a later one, which all derive from the decision: an old word looks like no call.
+
+Ranks on several boards, because they are on several nodes or share no memory, compare their calls a little later
+(``core.call_log``). By then MPI may have made calls that differ, so that the group takes no more: each raises. Most
+wrong calls are of a kind that the rank has not made before: such a call first waits a moment for the other nodes'.
 """
 
 from __future__ import annotations
@@ -50,8 +54,10 @@ from hpcdist.backends.mpi.node.call_board import (
     tensors_of,
     what,
 )
+from hpcdist.core import hooks
 from hpcdist.core.call import Call, Run
-from hpcdist.core.errors import CallsDifferError, MismatchError, explained
+from hpcdist.core.call_log import TELLS, CallLog, calls_differ
+from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
 from hpcdist.core.naps import nap
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import listed
@@ -61,6 +67,9 @@ from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHAN
 VARIABLE = "HPCDIST_CHECK_CALLS"
 LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
 HALF = RING // 2
+NEW_SECONDS = 1.0  # how long a call whose like this rank has not made on the group waits for the other nodes' calls
+FAILED_SECONDS = 1.0  # how long a call that MPI has ended with an error waits for the other nodes' calls
+LEAVE_SECONDS = 0.3  # the same for the end of a group
 OPS = {NAMES[op]: op for op in ALL_OPS}
 Result = TypeVar("Result")
 
@@ -99,15 +108,26 @@ class CallCheck:
         self.is_asked_for = self.is_wanted = is_wanted
         self.number = 0  # of the last call
         self.handled = 0  # how many decisions were followed
-        self._is_leaving = False
+        self._is_leaving = self._has_decided = False
         self._start = 0  # the number of the first call after the last error
         self._is_open = communicator.size == 1
         self._board: CallBoard | None = None
+        self.log: CallLog | None = None  # of a group on several boards
 
     def _open(self) -> None:
-        with self._communicator.translating("a group's first call"):
-            self._board, self.is_wanted = open_board(self._communicator.comm, self.is_wanted)
+        communicator = self._communicator
+        with communicator.translating("a group's first call"):
+            board, self.is_wanted, token, nodes = open_board(communicator.comm, self.is_wanted)
+        if board is not None and len(nodes) > 1:
+            self.log = board.log(token, nodes, communicator.rank, self._last)
+        self._board = board
         self._is_open = True
+
+    def _last(self) -> int:
+        """Return the number of the last call whose words are written."""
+        number, board = self.number, self._board
+        assert board is not None
+        return number if board.has(board.own, number) else number - 1
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -136,21 +156,59 @@ class CallCheck:
         board = self._board
         if board is None:
             return make()
+        log = self.log
+        if log is not None:
+            log.check()
         self.number = number = self.number + 1
+        if log is not None and not number % HALF:
+            log.turn(number)
         if counts is not None:
             self._keep_pace(number - COUNTS_KEPT + 1)
             board.write_counts(number, counts)
-        at = number & LAST
+        at, word = number & LAST, first + (number & NUMBER)
         board.sizes[board.own][at] = size
-        board.whats[board.own][at] = first + (number & NUMBER)
-        board.fence()
-        if not self._is_clear(number):
-            self._fail(number, make)
+        board.whats[board.own][at] = word
+        board.acquire()
+        board.release()
+        is_due = board.are_many or not number % HALF
+        for theirs, their_sizes in board.others:
+            if is_due or theirs[at] != word or their_sizes[at] != size:
+                if not self._is_clear(number):
+                    self._fail(number, make)
+                break
+        if log is not None and log.is_new(first, size):
+            self._compare_first(log, number, make)
         try:
             return make()
+        except DistBackendError:
+            self._compare_failed()
+            raise
         finally:  # if it fails, because another rank took part with memory of its own, the difference is the reason
             if board.decided[0] != self.handled:
                 self._look_back(number)
+            if log is not None:
+                log.check()
+
+    def _compare_failed(self) -> None:
+        """Find out whether other nodes' calls are why MPI has failed."""
+        if self.log is not None and not self._communicator.is_revoked():
+            hooks.compare_calls(self.log, FAILED_SECONDS)
+
+    def _compare_first(self, log: CallLog, number: int, make: Callable[[], Any]) -> None:
+        """Compare a call with those of other nodes before MPI makes it.
+
+        Meanwhile this rank is not in MPI, whatever another one of its node decides. What makes such a decision is a
+        word that was written before it. So this rank looks again when it has said that it goes on.
+        """
+        board = self._board
+        assert board is not None
+        board.failing[board.own] = number
+        hooks.compare_calls(log, NEW_SECONDS)
+        log.check()
+        board.failing[board.own] = 0
+        board.fence()
+        if not self._is_clear(number):
+            self._fail(number, make)
 
     def repeated(self, call: Call, base: int, run: Run) -> Run:
         """Return what runs a collective again, checked; arguments as for ``run``, and what runs it unchecked."""
@@ -164,10 +222,18 @@ class CallCheck:
         if board.are_many:
             return lambda send, recv: self.make(first, size, lambda: run(send, recv))
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
-        acquire, release, others = board.acquire, board.release, board.others
+        acquire, release, others, log = board.acquire, board.release, board.others, self.log
+        is_first = True
 
         def run_checked(send: Any, recv: Any) -> None:  # as ``make``, for latency
+            nonlocal is_first
+            if log is not None and (is_first or log.failure is not None):
+                is_first = False
+                self.make(first, size, partial(run, send, recv))
+                return
             self.number = number = self.number + 1
+            if log is not None and not number % HALF:
+                log.turn(number)
             at = number & LAST
             word = first + (number & NUMBER)
             sizes[at] = size
@@ -184,9 +250,14 @@ class CallCheck:
                     self._fail(number, partial(run, send, recv))
             try:
                 run(send, recv)
+            except DistBackendError:
+                self._compare_failed()
+                raise
             finally:
                 if decided[0] != self.handled:
                     self._look_back(number)
+                if log is not None:
+                    log.check()
 
         return run_checked
 
@@ -196,12 +267,21 @@ class CallCheck:
         Raises:
             CallsDifferError: another one does.
         """
-        if self._board is not None and not self._communicator.is_revoked():
+        log = self.log
+        if log is not None:
+            log.is_ending = True
+        if self._board is not None and not (log is not None and log.was_raised) and not self._communicator.is_revoked():
             self._is_leaving = True
             self.make(LEAVE_SAID, 0, bool)
+        if log is not None and not self._communicator.is_revoked():
+            hooks.compare_calls(log, LEAVE_SECONDS)
+            if not log.was_raised:
+                log.check()
 
     def close(self) -> None:
         """Give the board's memory back; there are no more calls."""
+        if self.log is not None:
+            self.log.close()
         self._board = None
 
     # -- looking at the others -----------------------------------------------------------------------
@@ -258,6 +338,7 @@ class CallCheck:
                 self._wait(lambda: board.decided[0] >= index or board.has_turn())
                 if board.decided[0] < index:
                     self._decide(index, number)
+                    self._has_decided = True
             finally:
                 board.end_turn()
         self._follow(index, number, make)
@@ -309,9 +390,14 @@ class CallCheck:
         assert board is not None
         differs, last, leader = board.decision(index)
         error = self._error(differs, number)
+        if self.log is not None:
+            self.log.was_raised = True
+            self.log.fail(str(error), TELLS if self._has_decided else 0)
+            hooks.compare_calls(self.log, 0)  # which tells the others
         try:
             for each in range(number + (make is None), last + 1):
-                with suppress(MismatchError):  # of a new group, in which those that stand in are missing
+                # of a new group, in which those that stand in are missing; of calls that other nodes do not make
+                with suppress(MismatchError, *([] if self.log is None else [DistBackendError])):
                     if make is not None and each == number and board.own in self._makers(leader, number):
                         make()
                     else:
@@ -394,12 +480,7 @@ class CallCheck:
         ways = [f"{listed(ranks)}: {call}" for call, ranks in calls.items()]
         if own != number and board.has(board.own, own):
             ways.append(f"this rank, {self._communicator.rank}, is in {board.said(board.own, own)}")
-        return CallsDifferError(
-            explained(
-                f"the ranks of a group of {self._communicator.size} do not make the same call. {'; '.join(ways)}",
-                "calls-differ",
-            )
-        )
+        return CallsDifferError(calls_differ(self._communicator.size, ways))
 
 
 def stand_in_for_object(objects: Objects, said: Said) -> None:

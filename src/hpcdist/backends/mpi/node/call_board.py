@@ -10,8 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import secrets
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +23,12 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.node.window import barrier
 from hpcdist.core import memory_file
 from hpcdist.core.call import Call
+from hpcdist.core.call_log import BLOCK, CallLog
 from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
 from hpcdist.launch.environment import NODE_KEY
 
-RING = 64  # calls of each rank that can be read
+RING = 2 * BLOCK  # calls of each rank that can be read
 LAST = RING - 1
 COUNTS_KEPT = 8  # of those, whose counts can be read
 COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
@@ -183,6 +186,14 @@ class CallBoard:
         past, self._past[at] = self._past[at], mine
         return row.count(mine) + row.count(past) == len(self.ranks)
 
+    def log(self, token: str, nodes: list[list[int]], rank: int, last: Callable[[], int]) -> CallLog:
+        """Return what ranks of several nodes compare; arguments as ``CallLog`` takes them."""
+
+        def text(number: int, word: int, size: int) -> str:
+            return str(read(word, number, size))
+
+        return CallLog(token, rank, nodes, self.whats[self.own], self.sizes[self.own], last, is_one, text)
+
     def has(self, index: int, number: int) -> bool:
         """Tell whether a rank has begun a call and no other since that has its place."""
         return not (self.whats[index][number & LAST] - number) & NUMBER
@@ -297,17 +308,30 @@ def sight() -> tuple[str, str, int] | None:
         return None
 
 
-def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, bool]:
+def is_one(number: int, word: int, size: int, other_word: int, other_size: int) -> bool:
+    """Tell whether the calls of two ranks may be one; what they send each other is not known."""
+    if word != other_word or size == other_size:
+        return word == other_word
+    return min(size, other_size) < 0 and read(word, number, size).name == ALL_TO_ALL_SINGLE.name
+
+
+def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, bool, str, list[list[int]]]:
     """Make the boards of a group; every rank calls this, whatever it wants.
 
     Returns:
-        The board of this node, if it has several of the ranks, and whether all ranks want one.
+        This rank's board, which it shares with the ranks of its node if they share memory; None if not all ranks want
+        one. Then whether they do; and what names the group on all ranks, and its ranks by board.
     """
-    told: list[tuple[bool, Any]] = comm.allgather((is_wanted, sight() if is_wanted else None))
-    if not all(wanted for wanted, _ in told):
-        return None, False
-    rank, size, mine = comm.Get_rank(), comm.Get_size(), told[comm.Get_rank()][1]
-    ranks = [r for r, (_, each) in enumerate(told) if mine is not None and each == mine]
+    told: list[tuple[bool, Any, str]] = comm.allgather(
+        (is_wanted, sight() if is_wanted else None, secrets.token_hex(8))
+    )
+    if not all(wanted for wanted, *_ in told):
+        return None, False, "", []
+    rank, size = comm.Get_rank(), comm.Get_size()
+    nodes: dict[Any, list[int]] = {}
+    for r, (_, each, _) in enumerate(told):
+        nodes.setdefault(r if each is None else each, []).append(r)
+    ranks = next(each for each in nodes.values() if rank in each)
     name, descriptor, memory = "", -1, None
     nbytes = bytes_of(len(ranks), size)
     try:
@@ -319,7 +343,7 @@ def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, 
             memory_file.remove(name)
             name = ""
         names = comm.allgather(name)
-        shared = names[ranks[0]] if ranks else ""
+        shared = names[ranks[0]]
         if shared:
             try:
                 if descriptor < 0:
@@ -332,9 +356,13 @@ def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, 
         memory_file.remove(name)
         if descriptor >= 0:
             os.close(descriptor)
-    if memory is None or not all(have[r] for r in ranks):
-        return None, True
-    return CallBoard(memory, ranks, ranks.index(rank), size), True
+    boards = [
+        shares for each in nodes.values() for shares in ([each] if all(have[r] for r in each) else [[r] for r in each])
+    ]
+    ranks = next(each for each in boards if rank in each)
+    if memory is None or len(ranks) == 1:
+        memory = mmap.mmap(-1, bytes_of(1, size))
+    return CallBoard(memory, ranks, ranks.index(rank), size), True, told[0][2], sorted(boards)
 
 
 def tensors_of(row: Row, said: Said, rank: int, ranks: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

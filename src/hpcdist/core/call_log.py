@@ -1,0 +1,235 @@
+"""Call log of a group on several nodes: what its ranks compare of the calls that they have begun.
+
+No rank sees another node's call board, so that calls are compared behind: ``watch.call_exchange`` tells a rank of the
+next node where this rank is, by the number of its last call and a sum over the words of all its calls. The one that has
+made more calls compares, because it knows its own sum at the other's number. Different sums mean different calls, and
+the words that both still have tell the first of them.
+
+The sum has a part for each block of calls, so that it costs a call almost nothing. Shares of ranks' own are no part of
+it: what two ranks send each other is for them to compare, which they do if they are on one node. If one rank's shares
+are all equal and another's are not, sums differ though the calls are one; then the difference is remembered.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from hpcdist.core.errors import CallsDifferError, explained
+
+BLOCK = 64  # calls
+KEPT = 128  # blocks
+MODULUS = 1 << 64
+NEW_KINDS = 128
+TELLS = 4  # how often a failure is told: datagrams may be lost
+
+Words = tuple[bytes, bytes]  # of some calls in order: the first ones, and the second ones
+Read = tuple[list[int], list[int]]  # the same as numbers
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    number: int  # of its last call
+    start: int  # the sum over the calls of the blocks before its
+    total: int  # the sum over all calls
+
+
+def calls_differ(size: int, ways: list[str]) -> str:
+    """Return the message of a call that ranks differ in, given who makes which."""
+    text = f"the ranks of a group of {size} do not make the same call. {'; '.join(ways)}"
+    return explained(text, "calls-differ")
+
+
+def part(words: Words) -> int:
+    """Return what some calls add to the sum."""
+    whats, sizes = words
+    if any(sizes[7::8]):  # numbers below zero: shares of this rank's own
+        sizes = array("q", [max(0, each) for each in memoryview(sizes).cast("q")]).tobytes()
+    return crc32(whats) | crc32(sizes) << 32
+
+
+class CallLog:
+    """The calls that one rank has begun on a group.
+
+    Args:
+        token: names the group on all of its ranks.
+        rank: this one.
+        nodes: the group's ranks, by node.
+        whats, sizes: the ring of this rank's words; its length is a multiple of a block's.
+        last: returns the number of the last call whose words are written.
+        is_one: tells whether two calls of one number may be one, given the words of both.
+        text: returns a call in words, given its number and its words.
+
+    Attributes:
+        failure: why the group takes no more calls: the difference that was found.
+        is_ending: whether this rank makes no more calls.
+        was_raised: whether this rank has raised it.
+        tells: how often this rank still has to tell others of the failure.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        rank: int,
+        nodes: list[list[int]],
+        whats: Any,
+        sizes: Any,
+        last: Callable[[], int],
+        is_one: Callable[[int, int, int, int, int], bool],
+        text: Callable[[int, int, int], str],
+    ) -> None:
+        self.token, self.rank, self.nodes = token, rank, nodes
+        self.size = sum(map(len, nodes))
+        self._node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
+        self._rings, self.last, self._is_one, self._text = (whats, sizes), last, is_one, text
+        self._starts = {0: 0}  # by block: the sum over the calls before it
+        self._blocks: dict[int, Words] = {}
+        self._offsets: dict[int, int] = {}  # by rank: how much more this rank's sum is, although the calls are one
+        self._kinds: set[tuple[int, int]] = set()  # the words of the calls so far, without their numbers
+        self.is_ending = False
+        self.failure: str | None = None
+        self.was_raised = False
+        self.tells = 0
+
+    # -- this rank's calls -----------------------------------------------------------------------------
+
+    def turn(self, number: int) -> None:
+        """Keep the words of a block of calls; a call of the next one follows."""
+        block = number // BLOCK - 1
+        if self.failure is None:
+            words = self._read(block)
+            self._starts[block + 1] = (self._starts[block] + part(words)) % MODULUS
+            self._blocks[block] = words
+            self._starts.pop(block - KEPT, None)
+            self._blocks.pop(block - KEPT, None)
+
+    def is_new(self, what: int, size: int) -> bool:
+        """Tell whether this rank has not made such a call, and is to compare it before MPI does.
+
+        If sizes change all the time, that ends after ``NEW_KINDS`` calls: each waits for a datagram.
+        """
+        kind = what, size
+        if kind in self._kinds or len(self._kinds) >= NEW_KINDS or size < 0 or self.is_ending:
+            return False
+        self._kinds.add(kind)
+        return True
+
+    def close(self) -> None:
+        """Take note that there are no more calls, and read the ring no more."""
+        number = self.last()
+        self.last = lambda: number
+        self._blocks[number // BLOCK] = self.words(number // BLOCK, number)
+        self._rings = (memoryview(b""), memoryview(b""))
+
+    def check(self) -> None:
+        """Raise if calls were found to differ."""
+        if self.failure is not None:
+            self.was_raised = True
+            raise CallsDifferError(self.failure)
+
+    def fail(self, failure: str, tells: int) -> None:
+        """Take note that calls differ; ``tells`` as the attribute."""
+        if self.failure is None:
+            self.failure, self.tells = failure, tells
+
+    def _read(self, block: int) -> Words:
+        whats, sizes = self._rings
+        begin = block * BLOCK % (len(whats) or BLOCK)
+        return whats[begin : begin + BLOCK].tobytes(), sizes[begin : begin + BLOCK].tobytes()
+
+    def words(self, block: int, number: int | None = None) -> Words:
+        """Return the words of a block's calls, up to a number; empty if they are not kept."""
+        number = self.last() if number is None else number
+        words = self._blocks.get(block)
+        if words is None and block == number // BLOCK:
+            words = self._read(block)
+            words = self._blocks.get(block, words)  # if it has ended meanwhile, the ring may have been written again
+        length = 8 * max(0, number + 1 - block * BLOCK)
+        return (words[0][:length], words[1][:length]) if words is not None else (b"", b"")
+
+    def at(self, number: int) -> Place | None:
+        """Return where this rank was at a call; None if it has not come to it, or that is not known any more."""
+        block = number // BLOCK
+        start = self._starts.get(block)
+        words = self.words(block, number)
+        if start is None or number > self.last() or not words[0]:
+            return None
+        return Place(number, start, (start + part(words)) % MODULUS)
+
+    def place(self) -> Place | None:
+        """Return where this rank is."""
+        return self.at(self.last())
+
+    def starts(self) -> dict[int, int]:
+        """Return by block the sum over all calls before it."""
+        return self._starts.copy()
+
+    # -- others ----------------------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> int:
+        """The rank of this node that speaks for it."""
+        return self.nodes[self._node][0]
+
+    def neighbours(self) -> list[int]:
+        """Return a rank of the next node, and one of the node before."""
+        mates = self.nodes[self._node]
+        found = [self.nodes[(self._node + step) % len(self.nodes)] for step in (1, -1)]
+        return list(dict.fromkeys(ranks[mates.index(self.rank) % len(ranks)] for ranks in found))
+
+    def listeners(self) -> list[int]:
+        """Return whom this rank tells of a failure: its node, and a rank each of the nodes 1, 2, 4, … further."""
+        found = [each for each in self.nodes[self._node] if each != self.rank]
+        step, count = 1, len(self.nodes)
+        while step < count:
+            found.append(self.nodes[(self._node + step) % count][0])
+            step *= 2
+        return found
+
+    def agrees(self, rank: int, place: Place) -> bool:
+        """Tell whether another rank has made the calls that this one has, as far as both are known."""
+        own, offset = self.at(place.number), self._offsets.get(rank, 0)
+        return own is None or (own.start, own.total) == (
+            (place.start + offset) % MODULUS,
+            (place.total + offset) % MODULUS,
+        )
+
+    def find(self, rank: int, starts: dict[int, int], fetch: Callable[[int], Read]) -> str | None:
+        """Return the first call that differs between this rank and another, in words; None if there is none.
+
+        Args:
+            rank: the other one.
+            starts: what ``starts`` returns there.
+            fetch: returns the words of a block's calls there, as far as it has them.
+        """
+        own, offset = self.starts(), self._offsets.get(rank, 0)
+        for block in sorted(own.keys() & starts.keys()):
+            if own[block] != (starts[block] + offset) % MODULUS:
+                if block > 0:
+                    return self._earlier(rank, block)
+            elif block + 1 in own and own[block + 1] == (starts.get(block + 1, -1) + offset) % MODULUS:
+                continue
+            for number, mine, theirs in self._pairs(block, fetch(block)):
+                if not self._is_one(number, *mine, *theirs):
+                    return self._difference(number, {self.rank: mine, rank: theirs})
+            if block + 1 in own and block + 1 in starts:
+                self._offsets[rank] = offset = (own[block + 1] - starts[block + 1]) % MODULUS
+        return None
+
+    def _pairs(self, block: int, theirs: Read) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+        mine = [memoryview(each).cast("q") for each in self.words(block)]
+        for index, pair in enumerate(zip(*mine, *theirs, strict=False)):
+            yield block * BLOCK + index, (pair[0], pair[1]), (pair[2], pair[3])
+
+    def _difference(self, number: int, calls: dict[int, tuple[int, int]]) -> str:
+        ways = [f"rank {rank}: {self._text(number, *calls[rank])}" for rank in sorted(calls)]
+        return calls_differ(self.size, ways)
+
+    def _earlier(self, rank: int, block: int) -> str:
+        ranks = " and ".join(map(str, sorted((self.rank, rank))))
+        return calls_differ(
+            self.size, [f"ranks {ranks} differ in one of the first {block * BLOCK:,}, whose words are not kept"]
+        )

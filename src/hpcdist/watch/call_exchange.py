@@ -1,0 +1,214 @@
+"""Exchange of calls between nodes: finds that ranks of a group on several nodes make different calls.
+
+One rank of each node tells one of the next where it is in each group (``core.call_log``): once a second if it has made
+calls, when it leaves the group, and when MPI has failed. Of two ranks the one that has made more calls compares. Who
+finds a difference tells its node and log n others, who do likewise: every rank raises at its next call on the group,
+and a call that goes on is ended as one that is overdue: by ULFM, or with the job.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
+
+from hpcdist.core import hooks
+from hpcdist.core.call_log import TELLS, CallLog, Place, Read
+from hpcdist.core.world import WORLD
+from hpcdist.watch import calls_under_way
+from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch.channel import Channel, Message
+
+KIND, KEPT_KIND = "calls", "kept calls"
+PLACE = ([int, int, int], None)
+WHERE = {"place": PLACE, "failure": (str, None)}
+KEPT = {"starts": [[int, int]], "whats": [int], "sizes": [int]}
+NO_BLOCK = -1
+ANSWER_SECONDS = 0.5
+UNANSWERED = 3  # questions after which no more are asked until another node is heard: UDP may be blocked between nodes
+KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
+TIMES = 3  # how often a place is sent: datagrams may be lost
+RETURN_SECONDS = 0.5  # how long calls have to return after a difference was found
+ENDED_GROUPS = 64  # whose calls are kept for those that end them later
+PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
+SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.02
+
+Known = tuple[CallLog, list[int]]  # the calls on a group, and the group's ranks as the world counts them
+
+
+class CallExchange:
+    """The exchange of this process.
+
+    Args:
+        channel: to the other ranks.
+        end_call: begins to end a call under way, given why.
+    """
+
+    def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
+        self._channel, self._end_call = channel, end_call
+        self._ended: deque[Known] = deque(maxlen=ENDED_GROUPS)
+        self._sent: WeakKeyDictionary[CallLog, tuple[int, int]] = WeakKeyDictionary()  # the number, and how often
+        self._failed_at: WeakKeyDictionary[CallLog, float] = WeakKeyDictionary()
+        self._finding: set[str] = set()  # groups whose words are being compared
+        self._patience = PATIENCE
+        self._unanswered = 0  # questions in a row
+        shape = {"group": str, "rank": int, "is_question": bool, **WHERE}
+        self._channel.register(KIND, self._heard, shape)
+        self._channel.register(KEPT_KIND, self._kept, {"group": str, "block": int})
+        hooks.compare_calls = self.compare
+
+    def _live(self) -> Iterator[Known]:
+        for group in WORLD.watched():
+            for backend in dict.fromkeys(group.backends.values()):
+                if (log := backend.call_log()) is not None:
+                    yield log, list(group.ranks)
+
+    def _find(self, token: str) -> Known | None:
+        return next((each for each in (*self._live(), *self._ended) if each[0].token == token), None)
+
+    # -- once a second -------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Tell the next node where this rank is, if it speaks for its own, and end calls on groups that have failed."""
+        for log, ranks in self._live():
+            self._tell(log, ranks)
+            if log.failure is not None:
+                self._end_calls(log)
+            elif log.leader == log.rank and (place := log.place()) is not None:
+                number, times = self._sent.get(log, (-1, 0))
+                times = times + 1 if number == place.number else 1
+                if times <= TIMES:
+                    self._sent[log] = place.number, times
+                    self._channel.send([ranks[log.neighbours()[0]]], KIND, **self._where(log, False))
+        for log, ranks in list(self._ended):
+            self._tell(log, ranks)
+
+    def _where(self, log: CallLog, is_question: bool) -> Message:
+        place = log.place() if log.failure is None else None
+        return {
+            "group": log.token,
+            "rank": log.rank,
+            "is_question": is_question,
+            "place": place,
+            "failure": log.failure,
+        }
+
+    def _tell(self, log: CallLog, ranks: list[int]) -> None:
+        if log.failure is not None and log.tells > 0:
+            log.tells -= 1
+            self._channel.send([ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
+
+    def _end_calls(self, log: CallLog) -> None:
+        now = time.monotonic()
+        if now - self._failed_at.setdefault(log, now) < RETURN_SECONDS or log.failure is None:
+            return
+        for each in calls_under_way.under_way():
+            if each.backend.call_log() is log and not each.call.is_message:
+                self._end_call(each, log.failure)
+
+    # -- others --------------------------------------------------------------------------------------
+
+    def _heard(self, message: Message) -> Message:
+        """Compare the calls of a rank of another node with this one's."""
+        self._unanswered = 0
+        known = self._find(message["group"])
+        if known is None or not 0 <= message["rank"] < len(known[1]):
+            return {}
+        log, ranks = known
+        self._take(log, ranks, message["rank"], message)
+        place = log.place()
+        theirs = None if message["is_question"] else message.get("place")
+        if place is not None and theirs is not None and place.number < theirs[0]:  # the other one can compare
+            self._channel.send([message["from"]], KIND, **self._where(log, False))
+        return self._where(log, False)
+
+    def _take(self, log: CallLog, ranks: list[int], rank: int, told: Message) -> None:
+        """Take note of where a rank is."""
+        if told.get("failure") is not None:
+            self._fail(log, ranks, told["failure"], log.leader == log.rank)
+        elif told.get("place") is not None and log.failure is None and not log.agrees(rank, Place(*told["place"])):
+            self._compare_words(log, ranks, rank)
+
+    def _compare_words(self, log: CallLog, ranks: list[int], rank: int) -> None:
+        deadline = time.monotonic() + 2 * KEPT_SECONDS
+        while log.token in self._finding:  # another thread does it; the watchdog's may not wait: it answers others
+            if threading.get_ident() == self._channel.thread or time.monotonic() >= deadline:
+                return
+            time.sleep(SHORTEST_NAP)
+        self._finding.add(log.token)
+        try:
+            if (kept := self._ask_kept(log, ranks[rank], NO_BLOCK)) is None:
+                return
+
+            def fetch(block: int) -> Read:
+                answer = self._ask_kept(log, ranks[rank], block)
+                return ([], []) if answer is None else (answer["whats"], answer["sizes"])
+
+            failure = log.find(rank, dict(kept["starts"]), fetch)
+            if failure is not None:
+                self._fail(log, ranks, failure, True)
+        finally:
+            self._finding.discard(log.token)
+
+    def _ask_kept(self, log: CallLog, rank: int, block: int) -> Message | None:
+        answers = self._channel.ask([rank], KEPT_KIND, KEPT, KEPT_SECONDS, group=log.token, block=block)
+        return answers.get(rank)
+
+    def _kept(self, message: Message) -> Message:
+        """Return what this rank keeps of its calls, and the words of one block."""
+        known, words = self._find(message["group"]), (b"", b"")
+        if known is None:
+            return {"starts": [], "whats": [], "sizes": []}
+        log, block = known[0], message["block"]
+        if block >= 0:
+            words = log.words(block)
+        whats, sizes = (memoryview(each).cast("q").tolist() for each in words)
+        return {"starts": list(log.starts().items()), "whats": whats, "sizes": sizes}
+
+    def _fail(self, log: CallLog, ranks: list[int], failure: str, tells: bool) -> None:
+        if log.failure is None:
+            log.fail(failure, TELLS if tells else 0)
+            self._tell(log, ranks)
+
+    # -- at the end of a group, of the job, and after MPI has failed -----------------------------------
+
+    def compare(self, log: CallLog, seconds: float) -> None:
+        """Compare this rank's calls with those of a rank of the next node and one of the node before, at once.
+
+        Args:
+            log: this rank's.
+            seconds: how long to wait for ranks that have not come as far.
+        """
+        ranks = next((ranks for each, ranks in self._live() if each is log), None)
+        if ranks is None:
+            return
+        if log.is_ending:
+            self._ended.append((log, ranks))
+        self._tell(log, ranks)
+        others = {ranks[each]: each for each in log.neighbours()}
+        began, nap = time.monotonic(), SHORTEST_NAP
+        deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
+        while others and log.failure is None and self._unanswered < UNANSWERED:
+            answers = self._channel.ask(others, KIND, WHERE, ANSWER_SECONDS, **self._where(log, True))
+            self._unanswered = 0 if answers else self._unanswered + 1
+            for asked, told in answers.items():
+                self._take(log, ranks, others[asked], told)
+            own = log.place()
+            late = {each for each, told in answers.items() if own and told.get("place") and told["place"][0] < own[0]}
+            others = {asked: each for asked, each in others.items() if asked in late}
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP)
+        if log.is_ending:
+            self._patience -= time.monotonic() - began
+
+    def at_exit(self) -> str | None:
+        """Return a difference that no call has raised, once every rank leaves the program."""
+        for log, _ in list(self._live()):
+            self.compare(log, KEPT_SECONDS)
+            if log.failure is not None and not log.was_raised:
+                return log.failure
+        return None
