@@ -8,7 +8,7 @@ would fail with an internal assert.
 classes with intrusive reference counts (Store, Work, Backend). When Python drops such an object, the
 reference count of its C++ half is read. Above one, C++ still has it, and the object goes into a queue of
 kept objects. Whenever an object is made or kept, and after garbage collections, the first few of the queue are
-looked at: those that C++ has let go of leave it, the others go to its end. A full garbage collection looks at all.
+looked at: those that C++ has released leave it, the others go to its end. A full garbage collection looks at all.
 
 pybind11 has no name for that count, so it is read from the object itself, at a place that is verified on
 import with real stores. If a later torch lays it out differently, objects that Python drops are kept until
@@ -36,7 +36,7 @@ _FLAGS = _HALF + 4 * _POINTER
 _IS_SIMPLE = 2  # the flag that tells the two layouts apart
 
 _FEW = 16  # owners, from which on a count may be half a pointer
-_LOOKS = 2  # at kept objects at each event, so that the queue grows shorter if one of two has been let go of
+_LOOKS = 2  # at kept objects at each event, so that the queue grows shorter if one of two has been released
 
 
 def _words(address: int, kind: Any) -> memoryview:
@@ -64,7 +64,7 @@ def _count_owners(kept: object) -> int:
     if 0 < owners < _FEW or _HALVES[(id(kept) + _FLAGS - _HALF) >> _TO_POINTERS] & _IS_SIMPLE:
         return owners
     half = _HALVES[(half - _HALF) >> _TO_POINTERS]
-    return _COUNTS[half >> _TO_COUNTS] if half else 1  # there is none where the class's __init__ has raised
+    return _COUNTS[half >> _TO_COUNTS] if half else 1  # there is none if the class's __init__ has raised
 
 
 def _is_readable() -> bool:
@@ -123,7 +123,7 @@ def is_dropped(kept: object) -> bool:
 
 
 class KeptAlive:
-    """Base class whose objects live until both Python and C++ have let go of them.
+    """Base class whose objects live until both Python and C++ have released them.
 
     It stands before torch's class among the bases. A subclass that has a ``__del__`` of its own calls this one's.
     """
@@ -150,12 +150,12 @@ class KeptAlive:
         elif not is_held_by_cpp(self):
             return
         if _kept:
-            release()  # before: C++ has not had the time to let go of this one
+            release()  # before: C++ has not had the time to release this one
         _kept.append(self)
 
 
 def release(at_once: bool = False) -> None:
-    """Let go of objects that C++ has let go of.
+    """Release objects that C++ has released.
 
     Args:
         at_once: Look at all kept objects, not only at the first few.

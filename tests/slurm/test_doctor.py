@@ -67,7 +67,7 @@ def test_the_wrong_pmi_is_named_with_the_command_that_mends_it(mpi, pmi, cluster
     page = page_of(result)
     assert (result.returncode, page["verdict"]) == (1, "wrong")
     (problem,) = problems_of(page)
-    assert problem["mend"].startswith(MEND[mpi])
+    assert problem["remedy"].startswith(MEND[mpi])
     # MPICH ends the process that Slurm's PMIx has started
     said = "starting MPI ended the process" if (mpi, pmi) == ("MPICH", "pmix") else "srun started 2 ranks"
     assert said in problem["text"]

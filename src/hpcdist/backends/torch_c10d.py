@@ -249,7 +249,7 @@ class C10dBackend(Backend):
         self.inner = None
 
     def close(self) -> None:
-        """End the queue and let go of the inner backend and of the store, whose server may end with it."""
+        """End the queue and release the inner backend and the store, whose server may end with it."""
         super().close()
         inner, self.inner, self._store = self.inner, None, None
         if inner is not None and hasattr(inner, "shutdown"):
@@ -315,7 +315,7 @@ def _scatter(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) ->
 
 
 def _all_to_all(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    # with counts where another rank gives none, too: gloo runs another exchange without them
+    # with counts if another rank gives none, too: gloo runs another exchange without them
     sent, received = shares or ([send.numel() // self.size] * self.size, [recv.numel() // self.size] * self.size)
     self.inner.alltoall_base(recv, send, received, sent, self._timed(c10d.AllToAllOptions())).wait()
 

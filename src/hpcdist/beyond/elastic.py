@@ -3,7 +3,7 @@
 Where MPI survives a dead process (ULFM), all processes of the job, workers and spares, share a communicator besides the
 default group's. Whoever meets an error revokes it and its groups, so that everybody comes to a *meeting*: the living
 make a communicator of themselves (MPI_Comm_shrink), each says which step its state has behind it, the default group is
-made anew, and all take the state of the rank that is farthest. Then they agree (MPI_Comm_agree) that this went well on
+made again, and all take the state of the rank that is farthest. Then they agree (MPI_Comm_agree) that this went well on
 all of them; if it did not, because one more has died, they meet again. A job's end is a meeting too, since a rank that
 is through may be needed by others that lost one in the last step. Steps without a failure cost no communication.
 
@@ -82,7 +82,7 @@ class ElasticJob:
         self._members: list[int] = []  # ids of the default group's ranks, in order
         self._id = self._epoch = 0
         self._present: list[int] = []  # ids of the processes at the last meeting, by their rank in ``_everyone``
-        self._proof: ProofOfDeath | None = None  # where no launcher tells of deaths
+        self._proof: ProofOfDeath | None = None  # if no launcher reports deaths
         self._changed: list[float] = []  # when members changed
         self._snapshot = Snapshot({})
         self._setup: Callable[[], object] | None = None
@@ -340,7 +340,7 @@ class ElasticJob:
         return count_rivals(ids, missing - self._proof.ended(missing))
 
     def _carry_out(self, decision: Decision, own: Backend | None, made: int) -> bool:
-        """Make the default group anew if that was decided, and bring all to the same state."""
+        """Make the default group again if that was decided, and bring all to the same state."""
         if decision.remakes:
             clear("the ranks of the job have changed")
             WORLD.made = made
@@ -421,10 +421,10 @@ def elastic(spares: int = 0, min_size: int = 1, max_changes_per_hour: int = 20) 
     """Return a job that goes on when ranks die; every process of the job enters it by ``with``.
 
     The last ``spares`` processes wait outside the default group until one of its ranks dies, and take its place. When
-    there are none left the job goes on with fewer ranks. The default group, torch.distributed's world too, is made anew
-    after each change, and ends with the ``with`` block; other groups and meshes are to be made again (``setup`` of
-    ``steps``). A default group that exists is taken, with its backend and timeout; else ``init_process_group()`` makes
-    one. Where MPI does not survive a dead rank, rank 0 warns, and the same program runs as long as none dies.
+    there are none left the job goes on with fewer ranks. The default group, torch.distributed's world too, is made
+    again after each change, and ends with the ``with`` block; other groups and meshes are to be made again (``setup``
+    of ``steps``). A default group that exists is taken, with its backend and timeout; else ``init_process_group()``
+    makes one. If MPI does not survive a dead rank, rank 0 warns, and the same program runs as long as none dies.
 
     Args:
         spares: processes that wait, of those that were started.
@@ -433,7 +433,7 @@ def elastic(spares: int = 0, min_size: int = 1, max_changes_per_hour: int = 20) 
             from getting anywhere.
 
     Returns:
-        The job; see ``ElasticJob.steps``. Entering it raises ValueError where the numbers do not fit the job.
+        The job; see ``ElasticJob.steps``. Entering it raises ValueError if the numbers do not fit the job.
 
     Source: MPI_Comm_revoke, MPI_Comm_shrink and MPI_Comm_agree of User-Level Failure Mitigation.
     """

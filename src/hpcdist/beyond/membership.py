@@ -1,4 +1,4 @@
-"""Decision of a meeting: what becomes of an elastic job, given what its living processes tell of themselves.
+"""Decision of a meeting: what becomes of an elastic job, given what its living processes report of themselves.
 
 Every process decides by itself, from the same reports, so that all come to the same.
 """
@@ -53,7 +53,7 @@ class Decision(NamedTuple):
     source: int  # the rank whose state the others take over
     changes: int
     present: list[int]  # ids of all living processes
-    remakes: bool  # whether the default group is made anew
+    remakes: bool  # whether the default group is made again
     reason: str = ""
 
 

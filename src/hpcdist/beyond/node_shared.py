@@ -62,7 +62,7 @@ def node_shared(
         dtype: any of torch's, the same on all ranks.
         group: the group; None for the default one.
         fill: what the lowest rank of each node fills its copy with: a number; a tensor or array of this shape; or a
-            function, called there alone with the tensor, which it writes. The other ranks' is not looked at. None for
+            function, called only there, with the tensor, which it writes. The other ranks' is not looked at. None for
             zeros.
 
     Returns:

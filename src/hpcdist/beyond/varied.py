@@ -93,7 +93,7 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
         This rank's rows of the result, a contiguous tensor; None on ranks outside the group.
 
     Raises:
-        TypeError: no dense tensor, or a size that is no integer.
+        TypeError: no dense tensor, or a size that is not an integer.
         ValueError, RuntimeError: on every rank, dtypes or shapes that differ, no dimension ``dim``, sizes that do not
             add up, an op that has no meaning for the dtype, or none that can be differentiated.
     """

@@ -230,7 +230,7 @@ def offer(memory: Any, dtype: Any) -> Offer:
         return Offer(False, memory, dtype, *place)
     tensor = as_tensor(memory, "memory", True, True)
     if not is_plain(tensor) or not tensor.is_cpu:
-        raise ValueError("`memory` is no plain tensor; expected a contiguous one on the CPU")
+        raise ValueError("`memory` is not a plain tensor; expected a contiguous one on the CPU")
     return Offer(True, tensor.numel(), tensor.dtype, *place)
 
 

@@ -242,7 +242,7 @@ def barrier(
         group: the group; None for the default one.
         async_op: return a Work at once.
         device_ids: a list of a GPU's number: the barrier runs on this rank's GPU, after what is queued there. Without
-            it, or where the group carries no CUDA tensors, it is the CPU's.
+            it, or if the group carries no CUDA tensors, it is the CPU's.
         timeout: the most to wait; None for the group's own limit.
 
     Returns:

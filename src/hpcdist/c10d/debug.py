@@ -74,7 +74,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 
     Args:
         rank: which rank's terminal. Launchers forward what is typed to rank 0, unless told otherwise: Open MPI by
-            ``mpirun --stdin RANK``; srun forwards to all; MPICH's mpirun to rank 0 alone.
+            ``mpirun --stdin RANK``; srun forwards to all; MPICH's mpirun to rank 0 only.
         skip: pass the breakpoint so many times first.
         timeout_s: no call times out for so many seconds; None leaves the timeouts as they are.
 

@@ -28,7 +28,7 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Lay the ranks of the default group out in several dimensions; every rank calls this.
 
-    Makes the default group first where there is none.
+    Makes the default group first if there is none.
 
     Args:
         device_type: of the tensors that will be sent, ``"cpu"`` or ``"cuda"``; without an index.

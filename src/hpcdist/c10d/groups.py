@@ -28,7 +28,7 @@ from hpcdist.watch.logs import LOG, of
 
 
 def check_timeout(timeout: timedelta | None) -> None:
-    """Raise c10d's TypeError if a timeout is no timedelta."""
+    """Raise c10d's TypeError if a timeout is not a timedelta."""
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
 
@@ -41,7 +41,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
         group: the group; None for the default one.
 
     Raises:
-        TypeError: a timeout that is no timedelta.
+        TypeError: a timeout that is not a timedelta.
         ValueError: a group that this rank is not in, or no live one.
     """
     if timeout is None:
@@ -78,7 +78,7 @@ def new_group(
 
     Raises:
         ValueError: before init, duplicate ranks, or ranks out of range.
-        TypeError: a timeout that is no timedelta, or options that are not c10d's.
+        TypeError: a timeout that is not a timedelta, or options that are not c10d's.
     """
     default = world.default_group()
     check_timeout(timeout)
@@ -229,7 +229,7 @@ def split_group(
 
 
 def check_kept(parent: Group, backend: str) -> None:
-    """Raise where a backend string names something that the parent does not have."""
+    """Raise if a backend string names something that the parent does not have."""
     carried = {device: each.name for device, each in parent.backends.items()}
     wanted = parse_pairs(backend.lower()) if ":" in backend else BackendConfig(backend).get_device_backend_map()
     for device, name in wanted.items():

@@ -47,7 +47,7 @@ def init_process_group(
     """Make the default group; every process of the job calls this.
 
     Without arguments the launcher decides: MPI under mpirun and srun, a store under torchrun, and one process
-    where there is no launcher.
+    if there is no launcher.
 
     Args:
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"``, a name given to
@@ -66,12 +66,12 @@ def init_process_group(
         comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
         bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
-            yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left alone.
+            yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left as it is.
 
     Raises:
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit, or HPCDIST_LOG names
             no level.
-        TypeError: a timeout that is no timedelta, or a comm that is no communicator.
+        TypeError: a timeout that is not a timedelta, or a comm that is not a communicator.
         RuntimeError: ``enable_reconfigure``.
         DistBackendError: no MPI library, or one that does not belong to the launcher.
     """
@@ -184,7 +184,7 @@ def begin(
         if isinstance(error, errors.DistBackendError):
             group.close()
         else:
-            group.drop("init_process_group has failed")  # on this rank alone, perhaps
+            group.drop("init_process_group has failed")  # on this rank only, perhaps
         WORLD.clear()
         raise
     return group
@@ -198,7 +198,7 @@ def watch(group: ProcessGroup) -> None:
 
 
 def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
-    """Return the backend string where the caller gave none."""
+    """Return the backend string if the caller gave none."""
     over_mpi = comm is not None or is_mpi(launch)
     if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
         over_mpi = False
@@ -241,12 +241,12 @@ def prepare(
     comm: Any,
     timeout: timedelta,
 ) -> Bootstrap:
-    """Find the other processes, by MPI where a backend needs it and by a store otherwise."""
+    """Find the other processes, by MPI if a backend needs it and by a store otherwise."""
     names = set(device_backends.values())
     if "loopback" in names:
         check_loopback(launch, world_size)
         return Bootstrap(0, 1, timeout)
-    is_told = init_method is not None or store is not None  # NCCL alone finds its ranks over MPI under mpirun
+    is_told = init_method is not None or store is not None  # NCCL by itself finds its ranks over MPI under mpirun
     if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi.process import runtime
 
@@ -278,7 +278,7 @@ def check_loopback(launch: environment.Launch | None, world_size: int) -> None:
 
 
 def check_device(device_id: torch.device | int | None) -> torch.device | None:
-    """Return ``device_id`` as a device; ValueError where this machine does not have it."""
+    """Return ``device_id`` as a device; ValueError if this machine does not have it."""
     if device_id is None:
         return None
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id

@@ -1,9 +1,9 @@
 """Monitored barrier: waits until every rank of a group is here, or says which are not.
 
-Each rank tells rank 0 that it is here, and in which of its calls. When rank 0 has heard from all, it asks each whether
-it is still there, because one that has given up meanwhile has left its word behind. When all have said so, it lets them
-go. Otherwise it tells all of them that it has given up: those that wait, so that they need not, and those that come
-later, so that they do not count for the next barrier.
+Each rank tells rank 0 that it is here, and in which of its calls. When rank 0 has received from all, it asks each
+whether it is still there, because one that has given up meanwhile has left its word behind. When all have said so, it
+lets them go. Otherwise it tells all of them that it has given up: those that wait, so that they need not, and those
+that come later, so that they do not count for the next barrier.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank of a group is here, or say which are not.
 
-    Every rank of the group calls this; rank 0 hears from each and answers it. A rank that comes after rank 0 has given
-    up is told so at once, and is not taken for one that has come to the next barrier. Unlike c10d's it works on every
-    backend that carries CPU tensors.
+    Every rank of the group calls this; rank 0 receives a message from each and answers it. A rank that comes after
+    rank 0 has given up is told so at once, and is not taken for one that has come to the next barrier. Unlike c10d's it
+    works on every backend that carries CPU tensors.
 
     Args:
         group: the group; None for the default one.
@@ -134,12 +134,12 @@ class Line:
         """Begin to send a word."""
         self._backend.isend(torch.tensor(word, dtype=torch.int64, device=self._backend.device), self._peer, BARRIER_TAG)
 
-    def hear(self, deadline: float) -> Word | None:
+    def receive(self, deadline: float) -> Word | None:
         """Return the next word; None if the time is over first, or the other rank has died."""
-        heard = torch.zeros(len(Word._fields), dtype=torch.int64, device=self._backend.device)
-        work = self._backend.irecv(heard, self._peer, BARRIER_TAG, None)
+        received = torch.zeros(len(Word._fields), dtype=torch.int64, device=self._backend.device)
+        work = self._backend.irecv(received, self._peer, BARRIER_TAG, None)
         if is_in_time(work, deadline):
-            return Word(*heard.tolist())
+            return Word(*received.tolist())
         if not work.is_completed():
             work._interrupt(f"monitored_barrier: rank {self._peer} did not answer in time")
             is_in_time(work, time.monotonic() + 1.0)
@@ -147,7 +147,7 @@ class Line:
 
 
 def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
-    """Hear from every other rank, then let them go; the part of rank 0."""
+    """Receive from every other rank, then answer each; the part of rank 0."""
     if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
         raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
     calls, sequence = pg.journal.monitored, pg.journal.sequence  # of each rank the last call that is known
@@ -156,7 +156,7 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
     came: set[int] = set()
 
     def comes(rank: int) -> bool:
-        while word := lines[rank].hear(deadline):
+        while word := lines[rank].receive(deadline):
             if word.kind == Kind.HERE:
                 calls[rank] = word.call
                 came.add(rank)
@@ -164,7 +164,7 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
         return False
 
     def stays(rank: int) -> bool:
-        while word := lines[rank].hear(deadline):
+        while word := lines[rank].receive(deadline):
             if word.kind == Kind.HERE:  # the word before was of a call that it has left
                 calls[rank] = word.call
                 lines[rank].say(Word(Kind.ASKED, word.call, barrier))
@@ -209,7 +209,7 @@ def follow(pg: Group, deadline: float) -> None:
     call = calls[pg.rank()] = calls.get(pg.rank(), 0) + 1
     line = Line(pg.any_backend(), 0)
     line.say(Word(Kind.HERE, call))
-    while word := line.hear(deadline):
+    while word := line.receive(deadline):
         if word.call != call:  # it came too late for an earlier call
             continue
         if word.kind == Kind.ASKED:

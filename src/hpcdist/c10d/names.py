@@ -226,7 +226,7 @@ def is_torchelastic_launched() -> bool:
 def get_default_backend_for_device(device: str | torch.device) -> str:
     """Return the backend that would carry a device's tensors in this process as it was launched.
 
-    For the CPU that is MPI, or gloo where the launcher (torchrun) starts no MPI.
+    For the CPU that is MPI, or gloo if the launcher (torchrun) starts no MPI.
 
     Raises:
         ValueError: no backend is known for the device.

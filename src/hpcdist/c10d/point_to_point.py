@@ -37,7 +37,7 @@ def send(
         group_dst: the receiver as a rank of the group.
 
     Raises:
-        ValueError: no receiver, two, one outside the group, or this rank itself, or a tag that does not do.
+        ValueError: no receiver, two, one outside the group, or this rank itself, or an invalid tag.
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
@@ -89,7 +89,7 @@ def recv(
         The sender's global rank; -1 on ranks outside the group.
 
     Raises:
-        ValueError: two senders, one outside the group, or this rank itself, or a tag that does not do.
+        ValueError: two senders, one outside the group, or this rank itself, or an invalid tag.
         DistBackendError: what was sent does not fit.
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
@@ -148,7 +148,7 @@ class P2POp:
         group_peer: the other rank as a rank of the group.
 
     Raises:
-        ValueError: another op, no peer, two peers, or one outside the group, or a tag that does not do.
+        ValueError: another op, no peer, two peers, or one outside the group, or an invalid tag.
         TypeError: not a tensor.
     """
 

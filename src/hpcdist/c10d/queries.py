@@ -95,7 +95,7 @@ def is_outside(group: Any) -> bool:
 
 
 def member(group: Any) -> Group:
-    """Return the group; ValueError where this rank is not in it."""
+    """Return the group; ValueError if this rank is not in it."""
     if is_outside(group):
         raise ValueError("Invalid process group specified: this rank is not in the group (NON_GROUP_MEMBER)")
     return world.resolve(group)
@@ -176,7 +176,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """Return this process's rank on its node, as the launcher gives it.
 
     Args:
-        fallback_rank: what to return where no launcher does.
+        fallback_rank: what to return if no launcher does.
 
     Raises:
         RuntimeError: neither is given.

@@ -25,8 +25,8 @@ def shrink_group(
 ) -> ProcessGroup:
     """Make a smaller group without some ranks, and end the old one; only the remaining ranks call this.
 
-    Live ranks can be left out under every MPI, dead ones where MPI survives them (ULFM). Shrinking the default
-    group ends all other groups, because the ranks are numbered anew; the new one becomes the default group.
+    Live ranks can be left out under every MPI, dead ones if MPI survives them (ULFM). Shrinking the default
+    group ends all other groups, because the ranks are numbered again; the new one becomes the default group.
 
     Args:
         ranks_to_exclude: ranks of the group; the same list on all that call.
@@ -41,7 +41,7 @@ def shrink_group(
         TypeError: no list of integers, or a backend that cannot shrink.
         ValueError: an empty list, ranks out of range or given twice, all ranks, or unknown flags.
         RuntimeError: called by a rank that is to be left out.
-        DistBackendError: the library failed; for a dead rank where this MPI does not survive one.
+        DistBackendError: the library failed; for a dead rank if this MPI does not survive one.
     """
     check_arguments(ranks_to_exclude, shrink_flags)
     old = world.resolve(group)
@@ -101,7 +101,7 @@ def revoke_process_group(group: Group | None = None) -> None:
 def failed_ranks(group: Group | None = None) -> list[int]:
     """Return the ranks of a group that are known to have died, as ranks of the group: for ``shrink_group``.
 
-    What MPI knows on this rank (ULFM's MPI_Comm_get_failed); empty where MPI does not survive a dead rank.
+    What MPI knows on this rank (ULFM's MPI_Comm_get_failed); empty if MPI does not survive a dead rank.
 
     Raises:
         ValueError: before ``init_process_group``, or a destroyed group.

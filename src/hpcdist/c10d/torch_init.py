@@ -62,7 +62,7 @@ def create(options: Any, pg_options: Any) -> Group:
 
 
 def create_world(options: Any, pg_options: Any) -> Group:
-    """Make the default group: over MPI where the launcher started it, else over torch's store."""
+    """Make the default group: over MPI if the launcher started it, else over torch's store."""
     refuse_reconfigure(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
     read_environment()
     launch = decision.launched()
@@ -86,7 +86,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
 
 
 def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:
-    """Make a group of some ranks, which alone call (MPI_Comm_create_group)."""
+    """Make a group of some ranks, which are the only ones to call (MPI_Comm_create_group)."""
     members = [default.group_ranks[rank] for rank in ranks]
     name, limit = options.group_id, options.timeout
     by_device = default.create_backends(members, name, limit)

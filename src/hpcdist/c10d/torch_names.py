@@ -35,5 +35,5 @@ _rank_not_in_group = is_outside
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
-    """Return a group's name (c10d's private name); ValueError where it is not live."""
+    """Return a group's name (c10d's private name); ValueError if it is not live."""
     return resolve(pg).group_name

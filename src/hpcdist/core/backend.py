@@ -2,7 +2,7 @@
 
 A backend is one communicator of one library (MPI, NCCL, gloo, none) and the calls on it. ``core.issue``
 has already checked the call and made the tensors flat, contiguous and of one device; a backend checks
-only what it alone can know. Ranks here are ranks of the group, and a root is one of them.
+what only it can know. Ranks here are ranks of the group, and a root is one of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bootstrap(NamedTuple):
     size: int
     timeout: timedelta
     comm: Any = None  # an mpi4py communicator, where there is MPI
-    store: Store | None = None  # where there is none
+    store: Store | None = None  # if there is none
     device_id: torch.device | None = None
     options: Any = None
     peer: Backend | None = None  # the group's CPU backend, already connected
@@ -138,7 +138,7 @@ class Backend(Supervised):
             self.queue.drain()
 
     def check_reduction(self, row: Row, dtype: torch.dtype, op: ReduceOp) -> None:
-        """Raise c10d's error where the library cannot reduce, before anything is sent."""
+        """Raise c10d's error if the library cannot reduce, before anything is sent."""
         reduction.check(row, dtype, op)
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Backend(Supervised):
     def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None] | None:
         """Return what exchanges messages with some ranks on this rank, as often as it is called, and notes them.
 
-        None where ``isend`` and ``irecv`` do it as well.
+        None if ``isend`` and ``irecv`` do it as well.
 
         Args:
             sends, recvs: contiguous tensors and the other ranks.
@@ -172,7 +172,7 @@ class Backend(Supervised):
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
         """Make the communicators of disjoint subgroups in one step; every rank of this one calls it.
 
-        Returns this rank's communicator, or None where it is in none of the subgroups.
+        Returns this rank's communicator, or None if it is in none of the subgroups.
         """
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Backend(Supervised):
         raise RuntimeError(f"Backend {self.name} does not support new_window: one-sided windows need MPI")
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
-        """Run the library's own barrier that says who is missing; False where it has none."""
+        """Run the library's own barrier that says who is missing; False if it has none."""
         return False
 
     def grouped(self) -> AbstractContextManager[Sequence[Work]]:

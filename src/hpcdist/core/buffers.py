@@ -70,7 +70,7 @@ def is_copy(tensor: torch.Tensor) -> bool:
 
 
 def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Tensor]:
-    """Return a caller's list of tensors or arrays as tensors; TypeError where it is no such list."""
+    """Return a caller's list of tensors or arrays as tensors; TypeError if it is not such a list."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(
             f"Invalid function argument. Expected parameter `{name}` of type List[torch.Tensor] "
@@ -91,7 +91,7 @@ def for_reading(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def for_writing(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor to receive what is meant for ``tensor``: itself where it can be."""
+    """Return a contiguous tensor to receive what is meant for ``tensor``: itself if it can be."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and not is_copy(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -125,7 +125,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(call: str, *tensors: torch.Tensor) -> None:
-    """Raise where a tensor is sparse, which only all_reduce takes."""
+    """Raise if a tensor is sparse, which only all_reduce takes."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise TypeError(
@@ -135,13 +135,13 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
 
 
 def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
-    """Raise where a list has not one tensor a rank."""
+    """Raise if a list has not one tensor a rank."""
     if len(tensors) != size:
         raise MismatchError(f"{call}: `{name}` has {len(tensors)} tensors; expected {size}, one a rank of the group")
 
 
 def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
-    """Raise where tensors that belong together differ in size."""
+    """Raise if tensors that belong together differ in size."""
     for index, tensor in enumerate(tensors):
         if tensor.nbytes != like.nbytes:  # a complex tensor goes with a real one of twice as many elements
             raise MismatchError(
@@ -152,7 +152,7 @@ def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: tor
 
 
 def as_splits(given: Any) -> list[int] | None:
-    """Return split sizes, a list, an array or a tensor, as a list; TypeError where they are no integers."""
+    """Return split sizes, a list, an array or a tensor, as a list; TypeError if they are not integers."""
     return None if given is None else [operator.index(each) for each in given]
 
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
     from hpcdist.core.table import Row
 
-Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is no tensor
+Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is not a tensor
 
 LOOKS = 31  # at one call in so many
-PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own is planned anew by every call
+PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own is planned again by every call
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,10 +43,10 @@ class CachedCall:
         root: a rank of the group, for rooted rows.
         in_place: whether one tensor is input and output.
         is_like: tells whether tensors look like those of this call: class, dtype, device, shape, strides, and nothing
-            lazy about them. It takes one tensor where the call is in place, else two.
+            lazy about them. It takes one tensor if the call is in place, else two.
         shape: of the input, for the record; None for a barrier.
         dtype: of both.
-        is_large: whether the worker is woken at once where the call is asynchronous.
+        is_large: whether the worker is woken at once if the call is asynchronous.
         backend: carries the call.
         run: runs the call on tensors that look the same.
         start: begins it and returns its Work, if the library queues calls on its device; else None.

@@ -74,7 +74,7 @@ class Group:
     Attributes:
         ranks: the global rank of each rank of the group, in order.
         backends: the backend that carries each device type; empty once the group is destroyed.
-        left: the backends of a group that is no more, on which another thread may still be in a call.
+        left: the backends of a group that has ended, on which another thread may still be in a call.
         is_watched: whether the watchdog looks at such calls: not if only daemons are in them.
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
@@ -173,7 +173,7 @@ class Group:
             ) from None
 
     def any_backend(self) -> Backend:
-        """Return the backend for calls without a tensor: the CPU's where there is one."""
+        """Return the backend for calls without a tensor: the CPU's if there is one."""
         if self.cpu is not None:
             return self.cpu
         if not self.backends:
@@ -183,7 +183,7 @@ class Group:
     def create_backends(
         self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Make communicators of some ranks of this group, which alone call.
+        """Make communicators of some ranks of this group, which are the only ones to call.
 
         Args:
             ranks: of this group.

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     journal: Journal
     number: int  # counts the group's collectives, or for a message this rank's messages on the group
     what: Row | str
-    shape: torch.Size | None  # of the tensor read, or written where none is
+    shape: torch.Size | None  # of the tensor read, or written if none is
     dtype: torch.dtype | None
     root: int | None  # a rank of the group: the root, or a message's peer
 
@@ -129,7 +129,7 @@ class Blocked:
         return False
 
     def is_lasting(self) -> bool:
-        """Tell whether Python's end waits for its thread, another than the one that asks: it is no daemon's.
+        """Tell whether Python's end waits for its thread, another than the one that asks: it is not a daemon's.
 
         If the thread is unknown, that of any other thread is the answer.
         """

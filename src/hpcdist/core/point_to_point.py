@@ -55,7 +55,7 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; TypeError where it is sparse."""
+    """Return the tensor; TypeError if it is sparse."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
     return tensor

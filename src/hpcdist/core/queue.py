@@ -90,7 +90,7 @@ class Queue:
 
     Whoever carries calls out has the turn. The worker thread sleeps while nobody uses the queue, and the first call
     wakes it. From then on it looks at the queue now and then, and carries out what it has seen before; it is woken at
-    once for a large call, and where somebody blocks or wants a future. It does not sleep while a call is queued.
+    once for a large call, and if somebody blocks or wants a future. It does not sleep while a call is queued.
 
     Attributes:
         running: the call that the worker thread is in; None while a waiting thread carries one out.
@@ -167,7 +167,7 @@ class Queue:
         self._latest = None
         if (self._calls or self._turn.locked()) and self._carrier != get_ident():
             self._clear()
-        if self.broken is not None:  # also where the watchdog gave the calls up meanwhile: their thread is still in one
+        if self.broken is not None:  # also if the watchdog gave the calls up meanwhile: their thread is still in one
             raise self._given_up()
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def combining(dtype: torch.dtype, name: str) -> str:
 
 
 def check(row: Row, dtype: torch.dtype, op: Any) -> None:
-    """Raise c10d's error where an op has no meaning for a dtype.
+    """Raise c10d's error if an op has no meaning for a dtype.
 
     Raises:
         ValueError, RuntimeError: an ordering or bitwise op on complex numbers.

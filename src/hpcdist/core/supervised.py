@@ -35,7 +35,7 @@ class Unfinished(deque["Work"]):
         """Keep one, and ask all if they are twice as many as were left the last time."""
         if len(self) >= self.limit:
             for each in list(self):
-                each.is_completed()  # which lets go of it
+                each.is_completed()  # which releases it
             self.limit = max(ASKED_FROM, 2 * len(self))
         self.append(work)
 
@@ -68,7 +68,7 @@ class Supervised(ABC):
         return None
 
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """Make a call that blocks on this communicator raise; return False where the library cannot.
+        """Make a call that blocks on this communicator raise; return False if the library cannot.
 
         Args:
             reason: what it raises.

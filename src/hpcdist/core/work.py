@@ -101,14 +101,14 @@ class Work(KeptAlive, torch.distributed.Work):
             return self._block(seconds)
 
     def _interrupt(self, reason: str) -> bool:
-        """Make a wait for this Work raise; return False where that cannot be done."""
+        """Make a wait for this Work raise; return False if that cannot be done."""
         return False
 
     def _poll(self) -> None:
         """Notice, where nobody else does, that the call has ended."""
 
     def _devices(self) -> list[int | str | torch.device]:
-        """Return the GPUs whose streams wait for the call where the host does not."""
+        """Return the GPUs whose streams wait for the call if the host does not."""
         return []
 
     # -- c10d's names --------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class World:
         self.default: Group | None = None
         self.groups: dict[str, Group] = {}
         self.made = 0  # by all ranks together
-        self.made_locally: dict[tuple[int, ...], int] = {}  # by their members alone, per set of ranks
+        self.made_locally: dict[tuple[int, ...], int] = {}  # by their members only, per set of ranks
         self.store: Store | None = None
         self.mirror: Mirror | None = None
         self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
@@ -181,7 +181,7 @@ def resolve(group: Any) -> Group:
 
 
 def joined(group: Any, call: str) -> Group | None:
-    """Return the group that a caller means; where this rank is not in it, warn as c10d does and return None.
+    """Return the group that a caller means; if this rank is not in it, warn as c10d does and return None.
 
     Raises:
         ValueError: as ``resolve``.
@@ -197,7 +197,7 @@ def joined(group: Any, call: str) -> Group | None:
 
 
 def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[Group, int] | None:
-    """Return the group and the peer's or root's rank in it; None where this rank is not in the group.
+    """Return the group and the peer's or root's rank in it; None if this rank is not in the group.
 
     Raises:
         ValueError: as ``resolve`` and ``group_rank``.

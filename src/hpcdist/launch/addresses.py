@@ -73,7 +73,7 @@ def own() -> tuple[str, ...]:
 def route(host: str, port: int) -> tuple[str, str] | tuple[()]:
     """Return the addresses of this host and of the other one between which the kernel would send; nothing is sent.
 
-    Nothing is returned where the name is unknown or no route leads there.
+    Nothing is returned if the name is unknown or no route leads there.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -100,7 +100,7 @@ def among(store: Any, size: int) -> str | None:
     then it is the address under which another host has reached the server, if any of the users is on another host.
 
     Args:
-        store: a part of a store that belongs to these users; where it is no TCPStore, the host's first address counts.
+        store: a part of a store that belongs to these users; if it is not a TCPStore, the host's first address counts.
         size: how many users the store has; all of them call.
 
     Returns:

@@ -89,7 +89,7 @@ def find(
 ) -> Found:
     """Return the store, rank and size for ``init_process_group`` without an MPI backend; every rank calls.
 
-    The store is of this world alone (see ``meet``).
+    The store is of this world only (see ``meet``).
     """
     if store is not None:
         return meet(store, rank, world_size, timeout), rank, world_size

@@ -40,7 +40,7 @@ def key_of(hosts: list[str]) -> bytes | None:
         hosts: those of the step.
 
     Raises:
-        DistBackendError: the key is not this user's alone, or there is nothing that all hosts share.
+        DistBackendError: the key is not only this user's, or there is nothing that all hosts share.
     """
     if own := os.environ.get(VARIABLE):
         return own.encode()
@@ -72,7 +72,7 @@ def file_system(folder: Path) -> str:
 
 
 def key_in(file: Path) -> bytes:
-    """Return the random key in a file of this user alone, which is made if it is not there.
+    """Return the random key in a file that only this user can read, which is made if it is not there.
 
     Raises:
         DistBackendError: it cannot be made or read, or others could read or replace it.
@@ -111,7 +111,7 @@ def make(file: Path) -> None:
 
 
 def refused(file: Path, why: str) -> DistBackendError:
-    """Return the error of a key that is not this user's alone, or cannot be had."""
+    """Return the error of a key that is not only this user's, or cannot be had."""
     text = (
         f"slurm:// cannot use {file}, which holds the key of this user's jobs: {why}. Remove it, or set {VARIABLE} in "
         "the job script"

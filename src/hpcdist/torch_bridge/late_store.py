@@ -28,7 +28,7 @@ class LateStore(bindings.Store):
     Under MPI the first use opens it for all ranks, so all of them have to come to it.
 
     Attributes:
-        is_reserved: it is for groups of ours alone, since torch imported hpcdist and the program did not.
+        is_reserved: it is for groups of ours only, since torch imported hpcdist and the program did not.
     """
 
     is_reserved = False

@@ -24,7 +24,7 @@ from hpcdist.torch_bridge.features import has
 
 
 def split_meshes_by(make: Callable[[list[list[int]], str, bool], Any]) -> None:
-    """Let DeviceMesh make all groups of a dimension in one step where the default group is ours.
+    """Let DeviceMesh make all groups of a dimension in one step if the default group is ours.
 
     Args:
         make: makes disjoint groups of global ranks, with a description, numbered in ascending order or as given, and

@@ -82,7 +82,7 @@ class TorchWorld:
 
 
 def show(groups: Iterable[Any]) -> None:
-    """Make our world torch's too; a torch.distributed that is initialised already is left alone."""
+    """Make our world torch's too; a torch.distributed that is initialised already is left as it is."""
     if dist.is_initialized():
         return
     mirror = TorchWorld()

@@ -35,7 +35,7 @@ from hpcdist.torch_bridge.features import has
 
 
 def named(name: str) -> Any:
-    """Return what ``torch.distributed`` has under a name of its own, or None where this torch has it no more."""
+    """Return what ``torch.distributed`` has under a name of its own, or None if this torch has it no more."""
     return getattr(dist, name, None)
 
 

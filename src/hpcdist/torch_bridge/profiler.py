@@ -90,7 +90,7 @@ def record(
 
 
 def is_profiled() -> bool:
-    """Tell whether a profiler runs, by torch's note in Python: to ask C++ costs 4 µs where the caches are cold."""
+    """Tell whether a profiler runs, by torch's note in Python: to ask C++ costs 4 µs if the caches are cold."""
     return profiler._is_profiler_enabled
 
 

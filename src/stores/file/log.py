@@ -107,7 +107,7 @@ class FileLog:
         return parse_i64(self.data.get(key) or b"0")
 
     def clear(self, fd: int) -> None:
-        """Start the file anew; call within ``writing``."""
+        """Start the file again; call within ``writing``."""
         os.ftruncate(fd, 0)
         self._forget()
 
@@ -132,7 +132,7 @@ class FileLog:
                     if _is_at(fd, self.path):
                         yield fd
                         return
-                    continue  # removed (and made anew) before we had the lock
+                    continue  # removed (and made again) before we had the lock
             finally:
                 os.close(fd)  # and with it the lock
             if deadline is not None and time.monotonic() >= deadline:

@@ -3,7 +3,7 @@
 As in torch, ``refcount/`` counts the users that are there and ``cleanup/`` those that have left; the
 last one removes the file once ``world_size`` have left. If a world_size is given, each of our users also
 leaves a note of its host, boot, pid namespace, pid and start time, which torch skips. By these notes a
-file whose world is complete and whose users have all died is started anew; if that cannot be known
+file whose world is complete and whose users have all died is started again; if that cannot be known
 (torch's users, other hosts), opening it is an error.
 """
 

@@ -94,7 +94,7 @@ AWARE: list[bool] = []  # what was found, once a process
 
 
 def is_cuda_aware() -> bool:
-    """Tell whether this MPI takes device memory; where it does not, warn once."""
+    """Tell whether this MPI takes device memory; if it does not, warn once."""
     if not AWARE:
         AWARE.append(says_cuda() and passes_probe())
         if not AWARE[0]:

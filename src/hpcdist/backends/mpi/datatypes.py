@@ -79,7 +79,7 @@ def apart(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     """Return two contiguous CPU tensors as the buffers of an MPI call, which divides them among the ranks itself.
 
-    None where they share memory, or where MPI's int does not count them.
+    None if they share memory, or if MPI's int does not count them.
     """
     first, second, sent, received = send.data_ptr(), recv.data_ptr(), send.nbytes, recv.nbytes
     if (first < second + received and second < first + sent) or sent > COUNT_MAX or received > COUNT_MAX:

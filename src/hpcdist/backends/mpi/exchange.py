@@ -2,7 +2,7 @@
 
 Which of MPI_Alltoall and MPI_Alltoallv would do depends on the counts of one rank, and ranks that chose differently
 would wait for each other for ever. So three ranks and more call MPI_Alltoallw (MPI 6.8), and two exchange one message
-each by MPI_Sendrecv (MPI 3.10). How this rank describes a share to MPI is its own affair: as a count of bytes where a C
+each by MPI_Sendrecv (MPI 3.10). How this rank describes a share to MPI is its own affair: as a count of bytes if a C
 int holds it, else as a derived datatype (MPI 5.1). On 2 ranks and 64 B, MPI_Alltoallw takes 3.9 µs in Open MPI and 5.7
 in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own share 2.5 and 3.5.
 """

@@ -1,6 +1,6 @@
 """Reductions over MPI: datatype, operation, and what surrounds the call, for every dtype and op.
 
-Native where MPI has the type and the op. Narrow floats are widened to float32, reduced natively and rounded
+Native if MPI has the type and the op. Narrow floats are widened to float32, reduced natively and rounded
 once; Open MPI adds narrow integers as int32; AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool
 uses MPI's logical ops.
 """
@@ -50,7 +50,7 @@ class Reduction(NamedTuple):
 
     datatype: MPI.Datatype
     op: MPI.Op
-    wide: torch.dtype | None  # the dtype on the wire where it is not the tensor's own
+    wide: torch.dtype | None  # the dtype on the wire if it is not the tensor's own
     factor: Any  # of a PREMUL_SUM
     averages: bool
     in_memory: bool  # whether the tensor's own memory goes to MPI
@@ -64,7 +64,7 @@ class Reduction(NamedTuple):
     def after(self, values: torch.Tensor, recv: torch.Tensor, size: int) -> None:
         """Write the reduced values to the caller's tensor."""
         if values is not recv and not recv.is_floating_point() and not recv.is_complex():
-            values = recv.copy_(values)  # a sum wraps before it is divided, as where MPI adds in the dtype itself
+            values = recv.copy_(values)  # a sum wraps before it is divided, as it does if MPI adds in the dtype
         if self.averages:
             reduction.average(values, size)
         if values is not recv:

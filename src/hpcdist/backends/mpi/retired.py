@@ -43,7 +43,7 @@ def free(unfinished: Unfinished, comm: MPI.Intracomm | None) -> bool:
     One with messages that nobody has received stays: its context would be given to the next one with them.
     """
     for work in list(unfinished):
-        work.is_completed()  # which lets go of it
+        work.is_completed()  # which releases it
     if unfinished:
         return False
     if comm is not None:

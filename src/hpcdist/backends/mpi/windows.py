@@ -178,7 +178,7 @@ class MPIWindow(RemoteMemory):
         name = reduction.name_of(op)
         if name in ("AVG", "PREMUL_SUM"):
             raise ValueError(
-                f"Window.accumulate: ReduceOp.{name} is no op of one-sided calls; expected {', '.join(MPI_OPS)}"
+                f"Window.accumulate: ReduceOp.{name} is not an op of one-sided calls; expected {', '.join(MPI_OPS)}"
             )
         with self._during("Window.accumulate", dst), self._communicator.translating("Window.accumulate"):
             # Open MPI's op/avx saturates narrow sums from a vector of 16 bytes on; what is shorter it adds one by one

@@ -73,7 +73,7 @@ class NCCLBackend(Backend):
         backend = cls(bootstrap.rank, bootstrap.size, library, finding.channel_store(bootstrap))
         backend.peer = bootstrap.peer
         if backend.peer is None and bootstrap.comm is not None:
-            # a group of NCCL alone under MPI: a communicator of MPI to find each other over
+            # a group with NCCL only, under MPI: a communicator of MPI to find each other over
             backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         if bootstrap.device_id is not None and bootstrap.device_id.type == "cuda":
             backend.connect_device(bootstrap.device_id)

@@ -64,7 +64,7 @@ class PeerChannel:
 
 
 class RelayChannel:
-    """The CPU backend of the parent, for a subgroup that has none of its own: its members alone take part."""
+    """The CPU backend of the parent, for a subgroup that has none of its own: only its members take part."""
 
     def __init__(self, peer: Backend, ranks: Sequence[int]) -> None:
         self.peer = peer

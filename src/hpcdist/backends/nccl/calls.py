@@ -70,7 +70,7 @@ def shares(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int]]
 
 
 def equal_shares(tensor: torch.Tensor, size: int) -> list[tuple[int, int]]:
-    """Return the same where all shares are of one size."""
+    """Return the same if all shares are of one size."""
     return shares(tensor, [tensor.numel() // size] * size)
 
 

@@ -43,7 +43,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def ops_of(dtype: torch.dtype) -> dict[Any, str]:
-    """Return the ops that NCCL has for a dtype, by torch's op; empty where it does not reduce it."""
+    """Return the ops that NCCL has for a dtype, by torch's op; empty if it does not reduce it."""
     if dtype is torch.bool:
         return BOOL_OPS
     if dtype in PAIRED:
@@ -52,7 +52,7 @@ def ops_of(dtype: torch.dtype) -> dict[Any, str]:
 
 
 def check(row: Row, dtype: torch.dtype, op: Any, reduces_float8: bool) -> None:
-    """Raise where an op has no meaning for a dtype, or NCCL lacks it.
+    """Raise if an op has no meaning for a dtype, or NCCL lacks it.
 
     Raises:
         ValueError, RuntimeError: as ``core.reduction.check``.
@@ -81,7 +81,7 @@ def as_reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as NCCL moves it: bytes where it lacks the dtype."""
+    """Return a tensor as NCCL moves it: bytes if it lacks the dtype."""
     return tensor if tensor.dtype in DATATYPES else as_bytes(tensor)
 
 

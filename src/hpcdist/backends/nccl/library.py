@@ -95,7 +95,7 @@ def load() -> Library:
 
 
 def check_gpu() -> None:
-    """Raise where CUDA tensors cannot exist in this process.
+    """Raise if CUDA tensors cannot exist in this process.
 
     Raises:
         DistBackendError: torch without CUDA, no driver, or no GPU that this process may see.

@@ -9,10 +9,10 @@ given a limit, and under ``TORCH_NCCL_BLOCKING_WAIT=1``.
 torch's allocator gives the memory of a dropped tensor to the next one that is made on its stream. On the current stream
 that is harmless, because whatever gets the memory is queued behind the call. For the side stream ``Flight.held``
 keeps everything that the call touches: the caller's tensors, the copies and products that stand in for them, and what
-is copied back at the end. It is let go when the stream that the call began on waits for the call, since all later uses
-of the memory are behind that wait, as after an abort; or when the host has seen that the call has ended. Nothing else
-holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what is under way is listed without
-it (``Flight``).
+is copied back at the end. It is released when the stream that the call began on waits for the call, since all later
+uses of the memory are behind that wait, as after an abort; or when the host has seen that the call has ended. Nothing
+else holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what is under way is listed
+without it (``Flight``).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Streams:
         return work
 
     def _sweep(self) -> None:
-        """Let go of the calls that have ended; the caller has the guard and may query.
+        """Release the calls that have ended; the caller has the guard and may query.
 
         They end in order, so few are asked: to query each and finish it would cost more than to make the call.
         """

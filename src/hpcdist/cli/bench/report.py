@@ -63,7 +63,7 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
 
 
 def on_the_wire(figure: Figure) -> str:
-    """Write how many bytes the node sent in a call which sent most; nothing where none were counted."""
+    """Write how many bytes the node sent in a call which sent most; nothing if none were counted."""
     return f"{sized(figure.wire)} sent" if figure.wire >= 1 else ""
 
 

@@ -33,7 +33,7 @@ class Figure:
     median: float  # microseconds a call, on the slowest rank
     low: float
     high: float
-    wire: float = 0.0  # bytes a call that the node sent which sent most; 0 on one node, or where nothing counts them
+    wire: float = 0.0  # bytes a call that the node sent which sent most; 0 on one node, or if nothing counts them
 
 
 class Bench:

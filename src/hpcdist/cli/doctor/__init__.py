@@ -133,7 +133,7 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
         except dist.DistBackendError as error:
             dist.init_process_group("loopback", world_size=1)
             text = str(error).removesuffix(launch.remedy if launch is not None else "").strip()
-            return None, Finding(PROBLEM, text, mpi_library.mend_launch(facts["mpi_library"]))
+            return None, Finding(PROBLEM, text, mpi_library.remedy_of_launch(facts["mpi_library"]))
         return dist.get_mpi_comm(), None
     if launch is None or launch.starts_mpi:
         dist.init_process_group("loopback", world_size=1)
@@ -172,5 +172,5 @@ def report_end(ended: Ended, options: Namespace) -> None:
     seen = {name: LOCAL[name].look() for name in ("installed", "mpi_library", "slurm")}
     ranks = [seen]
     chapters = judge(ranks)
-    chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.mend_launch(seen["mpi_library"]))]
+    chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.remedy_of_launch(seen["mpi_library"]))]
     show(chapters, ranks, options)

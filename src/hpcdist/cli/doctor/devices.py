@@ -57,8 +57,8 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
     seen = [facts["devices"] for facts in ranks]
     first = seen[0]
     if isinstance(first["driver"], str):
-        mend = "nvidia-smi   # on that node; the site's administrator has to look at the driver"
-        yield Finding(PROBLEM, first["driver"], mend)
+        remedy = "nvidia-smi   # on that node; the site's administrator has to look at the driver"
+        yield Finding(PROBLEM, first["driver"], remedy)
         return
     if not any(facts["count"] for facts in seen):
         yield judge_no_gpu(first)
@@ -88,7 +88,7 @@ def judge_no_gpu(facts: Facts) -> Finding:
         return Finding(NOTE, "no GPU on these nodes")
     count = len(facts["driver"])
     if facts["built_for"] is None:
-        mend = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
-        return Finding(ADVICE, f"{count} GPUs here, but this torch is built for CPUs only", mend)
-    mend = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
-    return Finding(PROBLEM, f"nvidia-smi sees {count} GPUs, torch sees none (visible: {facts['visible']!r})", mend)
+        remedy = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
+        return Finding(ADVICE, f"{count} GPUs here, but this torch is built for CPUs only", remedy)
+    remedy = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
+    return Finding(PROBLEM, f"nvidia-smi sees {count} GPUs, torch sees none (visible: {facts['visible']!r})", remedy)

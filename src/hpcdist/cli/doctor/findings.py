@@ -15,4 +15,4 @@ class Finding(NamedTuple):
 
     level: str
     text: str
-    mend: str = ""  # the command, or the line of a job script, that fixes it
+    remedy: str = ""  # the command, or the line of a job script, that fixes it

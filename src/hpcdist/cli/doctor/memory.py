@@ -98,8 +98,8 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(ADVICE, text, "mount -t tmpfs shm /dev/shm")
     elif free_bytes < NEED * most:
         text = f"/dev/shm has {sized(free_bytes)} free, but {most} ranks a node need {sized(NEED * most)}"
-        mend = "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g"
-        yield Finding(PROBLEM, text, mend)
+        remedy = "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g"
+        yield Finding(PROBLEM, text, remedy)
     else:
         yield Finding(OK, f"/dev/shm has {sized(free_bytes)} free on the fullest node")
     for text in failed:

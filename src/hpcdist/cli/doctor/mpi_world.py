@@ -28,7 +28,7 @@ print('gpu', b.sum().item(), flush=True)
 
 
 def look(comm: Any) -> Facts:
-    """Try it; every rank of ``comm`` calls this. None where there is no MPI world."""
+    """Try it; every rank of ``comm`` calls this. None if there is no MPI world."""
     if comm is None:
         return {"world": None}
     from mpi4py import MPI

@@ -143,7 +143,7 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Say which pairs do not reach each other."""
     seen = [facts["network"] for facts in ranks]
     first = seen[0]["interfaces"]
-    shown = ", ".join(f"{name} {address}" for name, address in first.items()) or "the loopback alone"
+    shown = ", ".join(f"{name} {address}" for name, address in first.items()) or "only the loopback"
     yield Finding(NOTE, f"interfaces of rank 0's node: {shown}")
     nodes = {facts["node"] for facts in seen}
     if len(nodes) == 1:
@@ -160,10 +160,10 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
             f"getent hosts {host}; nc -vz {host} PORT   # names, routes and firewall between compute nodes",
         )
     for here, there, how, host, why in [each for each in failed if each[2] != "name"][:4]:
-        mend = (
+        remedy = (
             f"export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   # an interface that all nodes reach, not {how}"
         )
-        yield Finding(ADVICE, f"{here} does not reach {there} on {how} ({host}): {why}", mend)
+        yield Finding(ADVICE, f"{here} does not reach {there} on {how} ({host}): {why}", remedy)
     yield from judge_names(seen)
     if not by_name:
         pairs, slowest = len(nodes) * (len(nodes) - 1), max(each[3] for each in tried)

@@ -47,8 +47,8 @@ def write(chapters: Chapters, size: int) -> None:
         for finding in findings:
             mark, style = MARKS[finding.level]
             table.add_row(Text(mark, style), Text(finding.text, "dim" if finding.level == NOTE else ""))
-            if finding.mend and finding.level == NOTE:
-                table.add_row("", Text(f"  {finding.mend}", "dim"))
+            if finding.remedy and finding.level == NOTE:
+                table.add_row("", Text(f"  {finding.remedy}", "dim"))
         console.print(table)
     wanted = to_fix(chapters)
     if wanted:
@@ -57,7 +57,7 @@ def write(chapters: Chapters, size: int) -> None:
         mark, style = MARKS[finding.level]
         console.print(Text(f"{mark} {finding.text}", style))
         # commands are meant to be copied: they are never wrapped
-        console.print(Text(f"    {finding.mend or 'no fix is known'}"), soft_wrap=True)
+        console.print(Text(f"    {finding.remedy or 'no fix is known'}"), soft_wrap=True)
     console.print()
     console.rule(Text(verdict(chapters), "bold red" if count(chapters, PROBLEM) else "green"))
 
@@ -79,7 +79,7 @@ def write_html(chapters: Chapters, size: int, path: str) -> None:
     def items(findings: list[Finding], level: str | None = None) -> str:
         lines = [
             f'<li class="{each.level}"><b>{MARKS[each.level][0]}</b>{escape(each.text)}'
-            + (f"<pre>{escape(each.mend)}</pre>" if each.mend and level in (None, each.level) else "")
+            + (f"<pre>{escape(each.remedy)}</pre>" if each.remedy and level in (None, each.level) else "")
             for each in findings
         ]
         return "\n".join(["<ul>", *lines, "</ul>"])

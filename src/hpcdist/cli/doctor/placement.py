@@ -128,12 +128,12 @@ def judge_cores(node: str, places: dict[int, Facts], fix: str) -> Iterator[Findi
     threads = max(place["threads"] for place in places.values())
     some = next(iter(places.values()))
     if len(places) > room:
-        text, mend = f"{len(places)} ranks share {room:g} cores on {node}", f"mpirun -n {max(1, int(room))} …"
+        text, remedy = f"{len(places)} ranks share {room:g} cores on {node}", f"mpirun -n {max(1, int(room))} …"
         if len(together) < len(places) <= min(some["room"].cpus, quota or some["room"].cpus):
-            text, mend = f"{text}, and the job may use {some['room'].cpus}", fix
+            text, remedy = f"{text}, and the job may use {some['room'].cpus}", fix
         else:
-            mend += f"   # or: sbatch --ntasks-per-node={max(1, int(room))}"
-        yield Finding(ADVICE, f"{text}: results are right, but slow", mend)
+            remedy += f"   # or: sbatch --ntasks-per-node={max(1, int(room))}"
+        yield Finding(ADVICE, f"{text}: results are right, but slow", remedy)
     elif len(different) == 1 and len(places) > 1:
         wide = len(some["numa"])
         text = f"ranks on {node} are not bound: each may use all {room:g} cores"
@@ -202,12 +202,12 @@ def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Findin
         order += [index for index in [next(near, None)] if index is not None]
     if some["launcher"] in (None, "srun"):
         numbers = ",".join(str(place["gpu"]) for place in places.values())
-        mend = f"srun --cpu-bind=map_ldom:{numbers} …   # or: --gpus-per-task=1 --gpu-bind=closest"
+        remedy = f"srun --cpu-bind=map_ldom:{numbers} …   # or: --gpus-per-task=1 --gpu-bind=closest"
     elif len(order) == len(places):
-        mend = f"export {some['visible']}={','.join(map(str, order))}"
+        remedy = f"export {some['visible']}={','.join(map(str, order))}"
     else:
-        mend = f"{fix}   # then look again: the order of the GPUs follows from that of the cores"
-    yield Finding(ADVICE, text, mend)
+        remedy = f"{fix}   # then look again: the order of the GPUs follows from that of the cores"
+    yield Finding(ADVICE, text, remedy)
 
 
 def judge_cards(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
@@ -224,8 +224,8 @@ def judge_cards(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
             text = (
                 f"{variable}={places[rank]['chosen'][variable]} keeps {listed(list(far))} on {node} from nearer cards"
             )
-            mend = f"unset {variable}   # the nearest is chosen by itself; for rank {rank} it is {card}"
-            yield Finding(ADVICE, text, mend)
+            remedy = f"unset {variable}   # the nearest is chosen by itself; for rank {rank} it is {card}"
+            yield Finding(ADVICE, text, remedy)
     some = next(iter(places.values()))
     is_slingshot = any(name.startswith("cxi") for name in some["cards"])
     if is_slingshot and len(set(some["cards"].values())) > 1 and CRAY_CARDS not in some["chosen"]:

@@ -104,8 +104,8 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
     first = ranks[0]["speed"]
     count, backend = len(ranks), first["backend"]
     if wrong:
-        mend = "python -m hpcdist doctor --json   # report this bug, with the name of your MPI"
-        yield Finding(PROBLEM, f"all_reduce gave wrong sums of {', '.join(wrong)}", mend)
+        remedy = "python -m hpcdist doctor --json   # report this bug, with the name of your MPI"
+        yield Finding(PROBLEM, f"all_reduce gave wrong sums of {', '.join(wrong)}", remedy)
         return
     yield Finding(OK, f"all_reduce over {backend} is right for {len(DTYPES)} dtypes on {plural(count, 'rank')}")
     if count == 1:

@@ -27,7 +27,7 @@ def prepare(MPI: Any) -> None:
 
 @cache
 def warn_once(vendor: str) -> None:
-    """Warn where MPI runs with collectives that threads may not call."""
+    """Warn if MPI runs with collectives that threads may not call."""
     if vendor == VENDOR and os.environ.get(VARIABLE) != VALUE:
         warnings.warn(
             f"asynchronous calls on one group and calls on another can wait for each other for ever: this {VENDOR} was "

@@ -43,7 +43,7 @@ def is_on_one_node(environment: Mapping[str, str]) -> bool:
             return count is not None and count == (
                 int(expected) if expected.isdigit() else integer(environment, expected)
             )
-    return OWN_CONNECTION not in environment  # a process alone
+    return OWN_CONNECTION not in environment  # a single process
 
 
 def folders(environment: Mapping[str, str], library: str | None) -> Iterator[Path]:

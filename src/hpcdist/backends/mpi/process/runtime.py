@@ -85,7 +85,7 @@ def short_name(MPI: Any) -> str:
 
 @contextmanager
 def limited(timeout: timedelta) -> Iterator[None]:
-    """End this process where MPI waits for all ranks inside and one does not come within a group's timeout.
+    """End this process if MPI waits for all ranks inside and one does not come within a group's timeout.
 
     There is no watchdog yet, and MPI_Init holds Python's lock: faulthandler's own thread writes to stderr where this
     process is, and leaves with status 1, on which the launcher ends the job. A timer that the program itself gave
@@ -101,14 +101,14 @@ def limited(timeout: timedelta) -> Iterator[None]:
 
 
 def world(timeout: timedelta = default_pg_timeout) -> Any:
-    """Return MPI.COMM_WORLD of an initialised MPI, initialising it where nobody has.
+    """Return MPI.COMM_WORLD of an initialised MPI, initialising it if nobody has.
 
     Args:
         timeout: how long the other ranks may take to initialise theirs; at least ``START_LEAST``.
 
     Raises:
         DistBackendError: no MPI library; MPI was finalised; a process of the job started this one; or MPI sees one
-            rank where the launcher started several.
+            rank if the launcher started several.
     """
     MPI = load()
     check_process()
@@ -185,7 +185,7 @@ def leave_out_han() -> None:
 def check_launcher(MPI: Any, launch: Launch | None) -> None:
     """Raise if MPI_Init would end this process under its launcher; unset the prefix of an Open MPI that is not loaded.
 
-    MPICH 5 without PMIx ends the process where it finds PMIx's variables; Open MPI 4.1.4 where OPAL_PREFIX, which Open
+    MPICH 5 without PMIx ends the process if it finds PMIx's variables; Open MPI 4.1.4 if OPAL_PREFIX, which Open
     MPI 5's mpirun exports, is not its own. MPICH 4 begins a world of one (``check_world``).
     """
     name, version = MPI.get_vendor()
@@ -210,7 +210,7 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
-    """Raise where the launcher started several ranks and MPI connected none of them."""
+    """Raise if the launcher started several ranks and MPI connected none of them."""
     if launch is None or not launch.starts_mpi or launch.size <= 1 or MPI.COMM_WORLD.Get_size() != 1:
         return
     text = (
@@ -222,7 +222,7 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
 
 
 def finalize() -> None:
-    """Finalise MPI at exit; not where a rank has died and the job went on (ULFM), or the launcher was left.
+    """Finalise MPI at exit; not if a rank has died and the job went on (ULFM), or the launcher was left.
 
     Open MPI 5.0.11 then hung in MPI_Finalize in 1 of 11 to 1 of 4 runs, in a barrier of its launcher that the dead rank
     never enters; leaving without it ended well each time.
@@ -260,7 +260,7 @@ def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:
 
 
 def abort(status: int) -> None:
-    """End the job (MPI 11.4, MPI_Abort), and this process where MPI is too stuck for that."""
+    """End the job (MPI 11.4, MPI_Abort), and this process if MPI is too stuck for that."""
     MPI = load()
     time.sleep(FORWARD_SECONDS)  # MPICH's mpirun ends at once, and lost the report of 1 in 10 jobs on a busy machine
     if is_fault_tolerant():
@@ -330,7 +330,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
 
 
 def checked(comm: Any) -> Any:
-    """Return a user's communicator where a world can be made of it.
+    """Return a user's communicator if a world can be made of it.
 
     Raises:
         TypeError: not an mpi4py intracommunicator.

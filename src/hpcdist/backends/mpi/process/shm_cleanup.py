@@ -26,7 +26,7 @@ MAPS = Path("/proc/self/maps")
 def unlink_segments(MPI: Any) -> None:
     """Take away the names of the segments that MPICH's MPI_Init has mapped in this process; any rank, any time after.
 
-    A file that this process does not map is another job's, also where it has the name of one of ours.
+    A file that this process does not map is another job's, also if it has the name of one of ours.
     """
     if not MPI.Get_library_version().startswith(LIBRARY):
         return

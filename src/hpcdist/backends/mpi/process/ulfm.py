@@ -20,7 +20,7 @@ from threading import Thread
 
 from mpi4py import MPI
 
-TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process alone
+TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process only
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
 QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
 PMIX = "libpmix.so.2"
@@ -39,7 +39,7 @@ LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to surv
 def is_tolerant() -> bool:
     """Tell whether this MPI survives a dead process.
 
-    Found by trying on a communicator of this process alone: without the launcher's consent Open MPI has the same
+    Found by trying on a communicator of this process only: without the launcher's consent Open MPI has the same
     functions, but revoking does not end a pending receive.
     """
     if not hasattr(MPI.Comm, "Revoke"):
@@ -221,7 +221,7 @@ def is_untouched(connection: socket.socket) -> bool:
 
 
 def duplicate(number: int, inode: int | None = None) -> socket.socket:
-    """Return a socket of this process by its descriptor, and raise OSError if it is no socket, or another one."""
+    """Return a socket of this process by its descriptor, and raise OSError if it is not a socket, or another one."""
     status = os.fstat(number)
     if not S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
         raise OSError(EBADF, os.strerror(EBADF))
