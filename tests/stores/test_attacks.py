@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import hpcdist_stores as stores
+from hpcdist_stores.tcp.server.loop import FRAME_S, UNFINISHED_LIMIT, Server, SocketPeer
 
 MiB = 1024 * 1024
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)
@@ -239,3 +240,28 @@ def test_without_the_secret_nothing_is_reached():
             assert siege.is_closed(sock)
         first, second = (siege.attack(hello).recv(36, socket.MSG_WAITALL) for _ in range(2))
         assert first != second, "each connection has its own challenge"
+
+
+def test_a_peer_that_the_server_holds_back_is_not_closed():
+    ends = [socket.socketpair() for _ in range(3)]
+    server = Server([], None)
+    for _, own in ends:
+        own.setblocking(False)
+        peer = SocketPeer(server, own)
+        peer.buf, peer.need, peer.is_open = bytearray(4 * MiB), 8 * MiB, True
+        peer.began, peer.touched = time.monotonic() - 2 * FRAME_S, time.monotonic() + FRAME_S
+        server.connections[peer.fd] = peer
+        server.epoll.register(peer.fd, 1)
+        server.unfinished += len(peer.buf)
+    first, second, slow = server.connections.values()
+    assert server.unfinished > UNFINISHED_LIMIT
+    server.turn, server.turn_at = first, time.monotonic()
+    server.held[second.fd] = second
+    server.pass_turn(time.monotonic())
+    assert list(server.connections.values()) == [first, second]
+    assert slow.sock.fileno() == -1
+    for each in (first, second):
+        each.sock.close()
+    for other, _ in ends:
+        other.close()
+    server.epoll.close()

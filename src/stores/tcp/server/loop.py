@@ -190,8 +190,10 @@ class Server:
                 self.turn = None
             self.turn_at, self.turn_bytes = now, 0
         if self.unfinished > UNFINISHED_LIMIT:
-            unfinished = [p for p in self.connections.values() if p.buf is not None and p is not self.turn]
-            stalled = [p for p in unfinished if p.fd not in self.held and now - p.touched > STALL_S]
+            # those that are held back have sent more, which this server has not read
+            others = [p for p in self.connections.values() if p is not self.turn and p.fd not in self.held]
+            unfinished = [p for p in others if p.buf is not None]
+            stalled = [p for p in unfinished if now - p.touched > STALL_S]
             for peer in stalled or [p for p in unfinished if now - p.began > FRAME_S]:
                 self.close(peer)
         if self.turn is None:
