@@ -231,7 +231,7 @@ MUTANTS = [
         "            self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike\n"
         "            raise DistBackendError(self.interruption)\n",
         "            pass\n",
-        "mpi/test_shared_memory_in_groups.py mpi/test_two_level.py faults/test_survival.py",
+        "mpi/test_shared_memory_in_groups.py mpi/test_between_nodes.py faults/test_survival.py",
     ),
     Mutant(
         f"{MPI_BACKEND}/retired.py",

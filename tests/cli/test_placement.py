@@ -73,7 +73,6 @@ def test_a_gpu_whose_domain_is_its_memory_is_near_to_the_cpus_beside_it(tmp_path
 def test_a_machine_without_numa_has_no_domains(tmp_path):
     node = topology.read(tmp_path, "")
     assert node.room() == (0, 0, 0, 0)
-    assert not topology.has_rdma(tmp_path)
     assert placement.in_domains(node, [0, 1], [None], None)["cards"] == {}
 
 
@@ -85,7 +84,6 @@ def test_what_no_domain_has_is_left_out_and_what_is_not_told_is_guessed(tmp_path
     node = topology.read(tmp_path, topologies.GROUP)
     assert (node.usable, node.cores) == (set().union(*node.cpus.values()), 80)
     assert sorted(node.cards) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
-    assert topology.has_rdma(tmp_path)
 
 
 @pytest.mark.parametrize(

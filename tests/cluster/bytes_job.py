@@ -1,7 +1,8 @@
-"""Job of ranks on several hosts: prints the bytes that the busiest host sends in one call of each large collective."""
+"""Job of ranks on several hosts: prints what the busiest host sends in each large collective, and the bits."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 
@@ -28,10 +29,13 @@ dist.init_process_group()
 comm = dist.get_mpi_comm()
 wire = Wire(comm)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    whole = torch.ones(NBYTES // dtype.itemsize, dtype=dtype)
-    part = torch.ones(whole.numel() // comm.size, dtype=dtype)
+    chance = torch.Generator().manual_seed(comm.rank)
+    whole = torch.randn(NBYTES // dtype.itemsize, generator=chance).to(dtype)
+    part = torch.randn(whole.numel() // comm.size, generator=chance).to(dtype)
     for name, call in calls(whole, part).items():
         call()
+        bits = hashlib.sha256(whole.view(torch.uint8).numpy()).hexdigest()
+        bits += hashlib.sha256(part.view(torch.uint8).numpy()).hexdigest()
         comm.Barrier()
         before = wire.sent()
         comm.Barrier()
@@ -41,5 +45,5 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         sent = max(comm.allgather(wire.sent() - before)) / CALLS
         if comm.rank == 0:
             line = {"call": name, "dtype": str(dtype), "nbytes": NBYTES, "nodes": wire.nodes, "sent": sent}
-            print(json.dumps(line), flush=True)
+            print(json.dumps({**line, "bits": bits}), flush=True)
 dist.destroy_process_group()

@@ -16,7 +16,7 @@ pytest.importorskip("mpi4py")
 import hpcdist as dist
 from hpcdist.backends.mpi.node import thresholds
 from hpcdist.backends.mpi.node.collectives import NodeShared
-from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
+from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.process import runtime
 from tests.mpi.test_shared_memory import node_shared
 
@@ -58,25 +58,23 @@ def test_override():
 
 def test_a_file_stands_in_for_the_table(tmp_path):
     path = str(tmp_path / "crossovers.json")
-    names = thresholds.BYTES["MPICH"][2]
-    thresholds.write(path, "Some MPI", 2, dict.fromkeys(names, 1 << 14))
-    thresholds.write(path, "Some MPI", 8, dict.fromkeys(names, NEVER))
+    thresholds.write(path, "Some MPI", 2, dict.fromkeys(thresholds.COLLECTIVES, 1 << 14))
+    thresholds.write(path, "Some MPI", 8, dict.fromkeys(thresholds.COLLECTIVES, NEVER))
+    thresholds.write(path, "Some MPI", thresholds.SEVERAL, {"all_reduce": 1 << 13})
     measured = Thresholds(path)
+
+    def of(name, dtype=torch.float32, op="SUM", nodes=1, ranks_per_node=0, ranks=2, library="Some MPI"):
+        return measured.of(name, dtype, op, nodes, ranks_per_node, ranks, library)
+
     for ranks, at in ((2, 1 << 14), (3, 1 << 14), (5, NEVER), (64, NEVER)):
-        assert measured.of("all_reduce", torch.float32, "SUM", 1, ranks, "Some MPI", Network.UNKNOWN) == at
-    thresholds.write(path, "Some MPI", thresholds.NODES[True], {"all_reduce": 1 << 13})
-    measured = Thresholds(path)
-    assert measured.of("all_reduce", torch.float32, "SUM", 1, 2, "Some MPI", Network.UNKNOWN) == 1 << 14
-    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", Network.UNKNOWN) == 1 << 13
-    assert measured.of("broadcast", torch.float32, None, 4, 4, "Some MPI", Network.UNKNOWN) == NEVER
-    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", Network.RDMA) == 1 << 13
-    assert measured.of("all_reduce", torch.float32, "SUM", 4, 4, "Some MPI", Network.FAST) == 1 << 13
-    several = thresholds.BYTES["MPICH"][thresholds.NODES[False]]  # what the file does not tell
-    assert measured.of("all_reduce", torch.float32, "SUM", 2, 4, "Some MPI", Network.UNKNOWN) == several["all_reduce"]
-    table = thresholds.BYTES["Open MPI"][2]
-    assert measured.of("broadcast", torch.float32, None, 1, 2, "Open MPI", Network.UNKNOWN) == table["broadcast"]
-    assert measured.of("all_reduce", torch.float32, "PREMUL_SUM", 1, 2, "Some MPI", Network.UNKNOWN) == NEVER
-    assert measured.of("all_reduce", torch.float32, "SUM", 1, 1, "Some MPI", Network.UNKNOWN) == NEVER
+        assert of("all_reduce", ranks=ranks) == at
+    assert of("all_reduce", nodes=2, ranks_per_node=2, ranks=4) == 1 << 13
+    assert of("broadcast", op=None, nodes=2, ranks_per_node=2, ranks=4) == NEVER
+    assert of("all_reduce", nodes=2, ranks_per_node=0, ranks=3) == NEVER
+    assert of("all_reduce", torch.bfloat16) == thresholds.HALF_ROWS["all_reduce of half types"]  # not in the file
+    assert of("broadcast", op=None, library="Open MPI") == thresholds.BYTES["Open MPI", 2]["broadcast"]
+    assert of("all_reduce", op="PREMUL_SUM") == NEVER
+    assert of("all_reduce", ranks=1) == NEVER
     for content in ("not JSON", "[]", '{"Some MPI": {"two": {}}}'):
         wrong = tmp_path / "wrong.json"
         wrong.write_text(content)
@@ -104,10 +102,10 @@ def test_a_window_is_made_only_on_first_use(comm, monkeypatch):
     dist.all_reduce(torch.ones(4), group=group)
     node = group.backend(torch.device("cpu")).collectives.node
     assert node.shared is None
-    dist.all_reduce(torch.ones(4 << 20), group=group)
+    dist.all_reduce(torch.ones(16 << 20), group=group)
     library = runtime.load().get_vendor()[0]
-    at = Thresholds().of("all_reduce", torch.float32, "SUM", 1, comm.size, library, Network.UNKNOWN)
-    assert (node.shared is not None) == (at <= 16 << 20)
+    at = Thresholds().of("all_reduce", torch.float32, "SUM", 1, comm.size, comm.size, library)
+    assert (node.shared is not None) == (at <= 64 << 20)
     if isinstance(node.shared, NodeShared):  # on one host
         assert node.shared.window.segment_bytes <= 8 << 20
     dist.destroy_process_group(group)

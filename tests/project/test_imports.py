@@ -49,7 +49,6 @@ MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main
 EXCEPTIONS = {
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
-    ("hpcdist.backends.mpi.node.places", "hpcdist.launch.topology"): "which network cards this node has",
     ("hpcdist.backends.mpi.process.runtime", "hpcdist.launch.arrival"): "which ranks have not come to the start of MPI",
     ("hpcdist.beyond", "hpcdist.public"): "the same as for c10d",
     ("hpcdist.c10d", "hpcdist.public"): "whoever imports a part of it has all names, and torch knows them",

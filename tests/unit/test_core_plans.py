@@ -61,75 +61,42 @@ def test_plans_are_made_once_and_know_the_window():
     assert plans.of(ALL_REDUCE, torch.float32, factor).shared_from == NEVER
     with pytest.raises(RuntimeError, match="BAND"):
         plans.of(ALL_REDUCE, torch.float32, ReduceOp.BAND)
-    for nodes in (1, 2, 4):  # in the last case every rank has a node of its own
-        plans.locate(nodes)
+    for nodes, ranks_per_node in ((1, 4), (2, 2)):
+        plans.locate(nodes, ranks_per_node)
         assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
+    plans.locate(2, 0)  # nodes with different numbers of ranks: MPI alone
+    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == NEVER
+    plans.locate(4, 1)  # nodes of one rank: what MPI would send in float32 only
+    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 65536
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
+    assert plans.of(BROADCAST, torch.bfloat16, None).shared_from == NEVER
     plans.give_up_window()
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
-    plans = Plans(128, Thresholds("64K"))
-    plans.locate(64)  # many nodes: only slices of an all_reduce are large enough
-    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 65536
-    assert plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from == NEVER
-    plans.locate(128)
-    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
 
 
-def test_shares_of_many_nodes_have_a_least_size():
+def test_blocks_between_nodes_have_a_least_size():
     pytest.importorskip("mpi4py.MPI", reason="no MPI library")
-    from hpcdist.backends.mpi.node.thresholds import LEAST_SHARE, Thresholds
+    from hpcdist.backends.mpi.node.thresholds import LEAST_BLOCK, Thresholds
     from hpcdist.backends.mpi.plans import Plans
 
     plans = Plans(128, Thresholds())
-    for nodes, is_more in ((16, False), (32, True)):
-        plans.locate(nodes)
-        assert (plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from >= 128 * LEAST_SHARE) == is_more
-        assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from < 128 * LEAST_SHARE
-
-
-@pytest.mark.parametrize("text", ["", "1M"])
-@pytest.mark.parametrize("kind", ["FAST", "RDMA"])
-def test_mpi_keeps_the_collectives_of_nodes_of_one_rank_unless_the_network_is_slow(text, kind):
-    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
-    from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
-    from hpcdist.backends.mpi.plans import Plans
-
-    plans = Plans(8, Thresholds(text))
-    plans.locate(8, Network[kind])
-    for row, op in ((ALL_REDUCE, ReduceOp.SUM), (BROADCAST, None), (ALL_GATHER_SINGLE, None)):
-        assert plans.of(row, torch.float32, op).shared_from == (1 << 20 if text else NEVER)
-    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 1 << (20 if text else 19)
-    assert plans.of(BROADCAST, torch.bfloat16, None).shared_from == (1 << 20 if text else NEVER)
-    plans.locate(4, Network[kind])  # nodes of two ranks: shared memory halves what they send
-    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
-    plans.locate(8, Network.SLOW)
-    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == 1 << 20
-    assert plans.of(BROADCAST, torch.float32, None).shared_from <= 1 << 20
-
-
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5])
-def test_long_messages_pay_between_three_or_four_nodes_of_a_fast_network(nodes):
-    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
-    from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
-
-    known = Thresholds()
-    for library in ("Open MPI", "MPICH", "another"):
-        for name, op in (("all_reduce", "SUM"), ("broadcast", None)):
-            found = known.of(name, torch.float32, op, nodes, nodes, library, Network.FAST)
-            assert (found <= 16 << 20) == (nodes in (3, 4)), (library, name)
-            assert known.of(name, torch.float32, op, nodes, nodes, library, Network.RDMA) == NEVER
+    plans.locate(32, 4)
+    assert plans.of(ALL_GATHER_SINGLE, torch.float32, None).shared_from == 128 * LEAST_BLOCK
+    assert plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).shared_from == 128 * LEAST_BLOCK
+    assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from < 128 * LEAST_BLOCK
 
 
 def test_before_the_nodes_are_known_the_least_threshold_of_all_holds():
     pytest.importorskip("mpi4py.MPI", reason="no MPI library")
-    from hpcdist.backends.mpi.node.thresholds import BYTES, Network, Thresholds
+    from hpcdist.backends.mpi.node.thresholds import BYTES, Thresholds
 
-    known, unknown = Thresholds(), Network.UNKNOWN
-    for library in BYTES:
+    known = Thresholds()
+    for library in {library for library, _ in BYTES}:
         for name, op in (("all_reduce", "SUM"), ("broadcast", None), ("reduce_scatter_single", "SUM")):
             for dtype in (torch.float32, torch.bfloat16):
-                least = known.of(name, dtype, op, 0, 4, library, unknown)
-                for nodes, kind in ((1, unknown), (2, unknown), *((4, kind) for kind in Network)):
-                    assert known.of(name, dtype, op, nodes, 4, library, kind) >= least, (name, dtype, nodes, kind)
+                least = known.of(name, dtype, op, 0, 0, 4, library)
+                for nodes, ranks_per_node in ((1, 4), (2, 2), (4, 1), (3, 0)):
+                    assert known.of(name, dtype, op, nodes, ranks_per_node, 4, library) >= least, (name, dtype, nodes)
 
 
 def test_messages_to_oneself_keep_their_order_by_tag():
@@ -174,12 +141,3 @@ def test_a_groups_calls_are_counted_and_those_that_are_refused_are_not(group):
     group.close()
     with pytest.raises(ValueError, match="initialized"):  # no live group at all in this process
         group.allreduce([torch.ones(2)])
-
-
-@pytest.mark.parametrize(("nodes", "nbytes"), [(0, 64 << 10), (2, 1 << 20), (3, 64 << 10), (4, 64 << 10), (5, 1 << 20)])
-def test_small_broadcasts_take_the_chain_between_three_or_four_nodes_of_a_slow_network(nodes, nbytes):
-    pytest.importorskip("mpi4py.MPI", reason="no MPI library")
-    from hpcdist.backends.mpi.node.thresholds import Network, Thresholds
-
-    found = Thresholds().of("broadcast", torch.float32, None, nodes, nodes or 4, "Open MPI", Network.SLOW)
-    assert found == nbytes

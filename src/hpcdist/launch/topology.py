@@ -107,11 +107,6 @@ def read(root: Path = SYS, groups: str | None = None) -> Topology:
     )
 
 
-def has_rdma(root: Path = SYS) -> bool:
-    """Tell whether this node has a network card that reads and writes memory of other nodes without their kernels."""
-    return any(any(root.glob(f"class/{kind}/*")) for kind in RDMA)
-
-
 def text(path: Path) -> str:
     """Return the content of a file of /sys, empty if there is none."""
     try:

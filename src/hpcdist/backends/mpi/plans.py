@@ -1,7 +1,7 @@
 """Plan cache: how the collectives of one row, dtype and op are carried out on one communicator.
 
 A plan follows from what every rank of the group knows: the row, the dtype, the op, the number of ranks, the MPI
-library, and the thresholds and kind of network that the ranks have agreed on. Nothing of one rank's tensors or process
+library, the nodes' layout and the thresholds that the ranks have agreed on. Nothing of one rank's tensors or process
 enters it, so ranks never make different calls (``core.call_cache`` keeps what follows from this rank's tensors).
 """
 
@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi.node.call_board import what
-from hpcdist.backends.mpi.node.thresholds import NEVER, Network, Thresholds
+from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.core.reduction import name_of
 from hpcdist.core.table import Row
@@ -27,8 +27,7 @@ class Plan(NamedTuple):
 
     Attributes:
         reduction: MPI's datatype and op, and what surrounds the call; None for rows that move.
-        shared_from: from how many bytes of the larger buffer on hpcdist carries the call out itself: through the memory
-            of the node, and between nodes by messages.
+        shared_from: from how many bytes of the larger buffer on the call goes through the memory of the nodes.
         said: what the call board has of it (``node.call_board``), without root.
     """
 
@@ -48,8 +47,7 @@ class Plans:
     def __init__(self, size: int, thresholds: Thresholds) -> None:
         self.size = size
         self.thresholds = thresholds
-        self.nodes = 0  # that its ranks are on; not known yet
-        self.network = Network.UNKNOWN
+        self.nodes = self.ranks_per_node = 0  # not known yet
         self._has_window = True
         self._made: dict[tuple[Row, torch.dtype, int], Plan] = {}
 
@@ -69,15 +67,15 @@ class Plans:
         if lasts and self._has_window:
             name = None if op is None else name_of(op)
             library = MPI.get_vendor()[0]
-            shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.size, library, self.network)
+            shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.ranks_per_node, self.size, library)
         made = Plan(reduction, shared_from, what(row.name, dtype, op))
         if lasts:
             self._made[row, dtype, id(op)] = made
         return made
 
-    def locate(self, nodes: int, network: Network = Network.UNKNOWN) -> None:
-        """Take note of the number of nodes, and of the network between them, the same on all ranks."""
-        self.nodes, self.network = nodes, network
+    def locate(self, nodes: int, ranks_per_node: int) -> None:
+        """Take note of the number of nodes, and of ranks on each (0 if they differ), the same on all ranks."""
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self._made.clear()
 
     def give_up_window(self) -> None:

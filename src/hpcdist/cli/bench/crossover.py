@@ -1,9 +1,8 @@
-"""Subject ``crossover``: the sizes from which hpcdist's own collectives are faster than MPI's, for ``HPCDIST_SHM``.
+"""Subject ``crossover``: the sizes from which shared memory is faster than MPI alone, for ``HPCDIST_SHM``.
 
-``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times what hpcdist carries out itself (through shared
-memory, and between nodes by messages) beside raw MPI calls, and adds the sizes at which the faster side changes to the
-file. Run it once for each number of ranks a node that your jobs use, and on as many nodes as they use; they read the
-file if ``HPCDIST_SHM=FILE.json`` is set.
+``mpirun -n N python -m hpcdist bench crossover --json FILE.json`` times collectives through shared memory beside raw
+MPI calls, and adds the sizes at which the faster side changes to the file. Run it once for each number of ranks a node
+that your jobs use, and on several nodes if they use several; they read the file if ``HPCDIST_SHM=FILE.json`` is set.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ def measure(bench: Bench) -> int:
     """Measure, print the table, and add it to the file of ``--json``.
 
     Returns:
-        0, or 2 if the job has only one rank.
+        0, or 2 if each rank is the only one of its node.
     """
-    if bench.size == 1:
-        print("bench crossover compares ways between ranks: run it with two or more")
-        return 2
     nodes = bench.wire.nodes
-    place = bench.size if nodes == 1 else thresholds.NODES[nodes == bench.size]
+    if nodes == bench.size:
+        print("bench crossover compares shared memory with MPI alone: run it with two ranks a node or more")
+        return 2
+    place = bench.size if nodes == 1 else thresholds.SEVERAL
     sizes = [size for size in SIZES if nodes == 1 or size <= LARGEST_BETWEEN_NODES]
     ours = MPIBackend(bench.comm.Dup(), thresholds.Thresholds("1"))
     path = bench.options.json

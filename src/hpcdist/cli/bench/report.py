@@ -14,21 +14,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hpcdist.backends.mpi.node import network, thresholds
+from hpcdist.backends.mpi.node import thresholds
 from hpcdist.backends.mpi.node.places import locate
-from hpcdist.backends.mpi.node.thresholds import Network
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.printing import sized
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
 WHOLE_FROM = 100  # microseconds without decimals
-NETWORKS = {
-    Network.UNKNOWN: "",
-    Network.SLOW: ", slow network",
-    Network.FAST: ", fast network",
-    Network.RDMA: ", network with RDMA",
-}
 
 
 def size_name(nbytes: int) -> str:
@@ -124,31 +117,31 @@ def least(nbytes: int) -> str:
 
 
 def explain(bench: Bench) -> None:
-    """Print from which size on hpcdist carries out each collective itself here; every rank calls."""
+    """Print from which size on each collective goes through shared memory here; every rank calls."""
     places = locate(bench.comm, [])
-    kind = network.between(places, [])
     places.node.Free()
     if bench.rank:
         return
     vendor = bench.library.rsplit(" ", 1)[0]
     console = Console(width=110)
     nodes = places.nodes
-    place = f"{bench.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else "") + NETWORKS[kind]
+    place = f"{bench.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
     made = Table(title=f"Through shared memory ({vendor}, {place}; {thresholds.VARIABLE} overrides)")
     for name in ("collective", "float32", "bfloat16"):
         made.add_column(name)
     found = thresholds.Thresholds.from_environment()
-    for name in found.measured(vendor, bench.size):
+    for name in thresholds.COLLECTIVES:
         op = "SUM" if "reduce" in name else None
         starts = (
-            found.of(name, dtype, op, nodes, bench.size, vendor, kind) for dtype in (torch.float32, torch.bfloat16)
+            found.of(name, dtype, op, nodes, places.ranks_per_node, bench.size, vendor)
+            for dtype in (torch.float32, torch.bfloat16)
         )
         made.add_row(name, *map(least, starts))
     console.print(made)
     source = "measured for this library"
     if found.text:
         source = f"{thresholds.VARIABLE}={found.text}"
-    elif vendor not in thresholds.BYTES:
+    elif vendor not in {library for library, _ in thresholds.BYTES}:
         source = f"not measured for this library: the row of {thresholds.STAND_IN} stands in"
     console.print(f"Source: {source}.")
 

@@ -1,4 +1,4 @@
-"""Collectives of one group by hpcdist itself: through the memory of its node, and between its nodes.
+"""Collectives of one group through the memory of its nodes.
 
 What they need is made by the first calls that may use them: first the ranks find out who shares a node, then the window
 and the communicator between nodes are made.
@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node import network
+from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
-from hpcdist.backends.mpi.node.thresholds import Network
-from hpcdist.backends.mpi.node.two_level import TwoLevel
 from hpcdist.core.buffers import overlap
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SINGLE, Row
 
 # the collectives that there are, and how each takes its arguments
-SHARED_CALLS: dict[Row, Callable[[NodeShared | TwoLevel, torch.Tensor, torch.Tensor, Any, Any], None]] = {
+SHARED_CALLS: dict[Row, Callable[[NodeShared | BetweenNodes, torch.Tensor, torch.Tensor, Any, Any], None]] = {
     ALL_REDUCE: lambda shared, send, recv, op, _: shared.all_reduce(send, recv, op),
     BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
     ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
@@ -55,14 +53,12 @@ class NodeCalls:
         self._poll = poll
         self._is_background = is_background
         self._places: Places | None = None
-        self._network = Network.UNKNOWN
-        self.shared: NodeShared | TwoLevel | None = None
+        self.shared: NodeShared | BetweenNodes | None = None
 
-    def locate(self) -> tuple[int, Network]:
-        """Find out which ranks share a node; every rank calls. Return the number of nodes and the network's kind."""
+    def locate(self) -> tuple[int, int]:
+        """Find out which ranks share a node; every rank calls. Return the number of nodes, and of ranks on each."""
         self._places = locate(self._comm, self._derived)
-        self._network = network.between(self._places, self._derived)
-        return self._places.nodes, self._network
+        return self._places.nodes, self._places.ranks_per_node
 
     def connect(self) -> bool:
         """Make what the calls need; every rank calls, and all return False if a node cannot share memory.
@@ -76,7 +72,7 @@ class NodeCalls:
             if places.nodes == 1:
                 self.shared = NodeShared(places, self._poll, self._is_background)
             else:
-                self.shared = TwoLevel(places, self._derived, self._poll, self._is_background, self._network)
+                self.shared = BetweenNodes(places, self._derived, self._poll, self._is_background)
         except MPI.Exception:  # which is a RuntimeError: a rank has died
             raise
         except RuntimeError as error:

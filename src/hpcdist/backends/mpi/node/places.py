@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from hpcdist.core.ranks import by_value
 from hpcdist.launch.environment import NODE_KEY
-from hpcdist.launch.topology import has_rdma
 
 
 class Places(NamedTuple):
@@ -20,19 +19,23 @@ class Places(NamedTuple):
         node: communicator of this rank's node, in the group's order.
         ranks: the group's ranks by node; nodes in the order of their first ranks.
         here: index of this rank's node.
-        has_rdma: whether any of the nodes has a network card for RDMA.
     """
 
     comm: MPI.Intracomm
     node: MPI.Intracomm
     ranks: list[list[int]]
     here: int
-    has_rdma: bool = False
 
     @property
     def nodes(self) -> int:
         """Number of nodes."""
         return len(self.ranks)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many of the ranks each node has; 0 if nodes have different numbers."""
+        counts = set(map(len, self.ranks))
+        return counts.pop() if len(counts) == 1 else 0
 
     @property
     def is_flat(self) -> bool:
@@ -65,8 +68,7 @@ def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = Non
     node = split_node(comm, made, os.environ.get(NODE_KEY) if node_key is None else node_key)
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
     # two threads that do this for two groups wait for each other
-    found: list[tuple[int, bool]] = comm.allgather((min(node.allgather(comm.rank)), has_rdma()))
-    firsts = [first for first, _ in found]
+    firsts: list[int] = comm.allgather(min(node.allgather(comm.rank)))
     by_node = by_value(firsts)
     here = list(by_node).index(firsts[comm.rank])
-    return Places(comm, node, list(by_node.values()), here, any(has for _, has in found))
+    return Places(comm, node, list(by_node.values()), here)

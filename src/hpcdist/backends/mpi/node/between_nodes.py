@@ -1,0 +1,305 @@
+"""Collectives of a group on several nodes: shared memory within each node, the site's own MPI between them.
+
+Every node has equally many of the ranks. Those with the same local index have a communicator across the nodes, and one
+slice of the data, so that what crosses the network is the least that there can be:
+
+- all_reduce: a node's ranks reduce a slice each, MPI_Allreduce combines it across nodes, all ranks collect all slices.
+- reduce_scatter: each rank reduces the blocks of the ranks with its local index, MPI_Reduce_scatter_block ends it.
+- all_gather: MPI_Allgatherv gathers the blocks of the ranks with one local index, and a node's ranks exchange them.
+- broadcast: the root's node shares the tensor, MPI_Bcast takes a slice each to the other nodes, whose ranks collect it.
+
+What MPI has no type and op for goes by MPI_Alltoallv: each rank gets its share of every node's slice and reduces them
+in the order of the nodes, and MPI_Allgatherv collects the results. These are half types, which so travel in their own
+bytes, are added in float32 and rounded once (an MPI_Op would round at each of MPI's steps, and MPICH reduces by ops of
+a user in log2 N steps of the whole); MIN and MAX of floats, because MPI leaves NaN undefined; and the narrow integers
+of ``reductions.wide``. On nodes of one rank, which share no memory, that is all that is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import memmove
+from itertools import pairwise
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, address, memory, run
+from hpcdist.backends.mpi.node.arithmetic import Fold, fold_of
+from hpcdist.backends.mpi.node.places import Places
+from hpcdist.backends.mpi.node.slots import NodeSlots
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES
+from hpcdist.backends.mpi.process import ulfm
+from hpcdist.backends.mpi.receives import wait_until
+from hpcdist.backends.mpi.reductions import mpi_op, wide
+from hpcdist.core.reduction import name_of
+
+CHUNK_BYTES = 512 << 10  # in the window
+PIECE_BYTES = 4 << 20  # of a slice that are carried through all steps at a time
+FOLD_BYTES = 256 << 10  # of a slice that are added up at a time: those of four ranks stay in a core's second cache
+
+Parts = Sequence[tuple[int, int]]  # where in a tensor each local rank's part begins and ends, in bytes
+
+
+def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
+    """Return MPI's type and op that combine what a fold does; None if it has none."""
+    is_ordered = fold.op in ("MIN", "MAX") and fold.dtype.is_floating_point
+    if fold.dtype not in DATATYPES or is_ordered or wide(fold.dtype, fold.op) is not None:
+        return None
+    return DATATYPES[fold.dtype], mpi_op(fold.dtype, fold.op)
+
+
+class BetweenNodes:
+    """Runs collectives of one communicator whose ranks are on several nodes, on each equally many.
+
+    The methods are those of `NodeShared`, and ask the same of the caller. Construction is collective over the
+    communicator. Nodes of one rank have reductions only.
+
+    Args:
+        places: where the ranks are; its communicator of the node is taken over.
+        made: takes each communicator as soon as it is made.
+        poll: called every few milliseconds of waiting in the window; what it raises leaves the collective.
+        is_background: tells whether the call under way runs beside the rank's own computation.
+
+    Raises:
+        RuntimeError: shared memory could not be had on some rank; every rank raises.
+    """
+
+    def __init__(
+        self, places: Places, made: list[MPI.Comm], poll: Callable[[], None], is_background: Callable[[], bool]
+    ) -> None:
+        self._places, self._poll = places, poll
+        self._slots = None if places.is_flat else NodeSlots(places, poll, is_background)
+        self._rank, self._ranks = places.comm.Get_rank(), places.comm.Get_size()
+        node = places.ranks[places.here]
+        self._local, self._size = node.index(self._rank), len(node)
+        self._across = MPI.Intracomm(places.comm.Split(self._local, key=places.here))
+        made.append(self._across)
+        self._kept: dict[str, torch.Tensor] = {}
+
+    # -- what all calls share ------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call MPI across the nodes.
+
+        Under ULFM by the nonblocking function: Open MPI 5.0.11 does not end a blocking one by revocation if a rank of
+        it is stopped (all_reduce of 4 MiB on 2 nodes of 2 ranks).
+        """
+        if not ulfm.is_tolerant():
+            getattr(self._across, name)(*arguments)
+            return
+        request = getattr(self._across, f"I{name.lower()}")(*arguments)
+
+        def has_ended() -> bool:
+            self._poll()
+            return bool(request.Test())
+
+        try:
+            wait_until(has_ended)
+        except BaseException:
+            ulfm.UNFINISHED.append((request, arguments))
+            raise
+
+    def _memory(self, use: str, rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that is kept from call to call: the system takes longer to clear new pages than MPI to fill."""
+        nbytes = rows * numel * dtype.itemsize
+        kept = self._kept.get(use)
+        if kept is None or kept.numel() < nbytes:
+            kept = self._kept[use] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return kept[:nbytes].view(dtype).view(rows, numel)
+
+    def _folds(self, dtype: torch.dtype, op: str) -> tuple[Fold, Fold]:
+        """Return how to reduce in the node, and how to combine the nodes' results.
+
+        An average is divided at the end, but for half types, which are rounded in between: there the sum may be beyond
+        the largest float16.
+        """
+        whole, undivided = fold_of(dtype, op, self._ranks), fold_of(dtype, op, 0)
+        is_divided_before = whole.wide is not None and self._slots is not None
+        return (whole, undivided) if is_divided_before else (undivided, whole)
+
+    def _fold(self, fold: Fold, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Reduce parts in their order, as much at a time as stays in a core's cache."""
+        step = FOLD_BYTES // out.itemsize
+        scratch = None
+        if fold.needs_scratch(len(parts)) and fold.wide is not None:
+            total, spare = self._memory("scratch", 2, step, fold.wide)
+            scratch = total, spare
+        for low in range(0, out.numel(), step):
+            fold.reduce([part[low : low + step] for part in parts], out[low : low + step], scratch)
+
+    def _slices(self, nbytes: int) -> tuple[Parts, int]:
+        """Divide bytes among the ranks of a node; return their parts and the length of the longest."""
+        share = -(-nbytes // (self._size * LINE_BYTES)) * LINE_BYTES
+        return [(min(nbytes, i * share), min(nbytes, (i + 1) * share)) for i in range(self._size)], share
+
+    def _blocks(self, node: int, block: int, low: int = 0, length: int | None = None) -> Parts:
+        """Return the blocks of a node's ranks as parts, or so many bytes of each from an offset on."""
+        starts = [rank * block + low for rank in self._places.ranks[node]]
+        return [(start, start + (block if length is None else length)) for start in starts]
+
+    def _reduce(self, fold: Fold, send: torch.Tensor, parts: Parts, longest: int, out: torch.Tensor) -> None:
+        """Reduce a part of the node's tensors for each of its ranks; `out` gets this rank's, and may be its part."""
+        item, local, source = send.itemsize, self._local, send.data_ptr()
+        begin, end = parts[local]
+        own = send[begin // item : end // item]
+        if self._slots is None:
+            self._fold(fold, [own], out)
+            return
+        slots, mates = self._slots, self._slots.mates
+        chunk = min(longest, CHUNK_BYTES, SLOT_BYTES // self._size // LINE_BYTES * LINE_BYTES)
+
+        def put(turn: int, offset: int, length: int) -> None:
+            there = slots.addresses[turn][local]
+            for mate in mates:
+                low, high = parts[mate][0] + offset, min(parts[mate][0] + offset + length, parts[mate][1])
+                if low < high:
+                    memmove(there + mate * chunk, source + low, high - low)
+
+        def get(turn: int, offset: int, length: int) -> None:
+            size = min(length, end - begin - offset)
+            if size > 0:
+                low, high = offset // item, (offset + size) // item
+                theirs = [slots.slots[turn][mate][local * chunk :][:size].view(own.dtype) for mate in mates]
+                self._fold(fold, [own[low:high], *theirs], out[low:high])
+
+        slots.exchange(longest, chunk, put, get)
+
+    def _collect(self, target: int, parts: Parts, longest: int) -> None:
+        """Give this rank's part of a tensor to the node's other ranks, and take theirs."""
+        slots, local = self._slots, self._local
+        assert slots is not None
+
+        def piece(rank: int, offset: int, length: int) -> tuple[int, int]:
+            begin, end = parts[rank]
+            return target + begin + offset, max(0, min(length, end - begin - offset))
+
+        def put(turn: int, offset: int, length: int) -> None:
+            memmove(slots.addresses[turn][local], *piece(local, offset, length))
+
+        def get(turn: int, offset: int, length: int) -> None:
+            for mate in slots.mates:
+                there, size = piece(mate, offset, length)
+                memmove(there, slots.addresses[turn][mate], size)
+
+        slots.exchange(longest, min(longest, CHUNK_BYTES), put, get)
+
+    # -- reductions ----------------------------------------------------------------------------------
+
+    def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
+        """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce)."""
+        inner, outer = self._folds(send.dtype, name_of(op))
+        send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
+        step = PIECE_BYTES // send.itemsize * self._size
+        for low in range(0, send.numel(), step):
+            source, target = send[low : low + step], recv[low : low + step]
+            if self._slots is None:
+                self._combine(source, target, outer)
+                continue
+            parts, longest = self._slices(source.nbytes)
+            begin, end = parts[self._local]
+            own = target[begin // send.itemsize : end // send.itemsize]
+            self._reduce(inner, source, parts, longest, own)
+            if own.numel():
+                self._combine(own, own, outer)
+            self._collect(target.data_ptr(), parts, longest)
+
+    def _combine(self, source: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
+        """Reduce `source` of all nodes into `target`, which may be the same memory."""
+        known = native(fold)
+        if known is not None:
+            if source is not target:
+                target.copy_(source)
+            self._call("Allreduce", MPI.IN_PLACE, [memory(target), known[0]], known[1])
+            fold.finish(target)
+            return
+        nodes, here, item, numel = self._places.nodes, self._places.here, source.itemsize, source.numel()
+        line = max(1, LINE_BYTES // item)
+        share = -(-numel // (nodes * line)) * line
+        bounds = [min(numel, node * share) for node in range(nodes + 1)]
+        starts = [low * item for low in bounds[:-1]]
+        lengths = [(high - low) * item for low, high in pairwise(bounds)]
+        own = target[bounds[here] : bounds[here + 1]]
+        inbox = self._memory("inbox", nodes, own.numel(), own.dtype)
+        arriving = [[own.nbytes] * nodes, [node * own.nbytes for node in range(nodes)]]
+        self._call("Alltoallv", [memory(source), lengths, starts, BYTE], [memory(inbox), *arriving, BYTE])
+        self._fold(fold, list(inbox), own)
+        self._call("Allgatherv", MPI.IN_PLACE, [memory(target), lengths, starts, BYTE])
+
+    def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
+        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block)."""
+        inner, outer = self._folds(send.dtype, name_of(op))
+        send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
+        nodes, item, known = self._places.nodes, send.itemsize, native(outer)
+        step = max(LINE_BYTES, PIECE_BYTES // nodes) // item
+        for low in range(0, recv.numel(), step):
+            out = recv[low : low + step]
+            stage = self._memory("stage", nodes, out.numel(), out.dtype)
+            for node, row in enumerate(stage):
+                parts = self._blocks(node, recv.nbytes, low * item, out.nbytes)
+                self._reduce(inner, send, parts, out.nbytes, row)
+            if known is not None:
+                self._call("Reduce_scatter_block", [memory(stage), known[0]], [memory(out), known[0]], known[1])
+                outer.finish(out)
+            else:
+                inbox = self._memory("inbox", nodes, out.numel(), out.dtype)
+                self._call("Alltoall", [memory(stage), BYTE], [memory(inbox), BYTE])
+                self._fold(outer, list(inbox), out)
+
+    # -- moves ---------------------------------------------------------------------------------------
+
+    def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
+        """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather)."""
+        nbytes, target = send.nbytes, recv.data_ptr()
+        if target + self._rank * nbytes != send.data_ptr():
+            memmove(target + self._rank * nbytes, send.data_ptr(), nbytes)
+        peers = [ranks[self._local] for ranks in self._places.ranks]
+        count, unit = run(nbytes)
+        whole = unit.Create_contiguous(count).Commit()
+        self._call("Allgatherv", MPI.IN_PLACE, [memory(recv), [1] * len(peers), peers, whole])
+        whole.Free()
+        for node in range(self._places.nodes):
+            self._collect(target, self._blocks(node, nbytes), nbytes)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy `tensor` of one rank to all (MPI_Bcast)."""
+        slots, ranks, here = self._slots, self._places.ranks, self._places.here
+        assert slots is not None
+        first = next(node for node, each in enumerate(ranks) if root in each)
+        step = PIECE_BYTES * self._size
+        for low in range(0, tensor.nbytes, step):
+            target, nbytes = tensor.data_ptr() + low, min(step, tensor.nbytes - low)
+            parts, longest = self._slices(nbytes)
+            if here == first:
+                self._share(target, nbytes, ranks[here].index(root))
+            begin, end = parts[self._local]
+            if begin < end:
+                self._call("Bcast", [address(target + begin, end - begin), BYTE], first)
+            if here != first:
+                self._collect(target, parts, longest)
+
+    def _share(self, target: int, nbytes: int, root: int) -> None:
+        """Copy memory of one rank of the node to the others."""
+        slots = self._slots
+        assert slots is not None
+
+        def put(turn: int, offset: int, length: int) -> None:
+            if self._local == root:
+                memmove(slots.addresses[turn][root], target + offset, length)
+
+        def get(turn: int, offset: int, length: int) -> None:
+            if self._local != root:
+                memmove(target + offset, slots.addresses[turn][root], length)
+
+        slots.exchange(nbytes, min(nbytes, CHUNK_BYTES), put, get)
+
+    def close(self) -> None:
+        """Leave the window, and free the communicators made here, once or often."""
+        if self._across == MPI.COMM_NULL:
+            return
+        self._across.Free()
+        if self._slots is not None:
+            self._slots.close()
+        else:
+            self._places.node.Free()
