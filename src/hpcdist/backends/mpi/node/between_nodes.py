@@ -4,7 +4,8 @@ Every node has equally many of the ranks. Those with the same local index have a
 slice of the data, so that what crosses the network is the least that there can be:
 
 - all_reduce: a node's ranks reduce a slice each, MPI_Allreduce combines it across nodes, all ranks collect all slices.
-- reduce_scatter: each rank reduces the blocks of the ranks with its local index, MPI_Reduce_scatter_block ends it.
+- reduce_scatter: each rank reduces the blocks of the ranks with its local index, gets those of all nodes for itself by
+  MPI_Alltoall, and reduces them. (Open MPI's MPI_Reduce_scatter_block sends twice as much on two nodes.)
 - all_gather: MPI_Allgatherv gathers the blocks of the ranks with one local index, and a node's ranks exchange them.
 - broadcast: the root's node shares the tensor, MPI_Bcast takes a slice each to the other nodes, whose ranks collect it.
 
@@ -231,7 +232,7 @@ class BetweenNodes:
         """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block)."""
         inner, outer = self._folds(send.dtype, name_of(op))
         send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
-        nodes, item, known = self._places.nodes, send.itemsize, native(outer)
+        nodes, item = self._places.nodes, send.itemsize
         step = max(LINE_BYTES, PIECE_BYTES // nodes) // item
         for low in range(0, recv.numel(), step):
             out = recv[low : low + step]
@@ -239,13 +240,9 @@ class BetweenNodes:
             for node, row in enumerate(stage):
                 parts = self._blocks(node, recv.nbytes, low * item, out.nbytes)
                 self._reduce(inner, send, parts, out.nbytes, row)
-            if known is not None:
-                self._call("Reduce_scatter_block", [memory(stage), known[0]], [memory(out), known[0]], known[1])
-                outer.finish(out)
-            else:
-                inbox = self._memory("inbox", nodes, out.numel(), out.dtype)
-                self._call("Alltoall", [memory(stage), BYTE], [memory(inbox), BYTE])
-                self._fold(outer, list(inbox), out)
+            inbox = self._memory("inbox", nodes, out.numel(), out.dtype)
+            self._call("Alltoall", [memory(stage), BYTE], [memory(inbox), BYTE])
+            self._fold(outer, list(inbox), out)
 
     # -- moves ---------------------------------------------------------------------------------------
 
