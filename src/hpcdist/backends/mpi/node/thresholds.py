@@ -224,9 +224,12 @@ class Thresholds:
         else:
             places = [] if ranks_per_node == 0 else [FLAT if ranks_per_node == 1 else SEVERAL]
         is_half = op is not None and dtype in WIDER
-        return min((self._at(place, name, is_half, ranks, library) for place in places), default=NEVER)
+        least_between = 0
+        if name.endswith("_single") or op in ("MIN", "MAX") or (op is not None and dtype.itemsize < 4) or is_half:
+            least_between = ranks * LEAST_BLOCK  # goes by blocks from each node to each other
+        return min((self._at(place, name, is_half, least_between, library) for place in places), default=NEVER)
 
-    def _at(self, place: int | str, name: str, is_half: bool, ranks: int, library: str) -> int:
+    def _at(self, place: int | str, name: str, is_half: bool, least_between: int, library: str) -> int:
         if place == FLAT and not is_half:
             return NEVER
         if self._everywhere is not None:
@@ -235,5 +238,4 @@ class Thresholds:
             least = next(self.rows(library, place)).get(name, NEVER)
         else:
             least = next((found[name + HALF] for found in self.rows(library, place) if name + HALF in found), NEVER)
-        sends_blocks = is_half or name in ("all_gather_single", "reduce_scatter_single")
-        return max(least, ranks * LEAST_BLOCK) if sends_blocks and not isinstance(place, int) else least
+        return least if isinstance(place, int) else max(least, least_between)
