@@ -18,6 +18,8 @@ of ``reductions.wide``. On nodes of one rank, which share no memory, that is all
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from ctypes import memmove
 from itertools import pairwise
@@ -30,9 +32,8 @@ from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, address, memory, run
 from hpcdist.backends.mpi.node.arithmetic import Fold, fold_of
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES
+from hpcdist.backends.mpi.node.window import LINE_BYTES, POLL_SECONDS, SLOT_BYTES
 from hpcdist.backends.mpi.process import ulfm
-from hpcdist.backends.mpi.receives import wait_until
 from hpcdist.backends.mpi.reductions import mpi_op, wide
 from hpcdist.core.reduction import name_of
 
@@ -90,14 +91,15 @@ class BetweenNodes:
         if not ulfm.is_tolerant():
             getattr(self._across, name)(*arguments)
             return
-        request = getattr(self._across, f"I{name.lower()}")(*arguments)
-
-        def has_ended() -> bool:
-            self._poll()
-            return bool(request.Test())
-
+        request, polled = getattr(self._across, f"I{name.lower()}")(*arguments), float("-inf")
         try:
-            wait_until(has_ended)
+            while True:  # without naps, as MPI waits: it moves data inside its calls
+                if (now := time.monotonic()) - polled > POLL_SECONDS:
+                    polled = now
+                    self._poll()
+                if request.Test():
+                    return
+                os.sched_yield()
         except BaseException:
             ulfm.UNFINISHED.append((request, arguments))
             raise
