@@ -67,7 +67,6 @@ BYTES: Measured = {
     },
     ("MPICH", SEVERAL): {
         "all_reduce": 1 * MIB,
-        "broadcast": 256 * KIB,
         "all_gather_single": 256 * KIB,
         "reduce_scatter_single": 1 * MIB,
         **HALF_BETWEEN,
