@@ -55,7 +55,7 @@ BYTES: Measured = {
         "all_reduce": 1 * MIB,
         "broadcast": 256 * KIB,
         "all_gather_single": 1 * MIB,
-        "reduce_scatter_single": 1 * MIB,
+        "reduce_scatter_single": 2 * MIB,
     },
     ("MPICH", 2): {"all_reduce": 16 * KIB, "broadcast": 2 * MIB, "reduce_scatter_single": 4 * MIB, **HALF_ROWS},
     ("MPICH", 4): {
