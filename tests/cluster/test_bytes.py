@@ -34,7 +34,7 @@ def run(cluster: Cluster, slots: tuple[int, ...]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("slots", [pytest.param((2, 2), marks=pytest.mark.smoke), (1, 1, 1, 1)], ids=str)
 def test_no_more_is_sent_than_must_be_and_the_bits_are_the_same_again(cluster: Cluster, slots: tuple[int, ...]) -> None:
-    """On a slow network and on a fast one; nodes of one rank have MPI carry out all but reductions of half types."""
+    """On a slow network and on a fast one; broadcasts on MPICH, and most calls of nodes of one rank, are MPI's."""
     cluster.shape("1gbit")
     lines = run(cluster, slots)
     for line in lines:
@@ -44,7 +44,8 @@ def test_no_more_is_sent_than_must_be_and_the_bits_are_the_same_again(cluster: C
             least = line["nbytes"]
         else:
             least = LEAST[line["call"]] * line["nbytes"] * (nodes - 1) / nodes
-        is_ours = max(slots) > 1 or ("reduce" in line["call"] and "float32" not in line["dtype"])
+        is_ours = max(slots) > 1 and (line["call"] != "broadcast" or LIBRARY != "mpich")
+        is_ours = is_ours or ("reduce" in line["call"] and "float32" not in line["dtype"])
         assert line["sent"] < TARGET * least or not is_ours, line
     cluster.reset()
     assert [line["bits"] for line in run(cluster, slots)] == [line["bits"] for line in lines]
