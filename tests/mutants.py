@@ -21,6 +21,7 @@ from tests.programs import mpirun_command, output, start
 ROOT = Path(__file__).parents[1]
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no", "--timeout", "60")
 SECONDS = 200
+NO_TESTS = 5  # pytest's exit status
 RANKS = 3
 ON_RANKS = ("mpi", "parity", "torch")  # folders whose tests run under mpirun
 
@@ -359,13 +360,13 @@ MUTANTS = [
         f"{TCP}/session.py",
         "            if len(value) > MAX_VALUE:\n",
         "            if False:\n",
-        "stores/test_tcp_store.py:size stores/test_attacks.py",
+        "stores/test_tcp_store.py:above_the_limit",
     ),
     Mutant(
         f"{TCP}/wire.py",
         '"hpcdist-store-1 " + role + server_nonce',
         '"hpcdist-store-1 " + server_nonce',
-        "stores/test_attacks.py",
+        "stores/test_tcp_store.py:others_proof",
     ),
     Mutant(f"{TCP}/server/requests.py", "    if size > limit:\n", "    if False:\n", "stores/test_attacks.py"),
     Mutant(
@@ -397,6 +398,7 @@ def run(folder: Path, ranks: int, *arguments: str, python: list[str] | None = No
         return f"no end within {SECONDS} s"
     if process.returncode == 0:
         return None
+    assert process.returncode != NO_TESTS, f"no test is chosen by {arguments}"
     failures = (line for line in out.splitlines() if line.startswith(("FAILED", "ERROR")) or "+ Timeout +" in line)
     return next(failures, f"status {process.returncode}")
 

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import hpcdist_stores as stores
+from hpcdist_stores.tcp import wire
 from tests.ports import free_port
 from tests.stores import store_workers
 from tests.stores.deadlines import ends_at
@@ -261,6 +262,22 @@ def test_the_server_ends_with_its_store():
 def test_what_is_no_port_is_a_type_error(library, port):
     with pytest.raises(TypeError, match="port"):
         library.TCPStore("127.0.0.1", port, 1, True)
+
+
+def test_a_value_above_the_limit_is_refused_and_the_connection_stays():
+    """The server would close it."""
+    store = stores.TCPStore("127.0.0.1", 0, None, True)
+    store.set("k", "1")
+    connection = store._session.connection
+    with pytest.raises(dist.DistStoreError, match=r"8388609 bytes: the server's limit is 8388608"):
+        store.set("k", bytes((8 << 20) + 1))
+    assert store.get("k") == b"1"
+    assert store._session.connection is connection
+
+
+def test_neither_side_can_send_the_others_proof_back():
+    nonces = b"s" * 16, b"c" * 16
+    assert wire.proof(b"secret", b"client", *nonces) != wire.proof(b"secret", b"server", *nonces)
 
 
 def test_the_server_outlives_a_forked_child():

@@ -20,7 +20,8 @@ from hpcdist.watch.signals import HANDLED, Signals, is_pythons
 
 WORKS = b"secret", b"salt", 1_000_000  # for a second without the GIL, in which no handler runs
 STATE = '''import json, signal
-print(json.dumps([*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])), str(signal.getsignal(signal.SIGTERM))]))'''
+mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))]
+print(json.dumps([*mask, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]))'''
 
 def send(number, seconds=0.1):
     threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
@@ -128,9 +129,10 @@ def in_children():
     def state():
         mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))]
         ports = len([each for each in os.listdir("/proc/self/fd") if is_socket(int(each))])
-        handler, is_own = str(signal.getsignal(signal.SIGTERM)), signal.set_wakeup_fd is pythons_own
+        is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        is_own = signal.set_wakeup_fd is pythons_own
         interrupt = [str(signal.getsignal(signal.SIGINT)), str(signal.default_int_handler)]
-        return [mask, handler, is_own, pythons_own(-1), ports, *interrupt]
+        return [mask, is_default, is_own, pythons_own(-1), ports, *interrupt]
     def is_socket(number):
         try:
             return os.readlink(f"/proc/self/fd/{number}").startswith("socket")
@@ -148,13 +150,13 @@ def in_children():
     thread.start()
     thread.join()
     pythons = "<built-in function default_int_handler>"
-    fresh = [[], "0", True, -1, 1, pythons, pythons]  # ``ours`` is the program's
+    fresh = [[], True, True, -1, 1, pythons, pythons]  # ``ours`` is the program's
     started = [
         json.loads(subprocess.run([sys.executable, "-c", STATE], preexec_fn=hook, stdout=subprocess.PIPE).stdout)
         for hook in (None, lambda: None)
     ]
     assert states == [fresh, fresh], states
-    assert started == [["0"], ["0"]], started
+    assert started == [[True], [True]], started
     return signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 def hook_of_a_child_with_a_group_of_its_own():
