@@ -76,7 +76,6 @@ MUTANTS = [
     Mutant(QUEUE, "        if self.broken is not None:  # also", "        if False:  # also", IN_QUEUE),
     Mutant(QUEUE, "            self._thread.join()\n", "            pass\n", IN_QUEUE),
     Mutant(QUEUE, "        for work in self.pending():\n            work._finish(error)\n", "", IN_QUEUE),
-    Mutant(QUEUE, "work._done and is_dropped(work) and not", "work._done and not", IN_QUEUE),
     Mutant(QUEUE, "            if work._modes == (is_inf", "            if True or work._modes == (is_inf", IN_QUEUE),
     Mutant(
         QUEUE,
@@ -197,12 +196,6 @@ MUTANTS = [
         "mpi/test_objects.py",
     ),
     # -- backends.mpi: messages under way
-    Mutant(
-        f"{MPI_BACKEND}/requests.py",
-        "            if not is_dropped(work) or work.__dict__:\n",
-        "            if work.__dict__:\n",
-        "mpi/test_async.py mpi/test_point_to_point.py torch/test_lifetimes.py",
-    ),
     Mutant(
         f"{MPI_BACKEND}/requests.py",
         "        self.unfinished.hold(work)\n",
@@ -329,9 +322,6 @@ MUTANTS = [
     Mutant(f"{WATCH}/proof_of_death.py", " if found.get(each) == 0]", "]", "unit/test_proof_of_death.py"),
     # -- stores
     Mutant("stores/keep_alive.py", "sys.getrefcount(kept) > _OWN or ", "", "stores/test_keep_alive.py:stays_kept"),
-    Mutant(
-        "stores/keep_alive.py", "        and sys.getrefcount(kept) == _ALONE\n", "", "stores/test_keep_alive.py:dropped"
-    ),
     Mutant(
         f"{TCP}/session.py",
         "            self.connection = None\n            if connection is not None:\n",

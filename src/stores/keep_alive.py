@@ -23,7 +23,6 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-from weakref import getweakrefcount
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -96,30 +95,14 @@ def is_held_by_cpp(kept: object) -> bool:
     return not _READABLE or _count_owners(kept) > 1
 
 
-def _count_references(kept: object) -> int:
-    return sys.getrefcount(kept)
-
-
-def _count_alone() -> tuple[int, int]:
+def _count_own() -> int:
     probe = object()
-    own = sys.getrefcount(probe)
-    return own, _count_references(probe)
+    return sys.getrefcount(probe)
 
 
-# References to what only a variable of this function has, and only one of its caller. They differ by version of Python:
-# 2 and 3 up to 3.13, and less from 3.14 on, which does not count a variable again that is handed to a function.
-_OWN, _ALONE = _count_alone()
-
-
-def is_dropped(kept: object) -> bool:
-    """Return whether a variable of the caller is all that has the object: nothing else in Python, nor C++."""
-    return (
-        _READABLE
-        and sys.getrefcount(kept) == _ALONE
-        and (half := _HALVES[id(kept) >> _TO_POINTERS]) != 0
-        and _COUNTS[half >> _TO_COUNTS] == 1
-        and not getweakrefcount(kept)
-    )
+_OWN = (
+    _count_own()
+)  # references to what only a variable of the function that asks has: they differ by version of Python
 
 
 class KeptAlive:

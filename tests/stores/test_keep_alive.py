@@ -64,20 +64,6 @@ def test_what_python_has_again_stays_kept():
     assert not keep_alive._kept
 
 
-def test_only_what_a_variable_alone_has_is_dropped():
-    store = stores.HashStore()
-    assert store is not None
-    assert keep_alive.is_dropped(store)
-    other = store
-    assert not keep_alive.is_dropped(store)
-    del other
-    assert keep_alive.is_dropped(store)
-    holder = dist.PrefixStore("p", store)
-    assert not keep_alive.is_dropped(store)
-    del holder
-    assert keep_alive.is_dropped(store)
-
-
 def test_our_prefix_store_takes_its_store_along_at_once():
     store = stores.PrefixStore("a", stores.PrefixStore("b", stores.TCPStore("127.0.0.1", 0, None, True)))
     process = store.underlying_store.underlying_store._server.process

@@ -475,57 +475,6 @@ def test_a_small_work_stays_until_the_next_call_and_a_large_one_does_not(monkeyp
     queue.close()
 
 
-def test_a_work_that_nobody_has_any_more_stands_for_the_next_call_as_a_new_one_would(monkeypatch):
-    for name in ("SHORTEST_NAP", "LONGEST_NAP", "IDLE_NAP"):
-        monkeypatch.setattr(queue_module, name, 30.0)
-    queue = Queue("test")
-    work, ran = queue.put(lambda: None, [torch.ones(1)]), []
-    assert work.wait()
-    address = id(work)
-    del work
-    work = queue.put(lambda: ran.append(1), [torch.ones(2)])
-    assert id(work) == address
-    assert not work._done
-    assert work.result()[0].shape == (2,)
-    assert ran == [1]
-    queue.close()
-
-
-def ask_for_future(work):
-    return work.get_future()
-
-
-def keep_work(work):
-    return work
-
-
-def leave_unfinished(work):
-    return None
-
-
-@pytest.mark.parametrize("keep", [keep_work, weakref.ref, ask_for_future, leave_unfinished])
-def test_a_work_that_somebody_has_or_that_has_not_ended_stands_for_no_other_call(monkeypatch, keep):
-    for name in ("SHORTEST_NAP", "LONGEST_NAP", "IDLE_NAP"):
-        monkeypatch.setattr(queue_module, name, 30.0)
-    queue, ran = Queue("test"), []
-    work = queue.put(lambda: ran.append(0), [torch.ones(1)])
-    kept = keep(work)
-    if keep is not leave_unfinished:
-        work.wait()
-    address = id(work)
-    del work
-    following = queue.put(lambda: ran.append(1), [torch.ones(2)])
-    if keep is not ask_for_future:  # the worker, which that wakes, may have let go of it: its address is free then
-        assert id(following) != address
-    assert following.wait()
-    assert ran == [0, 1]
-    if keep is keep_work:
-        assert kept.result()[0].shape == (1,)
-    if keep is ask_for_future:
-        assert kept.wait()[0].shape == (1,)
-    queue.close()
-
-
 def test_a_small_work_goes_soon_though_no_call_follows(queue):
     work, deadline = begun_and_ended(queue), time.monotonic() + 10
     while work() is not None:

@@ -131,11 +131,7 @@ def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, 
     return issue(ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
 
 
-def all_gather_into_tensor(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
-) -> Work | None:
-    """Gather the tensors of all ranks into one tensor: torch's earlier name of ``all_gather_single``."""
-    return issue(ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
+all_gather_into_tensor = all_gather_single  # torch's earlier name
 
 
 def gather_single(
@@ -194,11 +190,7 @@ def reduce_scatter_single(
     return issue(REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
 
 
-def reduce_scatter_tensor(
-    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Work | None:
-    """Combine and scatter: torch's earlier name of ``reduce_scatter_single``."""
-    return issue(REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
+reduce_scatter_tensor = reduce_scatter_single  # torch's earlier name
 
 
 def all_to_all_single(
@@ -249,7 +241,7 @@ def barrier(
         The Work if ``async_op``; None otherwise and on ranks outside the group.
 
     Raises:
-        TypeError: ``device_ids`` is no list.
+        TypeError: ``device_ids`` is not a list.
         DistBackendError: the time was over first.
     """
     if device_ids is not None and not isinstance(device_ids, list):

@@ -2,7 +2,7 @@
 
 Whoever comes first carries a queued call out: a ``wait()`` that finds it not begun runs it, and all before it, on the
 caller's own thread; otherwise the queue's worker thread does. To hand a call over to a thread takes 12 to 25 µs, so
-that the worker leaves small calls alone for a moment; most are waited for within it.
+that the worker waits a moment before it takes a small call; most are waited for within it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from hpcdist.core.autograd_modes import Modes, run_in
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.work import Work
-from hpcdist_stores.keep_alive import is_dropped
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
 SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
 # between two looks of the worker while others carry all calls out: each costs them up to ten switches of threads,
-# because torch's operators let go of the GIL for a moment, too short for the worker to take it
+# because torch's operators release the GIL for a moment, too short for the worker to take it
 LONGEST_NAP = 4e-3
 IDLE_NAP = 1e-3  # between two looks while nobody makes calls
 IDLE_LOOKS = 16  # at a queue that nobody uses before the worker sleeps until it is woken
@@ -104,9 +103,8 @@ class Queue:
         self._stolen: QueuedWork | None = None  # the call that a waiting thread carries out
         self._alarm = allocate_lock()  # released to wake the worker
         self._alarm.acquire()
-        # the last small call, until the next one or the worker's next idle look: C++ lets go of the Python half of a
-        # Work first, and ``stores.keep_alive`` would have to keep it, for up to 6 µs. It stands for the next call if
-        # nobody has it any more (``bench latency``, async_op and wait: 5.8 to 5.3 µs)
+        # the last small call, until the next one or the worker's next idle look: C++ drops the Python half of a Work
+        # last, and ``keep_alive`` would have to keep it, for up to 6 µs
         self._latest: QueuedWork | None = None
         self._is_asleep = False
         self._is_used = False  # since the worker's last look
@@ -139,12 +137,9 @@ class Queue:
         Raises:
             DistBackendError: an earlier call was given up.
         """
-        work, self._latest = self._latest, None
-        if work is not None and work._done and is_dropped(work) and not work.__dict__:
-            work._result, work._done, work._error = result, False, None
-        else:
-            work = QueuedWork(result)
-            work._queue = self
+        self._latest = None
+        work = QueuedWork(result)
+        work._queue = self
         work._run, work._call = call, record
         work._modes = is_inference_mode_enabled(), is_grad_enabled()
         if self._carrier is not None and self._carrier == get_ident():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from _thread import allocate_lock
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -20,10 +19,6 @@ from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.naps import nap
 from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
-from hpcdist_stores.keep_alive import is_dropped
-
-SPARE = 4  # Works whose message has ended and that may be used again
-SPARE_BYTES = 1 << 16  # of the most memory that such a Work may keep
 
 
 class Requests:
@@ -32,14 +27,12 @@ class Requests:
     Attributes:
         communicator: translates their errors.
         unfinished: the Works of those under way.
-        spare: the Works of some that have ended: to make one and to drop it takes 1 µs.
     """
 
-    __slots__ = ("__weakref__", "communicator", "spare", "unfinished")
+    __slots__ = ("__weakref__", "communicator", "unfinished")
 
     def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
         self.communicator, self.unfinished = communicator, unfinished
-        self.spare: deque[RequestWork] = deque()
         PROGRESS.follow(self)
 
     def begun(
@@ -49,7 +42,7 @@ class Requests:
         result: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
     ) -> RequestWork:
-        """Return the Work of a message, kept until it has ended: a spare one that nobody has any more, or a new one.
+        """Return the Work of a message, kept until it has ended.
 
         Args:
             request: MPI's, or in place of it.
@@ -57,14 +50,7 @@ class Requests:
             result: the tensor, of a receive; nothing, of a send.
             finish: what follows when the message has arrived.
         """
-        try:
-            work = self.spare.popleft()
-            if not is_dropped(work) or work.__dict__:
-                work = RequestWork(self)
-        except IndexError:
-            work = RequestWork(self)
-        work._request, work._buffer, work._result, work._when_done = request, tensor, result, finish
-        work._done, work._call, work._error, work._reason, work._has_ended = False, None, None, None, False
+        work = RequestWork(self, request, tensor, result, finish)
         self.unfinished.hold(work)
         if PROGRESS.is_asleep:
             PROGRESS.wake()
@@ -85,19 +71,24 @@ class RequestWork(Work):
         *("_buffer", "_has_ended", "_is_driven", "_reason", "_request", "_requests", "_status", "_turn", "_when_done"),
     )
 
-    _buffer: torch.Tensor | None
-    _has_ended: bool  # though nobody has completed the request
-    _is_driven: bool  # by the progress thread, which has the turn meanwhile
-    _reason: str | None  # why it was cancelled
-    _request: MPI.Request | MatchedReceive
-    _when_done: Callable[[], None] | None
-
-    def __init__(self, requests: Requests) -> None:
-        Work.__init__(self, [])
+    def __init__(
+        self,
+        requests: Requests,
+        request: MPI.Request | MatchedReceive,
+        buffer: torch.Tensor,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None,
+    ) -> None:
+        Work.__init__(self, result)
         self._requests = requests
+        self._request = request
+        self._buffer: torch.Tensor | None = buffer
+        self._when_done = finish
+        self._has_ended = False  # though nobody has completed the request
+        self._reason: str | None = None  # why it was cancelled
         self._status = MPI.Status()
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
-        self._is_driven = False
+        self._is_driven = False  # by the progress thread, which has the turn meanwhile
 
     def _carry_out(self) -> bool:
         """Complete the request, if no other thread blocks on the group, as ``_await`` and ``_block`` do."""
@@ -187,8 +178,6 @@ class RequestWork(Work):
         self._buffer = self._when_done = None
         self._error, self._done = error, True  # ``_finish`` without a call
         requests.unfinished.let_go(self)
-        if len(requests.spare) < SPARE and (not self._result or self._result[0].nbytes <= SPARE_BYTES):
-            requests.spare.append(self)
         if self._is_asked:
             self._tell()
 
