@@ -31,6 +31,11 @@ ROWS = {
         "halo, 2 columns": {"hpcdist", "mpi4py"},
         "exchange with 2 ranks": {"hpcdist", "mpi4py"},
     },
+    "calls": {
+        "all_reduce": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
+        "all_gather, list": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
+        "irecv and isend, and waits": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
+    },
     "torch": {
         "DDP step": {"hpcdist", "gloo", "torch's part"},
         "FSDP2 step": {"hpcdist", "gloo", "torch's part"},

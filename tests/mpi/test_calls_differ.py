@@ -124,17 +124,14 @@ def test_the_end_of_a_group_against_a_call(is_late, rank, size):
 
 
 def test_equal_calls_in_other_words(group, rank, size):
-    """Parts of complex numbers, other layouts, async or not, lists or one tensor: the same calls."""
+    """Parts of complex numbers, other layouts, async or not: the same calls."""
     dtype, length = (torch.complex64, 2) if rank else (torch.float32, 4)
     given = torch.ones(length, dtype=dtype)
     dist.all_reduce(given, group=group)
     dist.broadcast(given, 0, group)
     dist.all_gather_into_tensor(torch.empty(length * size, dtype=dtype), given, group)
     dist.all_to_all_single(torch.empty(length * size, dtype=dtype), torch.ones(length * size, dtype=dtype), group=group)
-    if rank:
-        dist.all_gather([torch.empty(length, dtype=dtype) for _ in range(size)], given, group)
-    else:
-        dist.all_gather_into_tensor(torch.empty(length * size), given, group)
+    dist.all_gather([torch.empty(length, dtype=dtype) for _ in range(size)], given, group)
 
 
 IN_PLACE = {

@@ -340,3 +340,69 @@ def test_an_object_with_a_small_array_takes_the_slots(every, rank, size, monkeyp
         dist.all_gather_object(gathered, {"loss": np.array(float(rank)), "grad": np.ones(100, np.float32)})
         assert [each["loss"].item() for each in gathered] == list(range(size))
         gathered[0]["grad"] += 1  # is its receiver's own
+
+
+def kinds():
+    """Return tensors of many kinds, some with memory in common."""
+    storage = torch.arange(4000.0)
+    numbers = torch.arange(600.0)
+    return {
+        "parameter": torch.nn.Parameter(torch.ones(700), requires_grad=False),
+        "trained": torch.nn.Parameter(torch.ones(3)),
+        "leaf": torch.ones(800, requires_grad=True),
+        "strided": numbers.view(20, 30).t()[::2],
+        "views": (storage[:1000], storage[10:]),
+        "bfloat16": numbers.to(torch.bfloat16),
+        "float8": numbers.to(torch.float8_e4m3fn),
+        "complex": numbers.to(torch.complex64),
+        "conjugate": numbers.to(torch.complex64).conj(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(5),
+        "sparse": torch.eye(3).to_sparse(),
+        "buffer": torch.nn.Buffer(torch.ones(600)),
+    }
+
+
+def test_tensors_of_all_kinds(rank, size):
+    """Each arrives as it was, in memory of its own that can be written; views of one storage stay views of one."""
+    expected = kinds()
+    gathered = [None] * size
+    dist.all_gather_object(gathered, kinds())
+    sent = [kinds() if rank == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    scattered = [None]
+    dist.scatter_object_list(scattered, [kinds() for _ in range(size)] if rank == size - 1 else None, size - 1)
+    for got in (*gathered, *sent, *scattered):
+        for name, tensor in expected.items():
+            for one, other in zip(*[each if name == "views" else [each] for each in (got[name], tensor)], strict=True):
+                assert type(one) is type(other)
+                assert (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad), (
+                    name
+                )
+                if name != "sparse":
+                    assert one.stride() == other.stride()
+                same = one.to_dense().detach().to(torch.complex64), other.to_dense().detach().to(torch.complex64)
+                assert torch.equal(*same), name
+        one, other = got["views"]
+        one[10] = -1
+        assert other[0] == -1
+        assert storages_of(got).isdisjoint(storages_of(expected))
+    weights = [expected["views"] if rank == 0 else None]
+    dist.broadcast_object_list(weights, 0, weights_only=True)
+    assert torch.equal(weights[0][1], torch.arange(10.0, 4000.0))
+
+
+def storages_of(tensors):
+    views = tensors["views"]
+    return {each.untyped_storage().data_ptr() for each in (*views, tensors["leaf"], tensors["parameter"])}
+
+
+def test_the_memory_of_tensors_is_not_in_the_pickle():
+    from hpcdist.core.objects import packed, unpacked
+
+    state = {"weight": torch.ones(1000), "bias": torch.nn.Parameter(torch.ones(2000))}
+    data, apart, failure = packed(state, 0)
+    assert failure is None
+    assert len(data) < 1000
+    assert sorted(each.nbytes for each in apart) == [4000, 8000]
+    assert torch.equal(unpacked(data, *map(bytearray, apart))["bias"], state["bias"])

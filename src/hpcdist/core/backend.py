@@ -66,6 +66,7 @@ class Backend(Supervised):
     size: int
     peer: Backend | None = None  # the group's CPU backend, where this one carries another device
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
+    has_lists: ClassVar[bool] = False  # whether a call on a list of tensors is another than one on a tensor of all
     has_threads: bool = True  # whether the library may be called from a thread of ours
     device = torch.device("cpu")  # where the bytes of objects travel
     objects: Objects  # the same communicator's calls for objects

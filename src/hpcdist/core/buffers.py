@@ -32,6 +32,63 @@ def is_plain(tensor: Any) -> bool:
     )
 
 
+class TensorList:
+    """The contiguous CPU tensors of a list, as what a call reads or writes: one after another, each where it lies.
+
+    Attributes:
+        tensors: one a rank.
+        dtype: that they travel in (``same_dtype``).
+        addresses, sizes: where each lies, and its bytes.
+        nbytes: of all.
+    """
+
+    __slots__ = ("addresses", "dtype", "nbytes", "sizes", "tensors")
+    is_cpu = True
+    device = torch.device("cpu")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self.tensors, self.dtype = tensors, dtype
+        self.addresses = [each.data_ptr() for each in tensors]
+        self.sizes = [each.nbytes for each in tensors]
+        self.nbytes = sum(self.sizes)
+        if 0 in self.sizes:  # memory that is not there has no address
+            place = max(self.addresses)
+            self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
+
+    def numel(self) -> int:
+        """Return the elements of all."""
+        return self.nbytes // self.dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor that holds all."""
+        return torch.Size((self.numel(),))
+
+
+def as_list(values: Any, dtype: torch.dtype) -> TensorList | None:
+    """Return a list that a library can take where it is; None unless its tensors are plain, on the CPU, of a dtype."""
+    if values.__class__ is not list:
+        return None
+    is_complex = dtype in COMPLEX_TYPES
+    for each in values:
+        if (
+            each.__class__ not in PLAIN_TYPES
+            or each.dtype is not dtype
+            or not each.is_contiguous()
+            or each.requires_grad
+            or not each.is_cpu
+            or each.is_neg()
+            or (is_complex and each.is_conj())
+        ):
+            return None
+    return TensorList(values, dtype)
+
+
 def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
     """Return a caller's tensor or array as a tensor on the same memory, outside autograd.
 
@@ -235,6 +292,20 @@ def put(values: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(values)
     if is_copy(target):
         getattr(target, ORIGINAL)[...] = target.numpy()
+
+
+def do_overlap(one: TensorList, other: TensorList) -> bool:
+    """Tell whether a tensor of one list shares memory with one of another."""
+    ends = [0, 0]  # of what was met of each list
+    for place, size, index in sorted(
+        (place, size, index)
+        for index, each in enumerate((one, other))
+        for place, size in zip(each.addresses, each.sizes, strict=True)
+    ):
+        if size and place < ends[1 - index]:
+            return True
+        ends[index] = max(ends[index], place + size)
+    return False
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

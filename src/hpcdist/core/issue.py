@@ -19,6 +19,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     COMPLEX_TYPES,
     PLAIN_TYPES,
+    TensorList,
     as_real,
     as_tensor,
     check_dense,
@@ -30,6 +31,7 @@ from hpcdist.core.buffers import (
     same_dtype,
     scattering,
 )
+from hpcdist.core.buffers import joined as concatenate
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import LOOKS, CachedCall
 from hpcdist.core.errors import DistError, MismatchError
@@ -187,6 +189,8 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         held = HeldWork()
         pg.coalescing.append((call, held))
         return held if async_op else None
+    if send.__class__ is TensorList or recv.__class__ is TensorList:
+        return issue_list(call, pg, async_op)
     if hooks.has_modes() or (row.buffers and hooks.has_wrapper((send, recv))):
         return hooks.dispatch(call, pg, async_op)
     if row.buffers == 0:
@@ -245,6 +249,41 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     return dispatch(pg, backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result), async_op)
 
 
+def issue_list(call: Call, pg: Group, async_op: bool) -> Work | None:
+    """Run or begin a collective of which one side is a list that the library takes; ``core.lists`` has checked it."""
+    row, send, recv, op, _, counts, then, result, _ = call
+    backend = pg.backend("cpu")
+    if result is None:
+        result = [recv]
+    if row.reduces:
+        op = canonical(op)
+        dtype = send.dtype
+        if dtype.is_complex and is_done_by_parts(op):
+            if op == PREMUL_SUM and is_complex(factor_of(op)):
+                return issue_any(call._replace(send=concatenate(send.tensors, dtype)), pg, async_op)
+            send = TensorList(send.tensors, dtype.to_real())
+            counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
+        target = for_writing(recv)
+        if target is not recv:
+            then = in_turn(partial(put, target, recv), then)
+        recv = torch.view_as_real(target) if target.is_complex() and not send.dtype.is_complex else target
+    elif send.__class__ is not TensorList and not is_plain(send):
+        if not async_op:
+            backend.settle()  # a call that is queued may still write what is copied here
+        send = for_reading(send)
+    elif recv.__class__ is not TensorList and not is_plain(recv):
+        target = for_writing(recv)
+        if target is not recv:
+            then = in_turn(partial(put, target, recv), then)
+        recv = target
+    if send.dtype is not recv.dtype:  # one is complex, the list holds real and imaginary parts
+        send, recv = (
+            each if each.__class__ is TensorList or not each.is_complex() else torch.view_as_real(each)
+            for each in (send, recv)
+        )
+    return dispatch(pg, backend, Call(row, send, recv, op, call.root, counts, then, result), async_op)
+
+
 def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | None:
     """Hand a checked call to its backend; if that allows no other thread, an asynchronous call ends before return."""
     journal = pg.journal
@@ -259,7 +298,8 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
         call = call._replace(limit=limit)
     event, is_async = None, (async_op and backend.has_threads) or backend.is_grouped
     if hooks.is_profiled():
-        inputs = [] if call.tensor is None else [call.tensor]
+        given = call.tensor
+        inputs = [] if given is None else given.tensors if given.__class__ is TensorList else [given]
         event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)
     if is_async:
         work = begun(partial(carries.start, call), record)

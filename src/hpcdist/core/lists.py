@@ -1,5 +1,6 @@
-"""Collectives on lists of tensors: each becomes one collective on one tensor that holds all of them.
+"""Collectives on lists of tensors: each is one call of the library.
 
+MPI takes the tensors of a list where they are (``TensorList``), other libraries one tensor that holds all of them.
 The facade (``hpcdist.c10d``) and c10d's methods of a group call the same functions, so a rank that uses the one and a
 rank that uses the other make the same MPI or NCCL call. Which call that is follows from what every rank knows: which
 function was called, dtypes, and sizes that c10d makes equal on all ranks. How a tensor of one rank lies in memory
@@ -8,7 +9,7 @@ decides only how it is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,16 +19,21 @@ from torch import Tensor
 
 from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import (
+    PLAIN_TYPES,
+    TensorList,
+    as_list,
     as_splits,
     as_tensor,
     as_tensors,
     check_dense,
     check_length,
     check_sizes,
-    counts_in,
+    for_reading,
+    for_writing,
     is_plain,
     joined,
     joint,
+    put,
     real,
     rows_of,
     same_dtype,
@@ -65,6 +71,50 @@ def in_one(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op: 
     return joined(inputs, dtype)
 
 
+def takes_lists(pg: Group) -> bool:
+    """Tell whether the library takes a list's CPU tensors where they are, and nobody has to see one tensor of all."""
+    return (
+        pg.cpu is not None
+        and pg.cpu.has_lists
+        and hooks.compare is None
+        and not hooks.reproducible
+        and not hooks.has_modes()
+    )
+
+
+def are_taken(pg: Group, tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a list of these goes to the library as it is, its strided tensors copied one by one."""
+    return takes_lists(pg) and all(map(IS_CPU, tensors)) and not hooks.has_wrapper(tensors)
+
+
+def to_read(
+    pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, is_taken: bool, async_op: bool
+) -> torch.Tensor | TensorList:
+    """Return a call's inputs as what the library reads."""
+    if not is_taken:
+        return in_one(pg, inputs, dtype, async_op)
+    if not async_op:
+        pg.backend("cpu").settle()
+    return TensorList(list(map(for_reading, inputs)), dtype)
+
+
+def to_write(
+    outputs: list[torch.Tensor], dtype: torch.dtype, is_taken: bool
+) -> tuple[torch.Tensor | TensorList, Callable[[], None] | None]:
+    """Return a call's outputs as what the library writes, and what then copies to them, if anything is to be copied."""
+    if not is_taken:
+        flat = joint(outputs, dtype)
+        return flat, scattering(flat, outputs)
+    written = list(map(for_writing, outputs))
+    copied = [pair for pair in zip(written, outputs, strict=True) if pair[0] is not pair[1]]
+
+    def copy() -> None:
+        for values, target in copied:
+            put(values, target)
+
+    return TensorList(written, dtype), copy if copied else None
+
+
 def check_alike(call: str, *tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype that a call's tensors travel in; raise c10d's error unless they have one and are dense."""
     check_dense(call, *tensors)
@@ -73,76 +123,103 @@ def check_alike(call: str, *tensors: torch.Tensor) -> torch.dtype:
 
 def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work | None:
     """Gather the tensors of all ranks into a list on every rank; entry r has the size of rank r's tensor."""
-    outputs = as_tensors(tensor_list, "tensor_list", writable=True)
-    given = as_tensor(tensor, "tensor")
-    check_length("all_gather", "tensor_list", outputs, len(pg.ranks))
-    dtype = check_alike("all_gather", given, *outputs)
-    check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], given)
-    received = counts_in(dtype, outputs)  # the same list on every rank
-    flat = joint(outputs, dtype)
-    then = scattering(flat, outputs)
-    if len(set(received)) == 1:
-        return issue_any(Call(ALL_GATHER_SINGLE, given, flat, finish=then, result=outputs), pg, async_op)
-    counts = counts_in(dtype, [given]), received
-    return issue_any(Call(ALL_GATHER, given, flat, counts=counts, finish=then, result=outputs), pg, async_op)
+    recv: Any = as_list(tensor_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
+    if recv is not None and len(recv.sizes) == len(pg.ranks) and recv.sizes[pg.rank()] == tensor.nbytes:
+        send, then, sizes, outputs = tensor, None, recv.sizes, tensor_list
+        dtype = send.dtype
+    else:
+        outputs = as_tensors(tensor_list, "tensor_list", writable=True)
+        send = as_tensor(tensor, "tensor")
+        check_length("all_gather", "tensor_list", outputs, len(pg.ranks))
+        dtype = check_alike("all_gather", send, *outputs)
+        check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], send)
+        recv, then = to_write(outputs, dtype, are_taken(pg, [send, *outputs]))
+        sizes = [each.nbytes for each in outputs]
+    counts, row = None, ALL_GATHER
+    if sizes.count(sizes[0]) < len(sizes):  # the sizes are the same on every rank
+        counts = [send.nbytes // dtype.itemsize], [size // dtype.itemsize for size in sizes]
+    elif not pg.backend(send.device).has_lists:
+        row = ALL_GATHER_SINGLE
+    return issue_any(Call(row, send, recv, counts=counts, finish=then, result=outputs), pg, async_op)
 
 
 def gather(pg: Group, tensor: Any, gather_list: Any, root: int, async_op: bool) -> Work | None:
     """Gather the tensors of all ranks into a list on the root; ``gather_list`` is not looked at elsewhere."""
-    given = as_tensor(tensor, "tensor")
     if pg.rank() != root:
-        return issue_any(Call(GATHER, given, root=root), pg, async_op)
+        return issue_any(Call(GATHER, tensor, root=root), pg, async_op)
+    recv: Any = as_list(gather_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
+    if recv is not None and recv.sizes == [tensor.nbytes] * len(pg.ranks):
+        return issue_any(Call(GATHER, tensor, recv, root=root, result=gather_list), pg, async_op)
+    given = as_tensor(tensor, "tensor")
     outputs = as_tensors(gather_list, "gather_list", writable=True)
     check_length("gather", "gather_list", outputs, len(pg.ranks))
     dtype = check_alike("gather", given, *outputs)
     check_sizes("gather", "gather_list", outputs, given)
-    flat = joint(outputs, dtype)
-    return issue_any(
-        Call(GATHER, given, flat, root=root, finish=scattering(flat, outputs), result=outputs), pg, async_op
-    )
+    recv, then = to_write(outputs, dtype, are_taken(pg, [given, *outputs]))
+    return issue_any(Call(GATHER, given, recv, root=root, finish=then, result=outputs), pg, async_op)
 
 
 def scatter(pg: Group, tensor: Any, scatter_list: Any, root: int, async_op: bool) -> Work | None:
     """Hand each rank its tensor of the root's list; ``scatter_list`` is not looked at elsewhere."""
-    output = as_tensor(tensor, "tensor", writable=True)
     if pg.rank() != root:
-        return issue_any(Call(SCATTER, None, output, root=root), pg, async_op)
+        return issue_any(Call(SCATTER, None, tensor, root=root), pg, async_op)
+    send: Any = as_list(scatter_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
+    if send is not None and send.sizes == [tensor.nbytes] * len(pg.ranks):
+        return issue_any(Call(SCATTER, send, tensor, root=root), pg, async_op)
+    output = as_tensor(tensor, "tensor", writable=True)
     inputs = as_tensors(scatter_list, "scatter_list")
     check_length("scatter", "scatter_list", inputs, len(pg.ranks))
     dtype = check_alike("scatter", output, *inputs)
     check_sizes("scatter", "scatter_list", inputs, output)
-    return issue_any(Call(SCATTER, in_one(pg, inputs, dtype, async_op), output, root=root), pg, async_op)
+    send = to_read(pg, inputs, dtype, are_taken(pg, [output, *inputs]), async_op)
+    return issue_any(Call(SCATTER, send, output, root=root), pg, async_op)
 
 
 def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: bool) -> Work | None:
     """Combine the lists of all ranks and leave each rank its entry; entry r has one size on all ranks."""
-    target = as_tensor(output, "output", writable=True)
-    inputs = as_tensors(input_list, "input_list")
-    check_length("reduce_scatter", "input_list", inputs, len(pg.ranks))
-    dtype = check_alike("reduce_scatter", target, *inputs)
-    for each in inputs:
-        if each.dtype is not target.dtype:
-            check_parts(REDUCE_SCATTER, op, each, target)
-    check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
-    sent = counts_in(dtype, inputs)  # the same list on every rank
-    given = in_one(pg, inputs, dtype, async_op)
-    if len(set(sent)) == 1:
-        return issue_any(Call(REDUCE_SCATTER_SINGLE, given, target, op), pg, async_op)
-    counts = sent, counts_in(dtype, [target])
-    return issue_any(Call(REDUCE_SCATTER, given, target, op, counts=counts), pg, async_op)
+    send: Any = as_list(input_list, output.dtype) if takes_lists(pg) and is_plain(output) and output.is_cpu else None
+    target = output
+    if send is None or len(send.sizes) != len(pg.ranks) or send.sizes[pg.rank()] != output.nbytes:
+        target = as_tensor(output, "output", writable=True)
+        inputs = as_tensors(input_list, "input_list")
+        check_length("reduce_scatter", "input_list", inputs, len(pg.ranks))
+        dtype = check_alike("reduce_scatter", target, *inputs)
+        for each in inputs:
+            if each.dtype is not target.dtype:
+                check_parts(REDUCE_SCATTER, op, each, target)
+        check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
+        sizes = [each.nbytes for each in inputs]
+        send = to_read(pg, inputs, dtype, are_taken(pg, [target, *inputs]), async_op)
+    else:
+        dtype, sizes = output.dtype, send.sizes
+    if sizes.count(sizes[0]) == len(sizes):  # the sizes are the same on every rank
+        return issue_any(Call(REDUCE_SCATTER_SINGLE, send, target, op), pg, async_op)
+    counts = [size // dtype.itemsize for size in sizes], [target.nbytes // dtype.itemsize]
+    return issue_any(Call(REDUCE_SCATTER, send, target, op, counts=counts), pg, async_op)
 
 
 def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> Work | None:
     """Send one tensor to every rank and receive one from each; sizes may differ from rank to rank and pair to pair."""
-    outputs = as_tensors(output_list, "output_tensor_list", writable=True)
-    inputs = as_tensors(input_list, "input_tensor_list")
-    check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
-    check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
-    dtype = check_alike("all_to_all", *outputs, *inputs)
-    counts = counts_in(dtype, inputs), counts_in(dtype, outputs)
-    given, flat = in_one(pg, inputs, dtype, async_op), joint(outputs, dtype)
-    then = scattering(flat, outputs)
-    return issue_any(Call(ALL_TO_ALL, given, flat, counts=counts, finish=then, result=outputs), pg, async_op)
+    send: Any = None
+    recv: Any = None
+    if takes_lists(pg) and input_list.__class__ is list and input_list and input_list[0].__class__ in PLAIN_TYPES:
+        dtype = input_list[0].dtype
+        send, recv = as_list(input_list, dtype), as_list(output_list, dtype)
+    if send is not None and recv is not None and len(send.sizes) == len(recv.sizes) == len(pg.ranks):
+        then, outputs, sent, received = None, output_list, send.sizes, recv.sizes
+    else:
+        outputs = as_tensors(output_list, "output_tensor_list", writable=True)
+        inputs = as_tensors(input_list, "input_tensor_list")
+        check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
+        check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
+        dtype = check_alike("all_to_all", *outputs, *inputs)
+        is_taken = are_taken(pg, [*inputs, *outputs])
+        send = to_read(pg, inputs, dtype, is_taken, async_op)
+        recv, then = to_write(outputs, dtype, is_taken)
+        sent, received = ([each.nbytes for each in side] for side in (inputs, outputs))
+    each = dtype.itemsize
+    counts = [size // each for size in sent], [size // each for size in received]
+    return issue_any(Call(ALL_TO_ALL, send, recv, counts=counts, finish=then, result=outputs), pg, async_op)
 
 
 def all_to_all_single(

@@ -10,10 +10,12 @@ import io
 import json
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from hpcdist.core.buffers import PLAIN_TYPES
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
@@ -28,6 +30,73 @@ REFUSAL = (
 )
 
 Packed = tuple[bytes, list[memoryview]]
+
+
+class SharedStorage:
+    """The memory of one or more tensors of an object that is pickled."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+class ObjectPickler(pickle.Pickler):
+    """Pickler that leaves the memory of dense CPU tensors where it is, as pickle 5 does with that of arrays.
+
+    torch copies it into the pickle, more than once. Tensors that share memory share it at the receiver too. Others go
+    as torch pickles them: sparse, quantized, of a subclass, on a GPU, with attributes of their own.
+    """
+
+    def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
+        super().__init__(file, 5, buffer_callback=buffer_callback)
+        self._storages: dict[tuple[int, int], SharedStorage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how an object is made again: a tensor from its memory, any other as its class says."""
+        kind = value.__class__
+        if kind is SharedStorage:
+            return torch_storage, (pickle.PickleBuffer(value.memory),)
+        if kind not in PLAIN_TYPES or not is_dense(value):
+            return NotImplemented
+        storage = value.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        shared = self._storages.get(place) if place[1] else SharedStorage(storage)
+        if shared is None:
+            shared = self._storages[place] = SharedStorage(storage)
+        rebuild = parameter if kind is torch.nn.Parameter else tensor
+        layout = value.storage_offset(), tuple(value.shape), value.stride()
+        return rebuild, (shared, value.dtype, layout, value.requires_grad)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Tell whether a tensor is no more than a view of CPU memory."""
+    return (
+        value.is_cpu
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_conj() or value.is_neg() or any(getattr(value, "names", ())))
+        and not value.__dict__
+    )
+
+
+def torch_storage(memory: Any) -> torch.UntypedStorage:
+    """Return received memory as a storage, which keeps it."""
+    if not len(memory):
+        return torch.UntypedStorage(0, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def tensor(storage: torch.UntypedStorage, dtype: torch.dtype, layout: Any, requires_grad: bool) -> torch.Tensor:
+    """Return a tensor on received memory; its layout is offset, shape and strides."""
+    made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, *layout)
+    return made.requires_grad_() if requires_grad else made
+
+
+def parameter(
+    storage: torch.UntypedStorage, dtype: torch.dtype, layout: Any, requires_grad: bool
+) -> torch.nn.Parameter:
+    """Return a parameter on received memory."""
+    return torch.nn.Parameter(tensor(storage, dtype, layout, False), requires_grad)
 
 
 def packed(
@@ -58,8 +127,9 @@ def packed(
                 apart.append(buffer)
             return is_small
 
-        data = pickle.dumps(value, 5, buffer_callback=None if is_whole else keep)
-        return data, [each.raw() for each in apart], None
+        written = io.BytesIO()
+        ObjectPickler(written, None if is_whole else keep).dump(value)
+        return written.getvalue(), [each.raw() for each in apart], None
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
         return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error

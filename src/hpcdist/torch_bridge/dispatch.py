@@ -282,7 +282,9 @@ DOORS: dict[Row, Callable[[Any, Any, Any], Work]] = {
     ALL_REDUCE: lambda pg, call, opts: pg.allreduce(in_place(call), opts),
     REDUCE: lambda pg, call, opts: pg.reduce(in_place(call), opts),
     ALL_GATHER_SINGLE: lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
-    ALL_GATHER: lambda pg, call, opts: pg.allgather(shares(call.recv, call.counts[1]), [call.send], opts),
+    ALL_GATHER: lambda pg, call, opts: pg.allgather(
+        shares(call.recv, call.counts[1]) if call.counts else equal_shares(call.recv, pg.size()), [call.send], opts
+    ),
     GATHER: lambda pg, call, opts: pg.gather(equal_shares(call.recv, pg.size()), [call.send], opts),
     SCATTER: lambda pg, call, opts: pg.scatter([call.recv], equal_shares(call.send, pg.size()), opts),
     REDUCE_SCATTER_SINGLE: lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),

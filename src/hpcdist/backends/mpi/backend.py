@@ -46,6 +46,7 @@ class MPIBackend(Backend):
     """
 
     name: ClassVar[str] = "mpi"
+    has_lists: ClassVar[bool] = True
     objects: CheckedObjects
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:

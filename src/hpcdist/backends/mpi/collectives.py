@@ -18,16 +18,17 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, memory, message, shares, starts
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, message, shares
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import Reduction
-from hpcdist.core.buffers import overlap
+from hpcdist.backends.mpi.vectors import VECTORS, Vectors
+from hpcdist.core.buffers import TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
-from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST, EXCHANGES, REDUCE, ROWS, Row, Shape
 
 IN_PLACE = MPI.IN_PLACE
 BARRIER_SAID = what(BARRIER.name)
@@ -50,6 +51,7 @@ class Collectives:
         self._all_reduce = comm.Allreduce
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._exchange = Exchange(communicator)
+        self._vectors = Vectors(communicator)
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(comm, communicator.derived, communicator.poll, is_background)
         self.check: CallCheck | None = None
@@ -82,6 +84,9 @@ class Collectives:
                     self._comm.Barrier()
             else:
                 plan = self.plans.of(row, send.dtype, op)
+                if row.reduces and send.__class__ is TensorList:
+                    send = self._vectors.flatten(send)
+                    call = call._replace(send=send)
                 if plan.shared_from != NEVER and self._is_shared(row, send, recv, plan.shared_from, op):
                     self._share(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
@@ -184,37 +189,22 @@ class Collectives:
     # -- moving --------------------------------------------------------------------------------------
 
     def _move(self, call: Call) -> None:
-        row, send, recv, _, root, counts, *_ = call
-        if send is not None and recv is not None:
-            if row in EXCHANGES:
-                self._exchange.run(send.clone() if overlap(send, recv) else send, recv, counts)
-                return
-            if counts is None:
-                buffers = apart(send, recv, BYTE)
-                if buffers is not None:  # the short way, for latency
-                    self._calls[row](*buffers, *([root] if row.rooted else []))
-                    return
-            if overlap(send, recv):
-                send = send.clone()  # MPI_IN_PLACE would be a call of another kind, made by this rank only
-            if counts is not None:
-                self._gather_counted(send, recv, counts)
-                return
-        # MPI counts are per rank, on the side that has a share for each rank too
-        if send is not None:
-            share = send.nbytes if row.shape is Shape.GATHER else send.nbytes // self._size
-        else:
-            assert recv is not None
-            share = recv.nbytes // self._size if row.shape is Shape.GATHER else recv.nbytes
-        sendbuf = None if send is None else shares(send, share)
-        recvbuf = None if recv is None else shares(recv, share)
-        self._calls[row](sendbuf, recvbuf, *([root] if row.rooted else []))
-
-    def _gather_counted(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts) -> None:
-        if recv.nbytes > COUNT_MAX:  # the same on all ranks
+        row, send, recv, _, _, counts, *_ = call
+        if row in VECTORS:
+            self._vectors.move(call)
+            return
+        if row in EXCHANGES:
+            if isinstance(send, TensorList) and isinstance(recv, TensorList):
+                send = self._vectors.flatten(send) if do_overlap(send, recv) else send
+            elif overlap(send, recv):
+                send = send.clone()
             self._exchange.run(send, recv, counts)
             return
-        received = [count * send.itemsize for count in counts[1]]
-        self._comm.Allgatherv([memory(send), send.nbytes, BYTE], [memory(recv), received, starts(received), BYTE])
+        buffers: Any = apart(send, recv, BYTE)
+        if buffers is None:  # of more bytes than MPI counts; MPI_IN_PLACE would be a call that only this rank makes
+            given = send.clone() if overlap(send, recv) else send
+            buffers = shares(given, send.nbytes), shares(recv, send.nbytes)
+        self._calls[row](*buffers)
 
     # -- calls that come again -------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ class StagedBackend(Backend):
     """
 
     name: ClassVar[str] = "mpi"
+    has_lists: ClassVar[bool] = True
 
     def __init__(self, inner: Backend, is_shared: Callable[[Row, torch.dtype, Any, int], bool], cuda: Any = torch.cuda):
         self.inner = inner

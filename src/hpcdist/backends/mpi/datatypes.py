@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.core.buffers import TensorList
+
 BYTE = MPI.BYTE
 address = MPI.buffer.fromaddress
 
@@ -110,3 +112,13 @@ def block(nbytes: int) -> MPI.Datatype:
 def starts(counts: Sequence[int]) -> list[int]:
     """Return where each share begins."""
     return [0, *accumulate(counts)][:-1]
+
+
+def starts_of(tensor: torch.Tensor | TensorList, sizes: Sequence[int]) -> list[int]:
+    """Return the address of each share of so many bytes: one after another in a tensor, or the tensors of a list."""
+    return tensor.addresses if isinstance(tensor, TensorList) else shifted(tensor.data_ptr(), sizes)
+
+
+def shifted(place: int, sizes: Sequence[int]) -> list[int]:
+    """Return the address of each share of so many bytes, one after another from a place on."""
+    return [place + start for start in starts(sizes)]

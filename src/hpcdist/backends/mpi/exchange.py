@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from ctypes import memmove
 from functools import lru_cache
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, memory, run, starts
-from hpcdist.core.buffers import overlap
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, memory, run, starts_of
+from hpcdist.core.buffers import TensorList, overlap
 from hpcdist.core.call import Run
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import Counts
@@ -39,11 +40,11 @@ class Exchange:
         self._communicator = communicator
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
 
-    def run(self, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> None:
+    def run(self, send: torch.Tensor | TensorList, recv: torch.Tensor | TensorList, counts: Counts | None) -> None:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
         Args:
-            send: the shares to send, one after another.
+            send: the shares to send, one after another or each where it lies.
             recv: the shares to receive; memory that is not ``send``'s.
             counts: elements to and from each rank, None for equal shares. One share to send stands for the same share
                 to everyone.
@@ -56,28 +57,28 @@ class Exchange:
             lengths = [[tensor.nbytes // 2] * 2 for tensor in (send, recv)]
             if counts is not None:
                 lengths = [[count * itemsize for count in side] for side in counts]
-            self._swap(send.data_ptr(), recv.data_ptr(), *lengths)
+            self._swap(starts_of(send, lengths[0]), starts_of(recv, lengths[1]), *lengths)
             return
         with ExitStack() as made:
             if counts is None:
-                layout = [equal(tensor.nbytes // size, size, made) for tensor in (send, recv)]
-            elif len(counts[0]) == 1 and size > 1:
-                nbytes = counts[0][0] * itemsize
-                layout = [([nbytes] * size, [0] * size, [BYTE] * size), ragged(counts[1], itemsize, made)]
-                if nbytes > COUNT_MAX:
-                    layout[0] = typed([nbytes] * size, [0] * size, made)
+                sides: list[Any] = [
+                    (memory(tensor), *equal(tensor.nbytes // size, size, made))  # type: ignore[arg-type]  # no lists
+                    for tensor in (send, recv)
+                ]
             else:
-                layout = [ragged(side, itemsize, made) for side in counts]
-            self._comm.Alltoallw([memory(send), *layout[0]], [memory(recv), *layout[1]])
+                sent, received = ([count * itemsize for count in side] for side in counts)
+                sources = starts_of(send, sent)
+                if len(sent) == 1:
+                    sources, sent = sources * size, sent * size
+                sides = [spread(sources, sent, made), spread(starts_of(recv, received), received, made)]
+            self._comm.Alltoallw(*map(list, sides))
 
-    def _swap(self, source: int, target: int, sent: list[int], received: list[int]) -> None:
-        """Exchange bytes between two ranks: the shares at ``source`` and ``target``, one after another."""
+    def _swap(self, sources: list[int], targets: list[int], sent: list[int], received: list[int]) -> None:
+        """Exchange bytes between two ranks: the shares that begin at the addresses ``sources`` and ``targets``."""
         rank, other = self._rank, 1 - self._rank
-        sources = (source, source + sent[0]) if len(sent) == 2 else (source, source)
-        targets = target, target + received[0]
         to_other, to_self, to_receive = sent[other % len(sent)], sent[rank % len(sent)], received[other]
         self._communicator.open_private().Sendrecv(
-            [address(sources[other], to_other), *run(to_other)], other, TAG,
+            [address(sources[other % len(sources)], to_other), *run(to_other)], other, TAG,
             [address(targets[other], to_receive), *run(to_receive)], other, TAG,
         )  # fmt: skip
         if to_self != received[rank]:  # said now, so that the other rank does not wait
@@ -85,7 +86,7 @@ class Exchange:
                 f"exchange: rank {rank} of 2 sends itself {to_self} bytes and receives {received[rank]} from itself; "
                 "its own splits of input and output must be equal"
             )
-        memmove(targets[rank], sources[rank], to_self)  # releases the GIL
+        memmove(targets[rank], sources[rank % len(sources)], to_self)  # releases the GIL
 
     def describe(self, send: torch.Tensor, recv: torch.Tensor) -> tuple[Any, ...] | None:
         """Describe equal shares in two tensors to MPI_Alltoallw; None if they overlap or are too large."""
@@ -137,6 +138,16 @@ class Swap(NamedTuple):
     copied: Any = None
 
 
+def spread(addresses: Sequence[int], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
+    """Return the memory in which shares lie that begin at some addresses, and their layout in it."""
+    low = min(addresses)
+    offsets = [place - low for place in addresses]
+    span = max(map(add, offsets, lengths))
+    if span <= COUNT_MAX:
+        return address(low, span), lengths, offsets, [BYTE] * len(lengths)
+    return address(low, span), *typed(lengths, offsets, made)
+
+
 @lru_cache(LAYOUTS)
 def equal_small(share: int, size: int) -> Layout:
     """Return the layout of equal shares that C ints describe."""
@@ -148,15 +159,6 @@ def equal(share: int, size: int, made: ExitStack) -> Layout:
     if share * size <= COUNT_MAX:
         return equal_small(share, size)
     return typed([share] * size, [share * rank for rank in range(size)], made)
-
-
-def ragged(counts: Sequence[int], itemsize: int, made: ExitStack) -> Layout:
-    """Return the layout of shares of so many elements."""
-    lengths = [count * itemsize for count in counts]
-    offsets = starts(lengths)
-    if sum(lengths) <= COUNT_MAX:
-        return lengths, offsets, [BYTE] * len(lengths)
-    return typed(lengths, offsets, made)
 
 
 def typed(lengths: Sequence[int], offsets: Sequence[int], made: ExitStack) -> Layout:

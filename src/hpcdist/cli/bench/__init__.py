@@ -22,6 +22,7 @@ from hpcdist.cli.job_arguments import JobParser, described
 # subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
 SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
+    "calls": "hpcdist.cli.bench.calls",
     "p2p": "hpcdist.cli.bench.p2p",
     "crossover": "hpcdist.cli.bench.crossover",
     "ddp": "hpcdist.cli.bench.ddp",

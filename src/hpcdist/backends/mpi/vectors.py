@@ -1,0 +1,185 @@
+"""Vector calls: MPI's collectives that move a share from or to each rank straight between the tensors of a list.
+
+MPI_Allgatherv, MPI_Gatherv and MPI_Scatterv (MPI 6.5 to 6.7) take a count and a displacement for each rank. The tensor
+with the lowest address is the buffer, and displacements count elements. If tensors of one rank cannot be described so
+(they share memory, or lie further apart than MPI counts), that rank copies them, through memory that is kept: to touch
+a page for the first time can take longer than to copy it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import memmove
+from operator import add
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, run, shifted, starts_of
+from hpcdist.backends.mpi.exchange import TAG
+from hpcdist.core.buffers import TensorList
+from hpcdist.core.call import Call
+from hpcdist.core.table import ALL_GATHER, GATHER, SCATTER, Row
+
+UNITS = {1: BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}  # by bytes of an element, which is only moved
+# MPI 4 has calls with displacements of 64 bits, and mpi4py makes them
+REACH = 2**62 if MPI.Get_version() >= (4, 0) else COUNT_MAX
+VECTORS = frozenset({ALL_GATHER, GATHER, SCATTER})
+# up to so many bytes of all shares an all_gather is the vector call. MPICH's takes 1.5 to 10 times its MPI_Allgather
+# from 1 MiB on (2 ranks, a Xeon); messages take as long as that one
+VECTOR_MAX = COUNT_MAX if MPI.get_vendor()[0] == "Open MPI" else 1 << 17
+KEPT_MAX = 1 << 28  # bytes that are kept from one call to the next
+
+
+class KeptMemory:
+    """Memory that calls use one after another; what is larger than KEPT_MAX lasts for one call."""
+
+    def __init__(self) -> None:
+        self._kept = MPI.buffer.allocate(0)
+
+    def of(self, nbytes: int) -> MPI.buffer:
+        """Return memory of at least so many bytes."""
+        if nbytes <= len(self._kept):
+            return self._kept
+        made = MPI.buffer.allocate(nbytes)
+        if nbytes <= KEPT_MAX:
+            self._kept = made
+        return made
+
+
+class Vectors:
+    """The vector calls of one communicator; one thread at a time, as for its other collectives."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
+        self._one, self._all = KeptMemory(), KeptMemory()
+        self._flat: tuple[Any, ...] = (None, None)
+
+    def flatten(self, tensors: TensorList) -> torch.Tensor:
+        """Return the elements of a list one after another, in memory that the next call uses again."""
+        nbytes, dtype = tensors.nbytes, tensors.dtype
+        if not nbytes:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        memory = self._all.of(nbytes)
+        kept, flat = self._flat
+        if kept is not memory or flat.dtype is not dtype or flat.nbytes != nbytes:
+            flat = torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
+            self._flat = memory, flat
+        copy_in(memory.address, tensors.addresses, tensors.sizes)
+        return flat
+
+    def move(self, call: Call) -> None:
+        """Run an all_gather, gather or scatter; the side with a share for each rank is one tensor or a list."""
+        row, send, recv, _, root, counts, *_ = call
+        is_read = row is SCATTER
+        one, each = (recv, send) if is_read else (send, recv)
+        nbytes, itemsize = one.nbytes, one.itemsize
+        sizes = [nbytes] * self._size if counts is None else [count * itemsize for count in counts[1]]
+        total = sum(sizes)  # the same on all ranks
+        addresses = None if each is None else starts_of(each, sizes)
+        own = address(one.data_ptr(), nbytes)
+        is_apart = addresses is None or are_apart(addresses, sizes, own.address, nbytes)
+        if not is_apart:  # MPI_IN_PLACE would be a call of another kind, made by this rank only
+            own = self._one.of(nbytes)
+            if not is_read:
+                memmove(own.address, one.data_ptr(), nbytes)
+        if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX):
+            self._by_messages(row, own.address, addresses, nbytes, sizes, root)
+        else:
+            # complex elements go as pairs, which another rank may give
+            unit = itemsize // 2 if one.dtype.is_complex else itemsize
+            datatype = UNITS[unit]
+            with_one = [own, nbytes // unit, datatype]
+            if addresses is None:
+                self._call(row, with_one, None, root)
+            elif each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
+                kept = self._all.of(total)
+                if is_read:
+                    copy_in(kept.address, addresses, sizes)
+                self._call(row, with_one, described(shifted(kept.address, sizes), sizes, unit, datatype), root)
+                if not is_read:
+                    copy_out(kept.address, addresses, sizes)
+            else:
+                self._call(row, with_one, described(addresses, sizes, unit, datatype), root)
+        if is_read and not is_apart:
+            memmove(one.data_ptr(), own.address, nbytes)
+
+    def _call(self, row: Row, one: list[Any], each: list[Any] | None, root: Any) -> None:
+        if row is ALL_GATHER:
+            self._comm.Allgatherv(one, each)
+        elif row is SCATTER:
+            self._comm.Scatterv(each, one, root)
+        else:
+            self._comm.Gatherv(one, each, root)
+
+    def _by_messages(
+        self, row: Row, own: int, addresses: list[int] | None, nbytes: int, sizes: list[int], root: int | None
+    ) -> None:
+        """Do the same by a message for each share, of any size."""
+        private, rank = self._communicator.open_private(), self._rank
+        requests = []
+        if addresses is not None:  # the shares of all ranks are here
+            begin = private.Isend if row is SCATTER else private.Irecv
+            for r, (place, size) in enumerate(zip(addresses, sizes, strict=True)):
+                if r != rank:
+                    requests.append(begin([address(place, size), *run(size)], r, TAG))
+        share = [address(own, nbytes), *run(nbytes)]
+        if row is ALL_GATHER:
+            others = ((rank + step) % self._size for step in range(1, self._size))
+            requests += [private.Isend(share, r, TAG) for r in others]
+        elif addresses is None:
+            assert root is not None
+            (private.Recv if row is SCATTER else private.Send)(share, root, TAG)
+            return
+        assert addresses is not None
+        if row is SCATTER:
+            memmove(own, addresses[rank], nbytes)
+        else:
+            memmove(addresses[rank], own, nbytes)
+        for request in requests:
+            request.Wait()
+
+
+def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
+    """Return shares as the buffer of a vector call."""
+    low = min(addresses)
+    span = max(map(add, addresses, sizes)) - low
+    return [
+        address(low, span), [size // unit for size in sizes], [(place - low) // unit for place in addresses], datatype
+    ]  # fmt: skip
+
+
+def copy_in(target: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy tensors to memory, one after another."""
+    for place, size in zip(addresses, sizes, strict=True):
+        memmove(target, place, size)
+        target += size
+
+
+def copy_out(source: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy from memory to tensors."""
+    for place, size in zip(addresses, sizes, strict=True):
+        memmove(place, source, size)
+        source += size
+
+
+def are_apart(addresses: Sequence[int], sizes: Sequence[int], place: int, nbytes: int) -> bool:
+    """Tell whether a buffer shares no memory with any of some tensors."""
+    end = place + nbytes
+    return not any(other < end and place < other + size for other, size in zip(addresses, sizes, strict=True))
+
+
+def can_be_displaced(addresses: Sequence[int], sizes: Sequence[int], unit: int, is_read: bool) -> bool:
+    """Tell whether MPI can count from the lowest of some tensors to each, and may write to all of them."""
+    low = min(addresses)
+    if max(addresses) - low > REACH * unit or any((place - low) % unit for place in addresses):
+        return False
+    end = 0
+    for place, size in () if is_read else sorted(zip(addresses, sizes, strict=True)):
+        if place < end and size:
+            return False  # MPI may send on what it has received into one and another
+        end = place + size
+    return True

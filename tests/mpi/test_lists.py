@@ -1,0 +1,149 @@
+"""Lists of tensors: their tensors go to MPI where they lie, and what cannot is copied on the rank that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpcdist as dist
+
+pytest.importorskip("mpi4py")
+
+DTYPES = [torch.float32, torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool]
+MIB = 1 << 20
+
+
+def full(count, value, dtype=torch.float32):
+    return torch.full((count,), float(value)).to(dtype)
+
+
+def strided(count, value, dtype):
+    return torch.full((2 * count,), float(value)).to(dtype)[::2]
+
+
+def ended(call, *args, is_async):
+    work = call(*args, async_op=is_async)
+    if is_async:
+        work.wait()
+
+
+def are(tensors, expected):
+    wide = torch.complex64  # torch.equal does not take float8
+    return all(torch.equal(each.to(wide), other.to(wide)) for each, other in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_moves(rank, size, dtype, is_async):
+    """Even and uneven lists, empty tensors, and strided ones among others."""
+    for lengths in ([3] * size, list(range(size)), [size - r for r in range(size)]):
+        expected = [full(length, r + 1, dtype) for r, length in enumerate(lengths)]
+        for make in (full, strided):
+            outputs = [(make if r % 2 else full)(length, 0, dtype) for r, length in enumerate(lengths)]
+            ended(dist.all_gather, outputs, make(lengths[rank], rank + 1, dtype), is_async=is_async)
+            assert are(outputs, expected)
+        inputs = [full(rank + r, 10 * rank + r, dtype) for r in range(size)]
+        outputs = [full(rank + r, 0, dtype) for r in range(size)]
+        ended(dist.all_to_all, outputs, inputs, is_async=is_async)
+        assert are(outputs, [full(rank + r, 10 * r + rank, dtype) for r in range(size)])
+    for root in range(size):
+        outputs = [full(3, 0, dtype) for _ in range(size)] if rank == root else None
+        ended(dist.gather, full(3, rank + 1, dtype), outputs, root, is_async=is_async)
+        assert rank != root or are(outputs, [full(3, r + 1, dtype) for r in range(size)])
+        output = full(3, 0, dtype)
+        inputs = [full(3, r + 2, dtype) for r in range(size)] if rank == root else None
+        ended(dist.scatter, output, inputs, root, is_async=is_async)
+        assert are([output], [full(3, rank + 2, dtype)])
+
+
+def test_shared_memory(rank, size):
+    """Inputs that are outputs, and a tensor that is there twice, spoil nothing on any rank."""
+    expected = [full(3, r + 1) for r in range(size)]
+    outputs = [full(3, rank + 1) if r == rank else full(3, 0) for r in range(size)]
+    dist.all_gather(outputs, outputs[rank])
+    assert are(outputs, expected)
+    same = full(3, 0)
+    outputs = [same] * size if rank == 0 else [full(3, 0) for _ in range(size)]
+    dist.all_gather(outputs, full(3, rank + 1))
+    assert are([same], [expected[-1]]) if rank == 0 else are(outputs, expected)
+    for root in range(size):
+        outputs = [full(3, rank + 1) if r == rank else full(3, 0) for r in range(size)]
+        dist.gather(outputs[rank], outputs if rank == root else None, root)
+        assert rank != root or are(outputs, expected)
+        inputs = [full(3, r + 1) for r in range(size)]
+        output = inputs[(rank + 1) % size]
+        dist.scatter(output, inputs if rank == root else None, root)
+        assert are([output], [expected[rank]])
+    tensors = [full(2, 10 * rank + r) for r in range(size)]
+    dist.all_to_all(tensors, list(tensors))
+    assert are(tensors, [full(2, 10 * r + rank) for r in range(size)])
+
+
+@pytest.mark.parametrize("way", ["messages", "far apart"])
+def test_copies_and_messages(monkeypatch, world, rank, size, way):
+    """Shares of more bytes than MPI counts go as messages; tensors too far apart for it are copied."""
+    if world.backends["cpu"].name != "mpi":
+        pytest.skip("of MPI")
+    from hpcdist.backends.mpi import vectors
+
+    if way == "messages":
+        monkeypatch.setattr(vectors, "COUNT_MAX", 8)
+    else:
+        monkeypatch.setattr(vectors, "REACH", -1)
+    expected = [full(3, r + 1) for r in range(size)]
+    outputs = [full(3, 0) for _ in range(size)]
+    dist.all_gather(outputs, full(3, rank + 1))
+    assert are(outputs, expected)
+    for root in range(size):
+        outputs = [full(3, 0) for _ in range(size)]
+        dist.gather(full(3, rank + 1), outputs if rank == root else None, root)
+        assert rank != root or are(outputs, expected)
+        output = full(3, 0)
+        dist.scatter(output, expected if rank == root else None, root)
+        assert are([output], [expected[rank]])
+
+
+def test_reduce_scatter(rank, size):
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        for lengths in ([3] * size, list(range(size))):
+            for make in (full, strided):
+                output = make(lengths[rank], 0, dtype)
+                dist.reduce_scatter(output, [make(length, r + 1, dtype) for r, length in enumerate(lengths)])
+                assert are([output], [full(lengths[rank], size * (rank + 1), dtype)])
+
+
+def peak():
+    """Return the most memory that this process has used since ``forget_peak``, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process has used")
+@pytest.mark.parametrize("name", ["all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"])
+def test_no_memory_grows_with_the_message(world, rank, size, name):
+    """Contiguous tensors are copied nowhere; a reduce_scatter packs them where it has packed before."""
+    if world.backends["cpu"].name != "mpi":
+        pytest.skip("of MPI")
+    count = 16 * MIB // 4
+    one, inputs, outputs = full(count, 1), [full(count, r) for r in range(size)], [full(count, 0) for _ in range(size)]
+    is_root = rank == 0
+    calls = {
+        "all_gather": lambda: dist.all_gather(outputs, one),
+        "gather": lambda: dist.gather(one, outputs if is_root else None, 0),
+        "scatter": lambda: dist.scatter(one, inputs if is_root else None, 0),
+        "all_to_all": lambda: dist.all_to_all(outputs, inputs),
+        "reduce_scatter": lambda: dist.reduce_scatter(one, inputs),
+    }
+    if name == "reduce_scatter":
+        calls[name]()
+    dist.barrier()
+    forget_peak()
+    before = peak()
+    calls[name]()
+    assert peak() - before < 8 * MIB
