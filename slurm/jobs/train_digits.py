@@ -37,7 +37,12 @@ TEST_SAMPLES = 360
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--global-batch", type=int, default=64, help="samples a step, over all ranks")
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=64,
+        help="samples a step, over all ranks; fewer if they do not divide among them",
+    )
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="folder for the states after the last epochs")
@@ -185,7 +190,7 @@ def divide(train: TensorDataset, options) -> tuple[DistributedSampler, DataLoade
     """Return this rank's share of the samples among the ranks there are now, and the samples of a step."""
     size = dist.get_world_size()
     sampler = DistributedSampler(train, size, dist.get_rank(), seed=options.seed)
-    share = options.global_batch // size
+    share = max(1, options.global_batch // size)
     return sampler, DataLoader(train, share, sampler=sampler, drop_last=True), share * size
 
 
@@ -216,8 +221,6 @@ def main() -> None:
         world_size=options.world_size,
     )
     rank, size = dist.get_rank(), dist.get_world_size() - options.spares
-    if options.global_batch % size and not options.elastic:
-        raise SystemExit(f"--global-batch {options.global_batch} does not divide among {size} ranks")
     if not options.elastic:
         warnings.filterwarnings("ignore", "this job ends when a rank dies")
     torch.manual_seed(options.seed + rank)  # every rank starts elsewhere, until rank 0's parameters arrive

@@ -168,11 +168,42 @@ def test_srun_without_the_pmi_that_the_mpi_needs():
         "tasks": "4",
         "answers": True,
         "mpi": None,
+        "default": "none",
     }
     ranks = [{"slurm": {**inside, "pmis": ["none", "pmi2"]}, "mpi_library": {"library": "Open MPI v5.0.11"}}]
     assert found(slurm_step.judge(ranks), "Open MPI needs pmix").level == PROBLEM
     ranks[0]["mpi_library"]["library"] = "MPICH 5.0.2"
     assert PROBLEM not in levels(slurm_step.judge(ranks))
+    assert found(slurm_step.judge(ranks), "srun has pmi2, which MPICH needs: srun --mpi=pmi2").level == OK
+
+
+@pytest.mark.parametrize(
+    ("library", "pmis", "default", "said"),
+    [
+        (
+            "CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)",
+            ["cray_shasta", "none", "pmi2"],
+            "none",
+            "srun --mpi=cray_shasta",
+        ),
+        ("CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)", ["none", "pmi2"], "none", "srun --mpi=pmi2"),
+        ("CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)", ["cray_shasta", "none"], "cray_shasta", "no --mpi is needed"),
+        ("Open MPI v5.0.11", ["none", "pmix", "pmix_v4"], "pmix_v4", "no --mpi is needed"),
+        ("Open MPI v5.0.11", ["none", "pmi2", "pmix"], "pmi2", "srun --mpi=pmix"),
+    ],
+)
+def test_the_right_mpi_option_is_named(library, pmis, default, said):
+    slurm = {
+        "srun": "/usr/bin/srun",
+        "job": "7",
+        "step": "0",
+        "nodes": "n1",
+        "tasks": "4",
+        "answers": True,
+        "mpi": None,
+    }
+    ranks = [{"slurm": {**slurm, "pmis": pmis, "default": default}, "mpi_library": {"library": library}}]
+    assert found(slurm_step.judge(ranks), said).level == OK
 
 
 def test_gpus():

@@ -1,6 +1,7 @@
 """The doctor's words on a real step: one that is right, and one that srun started for another MPI."""
 
 import json
+import shlex
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_it_sees_the_step_and_both_nodes(mpi, cluster, request):
     page = page_of(result)
     assert (result.returncode, page["verdict"]) == (0, "ok"), problems_of(page)
     assert len(page["ranks"]) == 2
-    step = page["ranks"][1]["slurm"]
+    step = page["ranks"][0]["slurm"]
     assert (step["nodes"], step["tasks"], step["mpi"], step["answers"]) == ("127.0.0.[1-2]", "2", pmi, True)
     texts = texts_of(page)
     place = f"step {step['job']}.0 on 127.0.0.[1-2], 2 tasks in the step, started with --mpi={pmi}"
@@ -74,3 +75,15 @@ def test_the_wrong_pmi_is_named_with_the_command_that_mends_it(mpi, pmi, cluster
     assert "started by srun, 2 ranks" in texts_of(page)
     if pmi != "none":  # of which Slurm leaves no trace in the environment
         assert any(text.endswith(f"started with --mpi={pmi}") for text in texts_of(page))
+
+
+@pytest.mark.timeout(500)
+def test_typed_in_an_allocation_it_uses_all_of_it(cluster, any_mpi):
+    """In salloc's shell, and at the terminal of ``srun --pty``, whose step has variables of a rank."""
+    size = ["--nodes=2", "--ntasks=3"]
+    demo = f"{any_mpi['HPCDIST_PYTHON']} -m hpcdist demo --epochs 1; exit"
+    typed = shlex.join(["salloc", *size, "srun", "--nodes=1", "--ntasks=1", "--pty", "bash", "-c", demo])
+    for command in (["salloc", *size, "bash", "-c", demo], ["script", "--quiet", "--command", typed, "/dev/null"]):
+        result = cluster.run(*command, timeout=220)
+        assert "\n3 ranks on mpi," in result.stdout, result.stdout + result.stderr
+        assert f"--nodes=2 --ntasks=3 --mpi={any_mpi['HPCDIST_MPI']} " in result.stdout

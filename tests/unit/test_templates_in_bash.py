@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 from pathlib import Path
@@ -131,3 +132,20 @@ def test_so_has_one_under_mpirun(batch, tmp_path, ranks, expected):
     status, said = ended(batch("elastic", "", "train.py", **given, **as_root, **crowded))
     assert status == expected, said
     assert not list(tmp_path.glob(".elastic-*"))
+
+
+@pytest.mark.parametrize("template", ["cpu", "gpu", "hybrid", "array", "requeue", "elastic"])
+@pytest.mark.parametrize("given", ["", "pmi2"])
+def test_srun_gets_the_mpi_that_was_set_and_no_other(batch, template, given):
+    sees = 'echo "options $(tr "\\0" " " < /proc/$$/cmdline)"\n'
+    size = {"SLURM_CPUS_PER_TASK": "1", "HPCDIST_PYTHON": "python"}
+    _, said = ended(batch(template, sees, "train.py", HPCDIST_MPI=given, **size))
+    (options,) = (line for line in said.splitlines() if line.startswith("options"))
+    assert [word for word in options.split() if word.startswith("--mpi")] == ([f"--mpi={given}"] if given else [])
+
+
+def test_the_templates_hold_the_parts_that_are_the_same():
+    parts = runpy.run_path(str(SLURM / "parts.py"))
+    assert len(parts["templates"]()) == 9
+    for path in parts["templates"]():
+        assert parts["written"](path) == path.read_text(), "run: python slurm/parts.py"

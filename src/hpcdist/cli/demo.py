@@ -1,8 +1,9 @@
 """The command ``demo``: trains a small network on scikit-learn's handwritten digits, on several ranks of this machine.
 
-``python -m hpcdist demo`` starts the ranks by mpirun, or by torchrun (on gloo) if there is no MPI; under a launcher
-(``srun python -m hpcdist demo``) this process is one of them. The script is ``slurm/jobs/train_digits.py``, which is
-installed with the package; options that are not the demo's are the script's, such as ``--epochs 3``.
+``python -m hpcdist demo`` starts the ranks by srun in an allocation of Slurm, else by mpirun, or by torchrun (on gloo)
+if there is no MPI; under a launcher (``srun python -m hpcdist demo``) this process is one of them. The script is
+``slurm/jobs/train_digits.py``, which is installed with the package; options that are not the demo's are the script's,
+such as ``--epochs 3``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpcdist.backends.mpi.process import runtime
-from hpcdist.cli.doctor import mpi_library
+from hpcdist.cli.doctor import mpi_library, slurm_step
 from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.cli.submit import CHECKOUT, PACKAGED
 from hpcdist.core.errors import DistBackendError
@@ -29,7 +30,9 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 def parser() -> JobParser:
     """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist demo", description=described(__doc__))
-    made.add_argument("--ranks", type=int, default=RANKS, help=f"how many to start if no launcher does ({RANKS})")
+    made.add_argument(
+        "--ranks", type=int, help=f"how many to start if no launcher does ({RANKS}, or the allocation's tasks)"
+    )
     return made
 
 
@@ -65,18 +68,20 @@ def run(args: list[str]) -> int:
     """
     made = parser()
     given, others = made.parse_known_args(args)
-    if given.ranks < 1:
+    if given.ranks is not None and given.ranks < 1:
         made.error(f"--ranks is {given.ranks}; expected 1 or more")
     if find_spec("sklearn") is None:
         made.error("the demo needs scikit-learn: pip install 'hpcdist[demo]'")
-    if environment.detect() is not None:
+    start = slurm_step.whole_allocation(given.ranks)
+    if environment.detect() is not None and not start:
         sys.argv = [str(script()), *others]
         runpy.run_path(str(script()), run_name="__main__")
         return 0
-    line = [*command(given.ranks), str(script()), *others]
+    line = [*([*start, sys.executable] if start else command(given.ranks or RANKS)), str(script()), *others]
     print("$", *line, flush=True)
     # one thread a rank, because the ranks share the cores
-    started = subprocess.Popen(line, env={"OMP_NUM_THREADS": "1", **AS_ROOT, **os.environ})
+    own = mpi_library.mpi_free_environment() if start else dict(os.environ)
+    started = subprocess.Popen(line, env={"OMP_NUM_THREADS": "1", **AS_ROOT, **own})
     try:
         return started.wait()
     except KeyboardInterrupt:  # the terminal has interrupted the launcher too, which ends its ranks and clears up

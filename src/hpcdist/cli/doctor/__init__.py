@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from argparse import Namespace
@@ -75,6 +76,10 @@ def run(args: list[str]) -> int:
     try:
         if CONNECTION in os.environ:
             return watch(work, options.seconds, report).status
+        if start := slurm_step.whole_allocation():
+            line = [*start, sys.executable, "-m", "hpcdist", "doctor", *args]
+            print("$", *line, file=sys.stderr, flush=True)
+            return subprocess.run(line, env=mpi_library.mpi_free_environment(), check=False).returncode
         ended = supervise(work, options.seconds)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

