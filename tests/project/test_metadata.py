@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 # the words by which packages name licences that ask for no more than to be named; MPL-2.0 covers its own files only
-FREE = r"MIT|BSD|Apache|PSF|Python Software Foundation|0BSD|Zlib|CC0|BSL-1\.0|MPL|Mozilla Public License|ISC|OpenMPI"
+FREE = r"MIT|BSD|Apache|PSF|Python Software Foundation|0BSD|Zlib|CC0|BSL-1\.0|MPL|Mozilla Public License|ISC|OpenMPI|MPICH"
 # with torch's build for CUDA, and Intel MPI's wheel: their vendors' own, as torch's and the user's choice
 VENDORS = ("nvidia-", "cuda-", "triton", "impi-rt", "intel-", "tbb", "umf", "tcmlib")
 GPL = re.compile(r"\b(A|L)?GPL|General Public License", re.IGNORECASE)
@@ -24,11 +24,11 @@ def licences(distribution: metadata.Distribution) -> list[str]:
 
 
 def needed() -> dict[str, metadata.Distribution]:
-    """Return the packages that hpcdist and its extras need and that are installed, with what those need."""
+    """Return the packages that users need and that are installed here, with what those need: no tools of developers."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = re.findall(
-        r'"([a-z][\w-]*)(?:\[\w+\])?[<>=]=?[\d.]', PYPROJECT
-    )  # as the file has it, not an older installation
+    lists = re.findall(r"^(?:dependencies|openmpi|mpich|plot|demo) = (\[.*?\])$", PYPROJECT, re.MULTILINE | re.DOTALL)
+    # as the file has them, not an older installation
+    waiting = [name for each in lists for name in re.findall(r'"([a-z][\w-]*)[<>=]', each)]
     while waiting:
         name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
         if name in found or name.startswith(VENDORS):
@@ -38,7 +38,7 @@ def needed() -> dict[str, metadata.Distribution]:
         except metadata.PackageNotFoundError:  # an extra that this environment is without
             continue
         found[name] = distribution
-        waiting += [re.match(r"[\w.-]+", line)[0] for line in distribution.requires or []]
+        waiting += [re.match(r"[\w.-]+", line)[0] for line in distribution.requires or [] if "extra ==" not in line]
     return found
 
 
