@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 # the words by which packages name licences that ask for no more than to be named; MPL-2.0 covers its own files only
-FREE = r"MIT|BSD|Apache|PSF|Python Software Foundation|0BSD|Zlib|CC0|BSL-1\.0|MPL|Mozilla Public License|ISC|OpenMPI|MPICH"
+FREE = r"MIT|BSD|Apache|PSF|Python Software Foundation|Zlib|CC0|BSL-1\.0|MPL|Mozilla Public License|ISC|OpenMPI|MPICH"
 # with torch's build for CUDA, and Intel MPI's wheel: their vendors' own, as torch's and the user's choice
 VENDORS = ("nvidia-", "cuda-", "triton", "impi-rt", "intel-", "tbb", "umf", "tcmlib")
 GPL = re.compile(r"\b(A|L)?GPL|General Public License", re.IGNORECASE)
