@@ -134,7 +134,7 @@ def mpi_block(way: str) -> str:
     """Return what the page says beside raw MPI."""
     plot = f"![Time of all_reduce over size, beside gloo, MPI and a memory copy]({way}all_reduce.svg)"
     rows = []
-    for (_, _, nbytes), found in report.by_call(sizes()).items():
+    for (_, _, nbytes), found in list(report.by_call(sizes()).items())[::2]:  # the plot has them all
         ours, raw = found["hpcdist"].median, found["mpi4py"].median
         times = [plots.time_text(time) for time in (ours, raw)]
         rows.append([report.size_name(nbytes), *times, f"{ours / raw:.2f}"])
