@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{MPI_BACKEND}/call_check.py",
-        "        if not self._is_clear(number):\n",
-        "        if False:\n",
+        "                if not self._is_clear(number):\n",
+        "                if False:\n",
         "unit/test_call_check.py",
     ),
     Mutant(
