@@ -58,7 +58,7 @@ _FINDER = _AfterTorch()
 def _is_importing() -> bool:
     """Tell whether a module of ours, which the public names need, is still being imported: it imports torch."""
     return any(
-        name.startswith("hpcdist.") and getattr(module.__spec__, "_initializing", False)
+        name.startswith(("hpcdist.", "hpcdist_stores")) and getattr(module.__spec__, "_initializing", False)
         for name, module in [*_sys.modules.items()]
         if not name.startswith("hpcdist.cli.")
     )

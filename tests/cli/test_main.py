@@ -142,6 +142,7 @@ except AttributeError as error:
         "hpcdist.all_reduce",
         "import hpcdist.c10d.collectives; assert 'hpcdist.c10d.torch_init' in sys.modules",
         "import hpcdist.core.errors; hpcdist.Window",
+        "import hpcdist_stores; assert hpcdist.TCPStore is hpcdist_stores.TCPStore",
         "assert 'Window' in dir(hpcdist)",
         "from hpcdist import dist2; dist2.new_group",
     ],
