@@ -99,6 +99,19 @@ def test_splits_are_compared_pair_by_pair(group, rank, size):
     refused(r"sends", dist.all_to_all_single, output, given, sent, sent, group)
 
 
+def test_one_exchange_after_another_that_does_not_fit(group, rank, size):
+    """Rank 0 sends more than the others expect, and less: nothing is written past a tensor, the next one is compared."""
+    for shares in (1100, 900, 100_000):
+        sent, received = [shares if rank == 0 else 1000] * size, [1000] * size
+        if rank == 0:
+            received[0] = shares
+        whole = torch.zeros(sum(received) + 200_000)
+        into = whole[: sum(received)]
+        refused("all_to_all", dist.all_to_all_single, into, torch.ones(sum(sent)), received, sent, group)
+        refused("all_to_all", dist.all_to_all, [*into.split(received)], [torch.ones(n) for n in sent], group)
+        assert not whole[len(into) :].any()
+
+
 def test_a_new_group_that_one_rank_does_not_make(rank, size):
     for odd in 10 * (True, False):  # each rank makes as many, so that their later groups have one name
         call = dist.barrier if (rank == size - 1) is odd else dist.new_group

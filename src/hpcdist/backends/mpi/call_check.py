@@ -163,7 +163,10 @@ class CallCheck:
         if log is not None and not number % HALF:
             log.turn(number)
         if counts is not None:
-            self._keep_pace(number - COUNTS_KEPT + 1)
+            if number - COUNTS_KEPT >= self._start:
+                self._keep_pace(number - COUNTS_KEPT + 1)
+            else:  # since the last error nobody has read counts that these replace, but for that error itself
+                self._wait(self._have_all_followed)
             board.write_counts(number, counts)
         at, word = number & LAST, first + (number & NUMBER)
         board.sizes[board.own][at] = size
@@ -315,6 +318,12 @@ class CallCheck:
             if r != board.own and not board.has_come_to(r, number):
                 self._wait(partial(board.has_come_to, r, number))
 
+    def _have_all_followed(self) -> bool:
+        """Tell whether all ranks have carried out the last decision, and so read what it is about."""
+        board = self._board
+        assert board is not None
+        return all(followed >= self.handled for followed in board.followed)
+
     def _wait(self, is_over: Callable[[], bool]) -> None:
         began = time.monotonic()
         while not is_over():
@@ -347,7 +356,7 @@ class CallCheck:
         board = self._board
         assert board is not None
         # until then a slower rank may read what the words are about to replace
-        self._wait(lambda: all(followed >= index - 1 for followed in board.followed))
+        self._wait(self._have_all_followed)
         board.stop(number)
         board.fence()
         found: list[tuple[int, int]] = []
