@@ -100,7 +100,7 @@ def test_splits_are_compared_pair_by_pair(group, rank, size):
 
 
 def test_one_exchange_after_another_that_does_not_fit(group, rank, size):
-    """Rank 0 sends more, or less, than the others expect: nothing is written past a tensor, the next one is compared."""
+    """Rank 0 sends more, or less, than the others expect: nothing is written past a tensor, the next is compared."""
     for shares in (1100, 900, 100_000):
         sent, received = [shares if rank == 0 else 1000] * size, [1000] * size
         if rank == 0:
