@@ -213,6 +213,13 @@ class CallCheck:
         if not self._is_clear(number):
             self._fail(number, make)
 
+    def differ(self, ways: list[str]) -> None:
+        """Raise because an exchange between nodes has found other ranks' calls to differ; the others are told."""
+        assert self.log is not None
+        self.log.fail(calls_differ(self._communicator.size, ways), TELLS)
+        hooks.compare_calls(self.log, 0.0)
+        self.log.check()
+
     def repeated(self, call: Call, base: int, run: Run) -> Run:
         """Return what runs a collective again, checked; arguments as for ``run``, and what runs it unchecked."""
         board, communicator = self._board, self._communicator
@@ -222,6 +229,8 @@ class CallCheck:
             return run
         size = size_of(call, communicator.rank, communicator.size)
         first = base if call.root is None else base + (call.root << 32)
+        if self.log is not None and call.row in EXCHANGES:  # whose shares MPI is to compare
+            return lambda send, recv: self.run(call._replace(send=send, recv=recv), base)
         if board.are_many:
             return lambda send, recv: self.make(first, size, lambda: run(send, recv))
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided

@@ -198,7 +198,10 @@ class Collectives:
                 send = self._vectors.flatten(send) if do_overlap(send, recv) else send
             elif overlap(send, recv):
                 send = send.clone()
-            self._exchange.run(send, recv, counts)
+            is_new = self.check is not None and self.check.log is not None
+            if ways := self._exchange.run(send, recv, counts, is_new):
+                assert self.check is not None
+                self.check.differ(ways)
             return
         buffers: Any = apart(send, recv, BYTE)
         if buffers is None:  # of more bytes than MPI counts; MPI_IN_PLACE would be a call that only this rank makes

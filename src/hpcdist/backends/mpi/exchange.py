@@ -9,6 +9,7 @@ in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own sh
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from ctypes import memmove
@@ -40,7 +41,9 @@ class Exchange:
         self._communicator = communicator
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
 
-    def run(self, send: torch.Tensor | TensorList, recv: torch.Tensor | TensorList, counts: Counts | None) -> None:
+    def run(
+        self, send: torch.Tensor | TensorList, recv: torch.Tensor | TensorList, counts: Counts | None, is_new: bool
+    ) -> list[str]:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
         Args:
@@ -48,30 +51,54 @@ class Exchange:
             recv: the shares to receive; memory that is not ``send``'s.
             counts: elements to and from each rank, None for equal shares. One share to send stands for the same share
                 to everyone.
+            is_new: whether each pair of ranks compares its shares first, by one more exchange of two numbers, because
+                nothing else did; the same on all ranks. Shares that differ are left out.
+
+        Returns:
+            In words, the shares of this rank that differ from another's.
 
         Raises:
             DistBackendError: a rank of two sends itself another number of elements than it receives from itself.
         """
         size, itemsize = self._size, send.itemsize
-        if size == 2:
-            lengths = [[tensor.nbytes // 2] * 2 for tensor in (send, recv)]
-            if counts is not None:
-                lengths = [[count * itemsize for count in side] for side in counts]
-            self._swap(starts_of(send, lengths[0]), starts_of(recv, lengths[1]), *lengths)
-            return
-        with ExitStack() as made:
-            if counts is None:
+        if counts is None and size > 2 and not is_new:
+            with ExitStack() as made:
                 sides: list[Any] = [
                     (memory(tensor), *equal(tensor.nbytes // size, size, made))  # type: ignore[arg-type]  # no lists
                     for tensor in (send, recv)
                 ]
-            else:
-                sent, received = ([count * itemsize for count in side] for side in counts)
-                sources = starts_of(send, sent)
-                if len(sent) == 1:
-                    sources, sent = sources * size, sent * size
-                sides = [spread(sources, sent, made), spread(starts_of(recv, received), received, made)]
-            self._comm.Alltoallw(*map(list, sides))
+                self._comm.Alltoallw(*map(list, sides))
+            return []
+        if counts is None:
+            lengths = [[tensor.nbytes // size] * size for tensor in (send, recv)]
+        else:
+            lengths = [[count * itemsize for count in side] for side in counts]
+        sent, received = lengths
+        sources, targets = starts_of(send, sent), starts_of(recv, received)
+        if len(sent) == 1:
+            sources, sent = sources * size, sent * size
+        ways = self._compare(sent, received) if is_new else []
+        if size == 2:
+            self._swap(sources, targets, sent, received)
+            return ways
+        with ExitStack() as made:
+            self._comm.Alltoallw(list(spread(sources, sent, made)), list(spread(targets, received, made)))
+        return ways
+
+    def _compare(self, sent: list[int], received: list[int]) -> list[str]:
+        """Compare bytes to and from each rank with what they say; those that differ become 0 on both."""
+        mine = array("q", [number for pair in zip(sent, received, strict=True) for number in pair])
+        theirs, ways = array("q", bytes(8 * len(mine))), []
+        self._comm.Alltoall([mine, MPI.INT64_T], [theirs, MPI.INT64_T])
+        for rank in range(self._size):
+            out, into = theirs[2 * rank : 2 * rank + 2]
+            if (sent[rank], received[rank]) != (into, out):
+                ways.append(
+                    f"rank {self._rank}: all_to_all, {sent[rank]} bytes to rank {rank} and {received[rank]} from it; "
+                    f"rank {rank}: {out} bytes to rank {self._rank} and {into} from it"
+                )
+                sent[rank] = received[rank] = 0
+        return ways
 
     def _swap(self, sources: list[int], targets: list[int], sent: list[int], received: list[int]) -> None:
         """Exchange bytes between two ranks: the shares that begin at the addresses ``sources`` and ``targets``."""
@@ -105,7 +132,7 @@ class Exchange:
             if send.data_ptr() != source or recv.data_ptr() != target:
                 with self._communicator.translating(name):
                     if (is_copied := overlap(send, recv)) or send.nbytes > COPY_MAX:
-                        self.run(send.clone() if is_copied else send, recv, None)
+                        self.run(send.clone() if is_copied else send, recv, None, False)
                         return
                     known = self._described(send, recv)
                 _, _, sendrecv, sent, received, own, copied = known
