@@ -19,6 +19,7 @@ FIRST, COUNT = (int(each) for each in os.environ.get("HPCDIST_TEST_WRONG_PROGRAM
 DIFFER = "do not make the same call"
 # half of the programs with one rank on each host, half with two on one of them
 LAYOUTS = [(1, 1), (2, 1)]
+EXCHANGE = 58  # shares that only the two ranks know
 
 pytestmark = [
     pytest.mark.smoke,
@@ -31,7 +32,7 @@ pytestmark = [
 def test_random_programs(cluster: Cluster, slots: tuple[int, ...]) -> None:
     size, half = sum(slots), COUNT // 2
     first = FIRST + LAYOUTS.index(slots) * half
-    seeds = list(range(first, first + half))
+    seeds = [EXCHANGE, *range(first, first + half)]
     while seeds:
         done = launch.run(
             cluster,

@@ -21,6 +21,7 @@ After an error the numbers go on at a later one, which all derive from the decis
 Ranks on several boards, because they are on several nodes or share no memory, compare their calls a little later
 (``core.call_log``). By then MPI may have made calls that differ, so that the group takes no more: each raises. Most
 wrong calls are of a kind that the rank has not made before: such a call first waits a moment for the other nodes'.
+What two ranks exchange is known to them only, so that each exchange there compares it first (``exchange``).
 """
 
 from __future__ import annotations
