@@ -25,6 +25,7 @@ from hpcdist.core.buffers import (
     check_dense,
     for_reading,
     for_writing,
+    is_copy,
     is_plain,
     joint,
     put,
@@ -271,7 +272,7 @@ def issue_list(call: Call, pg: Group, async_op: bool) -> Work | None:
         if not async_op:
             backend.settle()  # a call that is queued may still write what is copied here
         send = for_reading(send)
-    elif recv.__class__ is not TensorList and not is_plain(recv):
+    elif recv.__class__ is not TensorList and (not is_plain(recv) or is_copy(recv)):
         target = for_writing(recv)
         if target is not recv:
             then = in_turn(partial(put, target, recv), then)
