@@ -255,6 +255,7 @@ def test_a_rank_that_left_a_call_through_shared_memory_makes_no_others(launcher:
         "import hpcdist as dist\n"
         "class Preempted(Exception): pass\n"
         "def handle(*_): raise Preempted\n"
+        "os.environ['HPCDIST_SHM'] = '64K'\n"
         "dist.init_process_group()\n"
         "dist.all_reduce(torch.ones(4_000_000))\n"
         "if dist.get_rank(): time.sleep(100)\n"
