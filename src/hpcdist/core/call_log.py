@@ -19,8 +19,8 @@ from zlib import crc32
 
 from hpcdist.core.errors import CallsDifferError, explained
 
-BLOCK = 64  # calls
-KEPT = 128  # blocks
+BLOCK = 32  # calls: half of the ring
+KEPT = 256  # blocks
 MODULUS = 1 << 64
 NEW_KINDS = 128
 TELLS = 4  # how often a failure is told: datagrams may be lost

@@ -28,7 +28,7 @@ from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
 from hpcdist.launch.environment import NODE_KEY
 
-RING = 2 * BLOCK  # calls of each rank that can be read
+RING = 2 * BLOCK  # calls of each rank that can be read; a root may block in MPI if it is 66 ahead, which no death ends
 LAST = RING - 1
 COUNTS_KEPT = 8  # of those, whose counts can be read
 COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
