@@ -159,18 +159,24 @@ def test_wrong_sums_are_a_problem():
     assert found(speed.judge([{"speed": facts}]), "torch.bfloat16").level == PROBLEM
 
 
+IN_STEP = {
+    "srun": "/usr/bin/srun",
+    "job": "7",
+    "step": "0",
+    "nodes": "n1",
+    "tasks": "4",
+    "answers": True,
+    "mpi": None,
+}
+
+
 def test_srun_without_the_pmi_that_the_mpi_needs():
-    inside = {
-        "srun": "/usr/bin/srun",
-        "job": "7",
-        "step": "0",
-        "nodes": "n1",
-        "tasks": "4",
-        "answers": True,
-        "mpi": None,
-        "default": "none",
-    }
-    ranks = [{"slurm": {**inside, "pmis": ["none", "pmi2"]}, "mpi_library": {"library": "Open MPI v5.0.11"}}]
+    ranks = [
+        {
+            "slurm": {**IN_STEP, "pmis": ["none", "pmi2"], "default": "none"},
+            "mpi_library": {"library": "Open MPI v5.0.11"},
+        }
+    ]
     assert found(slurm_step.judge(ranks), "Open MPI needs pmix").level == PROBLEM
     ranks[0]["mpi_library"]["library"] = "MPICH 5.0.2"
     assert PROBLEM not in levels(slurm_step.judge(ranks))
@@ -193,16 +199,7 @@ def test_srun_without_the_pmi_that_the_mpi_needs():
     ],
 )
 def test_the_right_mpi_option_is_named(library, pmis, default, said):
-    slurm = {
-        "srun": "/usr/bin/srun",
-        "job": "7",
-        "step": "0",
-        "nodes": "n1",
-        "tasks": "4",
-        "answers": True,
-        "mpi": None,
-    }
-    ranks = [{"slurm": {**slurm, "pmis": pmis, "default": default}, "mpi_library": {"library": library}}]
+    ranks = [{"slurm": {**IN_STEP, "pmis": pmis, "default": default}, "mpi_library": {"library": library}}]
     assert found(slurm_step.judge(ranks), said).level == OK
 
 

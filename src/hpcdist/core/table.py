@@ -74,7 +74,7 @@ REDUCE_SCATTER_SINGLE = Row(
     "reduce_scatter_single", "Reduce_scatter_block", "reduce_scatter", 2, Shape.SCATTER, reduces=True
 )
 REDUCE_SCATTER = Row("reduce_scatter", "Reduce_scatter", None, 2, Shape.COUNTED, reduces=True)
-# One rank may give splits if another gives none, so both rows, with counts and without, are one call of a library
+# One rank may give splits while another gives none, so both rows, with counts and without, are one call of a library
 ALL_TO_ALL_SINGLE = Row("all_to_all_single", "Alltoallw", None, 2, Shape.EXCHANGE)
 ALL_TO_ALL = Row("all_to_all", "Alltoallw", None, 2, Shape.COUNTED)
 EXCHANGES = frozenset({ALL_TO_ALL_SINGLE, ALL_TO_ALL})

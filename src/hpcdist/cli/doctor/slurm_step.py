@@ -62,7 +62,7 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
 
     Returns:
         An empty list outside an allocation, if srun cannot start this MPI, and in a rank that a launcher has started. A
-        command that was typed at the shell of ``srun --pty`` or ``salloc`` has that step's variables and is no rank.
+        command that was typed at the shell of ``srun --pty`` or ``salloc`` has that step's variables and is not a rank.
     """
     launch = environment.detect()
     is_typed = sys.stdin is not None and sys.stdin.isatty() and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
