@@ -181,7 +181,7 @@ class CallLog:
         return list(dict.fromkeys(ranks[mates.index(self.rank) % len(ranks)] for ranks in found))
 
     def listeners(self) -> list[int]:
-        """Return the ranks that this one informs about a failure: its node's, and one each on the nodes 1, 2, 4, … on."""
+        """Return the ranks to inform about a failure: those of its node, and one on each node 1, 2, 4, … further."""
         found = [each for each in self.nodes[self._node] if each != self.rank]
         step, count = 1, len(self.nodes)
         while step < count:
