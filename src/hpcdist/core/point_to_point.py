@@ -125,15 +125,8 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     event = None
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
-    if journal.current is None:
-        journal.current = call
-        try:
-            work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
-        finally:
-            journal.current = None
-    else:
-        with journal.begin(call):
-            work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
+    with journal.blocking(call):
+        work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
     work._call = call
     if event is not None:
         work._ends(event)

@@ -237,17 +237,9 @@ class Queue:
         try:
             if call is None:
                 self._carry_out(work)
-                return
-            journal = call[0]
-            if journal.current is not None:
-                with journal.begin(call):
+            else:
+                with call[0].blocking(call):
                     self._carry_out(work)
-                return
-            journal.current, journal.thread = call, self._carrier
-            try:
-                self._carry_out(work)
-            finally:
-                journal.current, journal.thread = None, 0
         finally:
             self._stolen = before
 
@@ -260,7 +252,7 @@ class Queue:
             finally:
                 self.running = before
         elif work._call is not None:
-            with work._call[0].begin(work._call):
+            with work._call[0].blocking(work._call):
                 self._carry_out(work)
         else:
             self._carry_out(work)

@@ -97,7 +97,7 @@ class Work(KeptAlive, torch.distributed.Work):
         call = self._call
         if call is None:
             return self._block(seconds)
-        with call[0].begin(call, self, seconds):
+        with call[0].blocking(call, self, seconds):
             return self._block(seconds)
 
     def _interrupt(self, reason: str) -> bool:

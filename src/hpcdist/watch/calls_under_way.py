@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import sys
 import threading
@@ -35,7 +34,6 @@ FOREIGN = (
     threading.__file__,
 )
 DESTROY = "destroy_process_group"
-OURS = "hpcdist-"  # the names of this package's own threads begin so
 LOOKING = threading.RLock()  # held while frames of other threads are read; a signal's handler may read them too
 
 Place = tuple[CodeType, int]  # a function and a line of it
@@ -49,7 +47,7 @@ class UnderWay(NamedTuple):
     backend: Backend
     work: Work | None  # of a call that a worker thread or a device is at, or of the wait that blocks
     in_background: bool
-    thread: int = 0  # the identifier of the one that it blocks; 0 if unknown
+    thread: int = 0  # the identifier of the one that it blocks; 0 if a worker or a device is at it
     limit: float | None = None  # the seconds after which it ends by itself, if it has a limit of its own
 
     @property
@@ -167,43 +165,11 @@ def without_collections() -> Iterator[None]:
                 gc.enable()
 
 
-def has_variable(frame: FrameType, value: Any) -> bool:
-    """Tell whether a variable of a function that another thread is in has a value."""
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module
-        return False
-    variables = frame.f_locals
-    found = any(each is value for each in list(variables.values()))
-    # Python 3.12 and older keep them until the function returns; the tracing of a debugger would write them back
-    if isinstance(variables, dict) and frame.f_trace is None:
-        variables.clear()
-    return found
-
-
-def stack_in(value: Any, thread: int = 0) -> list[Place]:
-    """Return the stack of a thread, innermost first.
-
-    Args:
-        value: what a function of ours that it is in has in a variable: a call's record, for one.
-        thread: its identifier, if it is known.
-
-    Returns:
-        The main thread's if neither is found, or ``value`` is None.
-    """
-    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+def stack_of(thread: int = 0) -> list[Place]:
+    """Return the stack of a thread, innermost first: by its identifier, or the main thread's if that has ended."""
     with without_collections():
         frames = sys._current_frames()
-        if value is not None and thread in frames:
-            return list(places(frames[thread]))
-        if value is not None:
-            for ident, frame in frames.items():
-                if threads.get(ident, "").startswith(OURS):
-                    continue
-                each: FrameType | None = frame
-                while each is not None:
-                    if is_ours(each.f_code) and has_variable(each, value):
-                        return list(places(frame))
-                    each = each.f_back
-        return list(places(frames.get(threading.main_thread().ident or 0)))
+        return list(places(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
 
 
 def line(place: Place | None) -> str:
@@ -216,7 +182,7 @@ def line(place: Place | None) -> str:
 
 def call_site(each: UnderWay) -> str:
     """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
-    return line(users_place(stack_in(None if each.in_background else each.record, each.thread)))
+    return line(users_place(stack_of(each.thread)))
 
 
 def caller() -> str:
@@ -227,13 +193,13 @@ def caller() -> str:
 
 def main_line() -> str:
     """Return the line of the user's code where the main thread is."""
-    return line(users_place(stack_in(None)))
+    return line(users_place(stack_of()))
 
 
-def stack(call: Any, thread: int = 0) -> list[dict[str, Any]]:
-    """Return the stack of the thread in a call as torch's traces hold it, innermost first; both as ``stack_in``."""
+def stack(thread: int = 0) -> list[dict[str, Any]]:
+    """Return the stack of a thread, as ``stack_of``, in the form of torch's traces."""
     return [
         {"name": code.co_name, "filename": code.co_filename, "line": number}
-        for code, number in stack_in(call, thread)
+        for code, number in stack_of(thread)
         if not is_ours(code)
     ]

@@ -105,11 +105,8 @@ def check(pg: Group, backend: Backend, call: Call | str) -> None:
     mine = of_call(pg, call)
     tensor = None if isinstance(call, str) else call.tensor
     what, dtype = call if isinstance(call, str) else call.row, None if tensor is None else tensor.dtype
-    pg.journal.current = (pg.journal, mine.number, what, mine.shape, dtype, mine.root)
-    try:
+    with pg.journal.blocking((pg.journal, mine.number, what, mine.shape, dtype, mine.root)):
         prints = [Fingerprint(*each) for each in backend.objects.all_gather(tuple(mine))]
-    finally:
-        pg.journal.current = None
     differences = compare(prints) or compare_counts(prints)
     if differences:
         raise RuntimeError(message(pg, prints, differences))

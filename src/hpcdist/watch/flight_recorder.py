@@ -133,7 +133,7 @@ class Recorder:
                 times.pop(0)
             created = times[0][0] if times else time.time_ns()
             blocked = blocking.get(id(raw))
-            frames = [] if blocked is None else calls_under_way.stack(raw, blocked.thread)
+            frames = [] if blocked is None else calls_under_way.stack(blocked.thread)
             entries.append(entry(Call(*raw), group, record, state, created, frames))
         return {
             "version": VERSION,

@@ -37,12 +37,12 @@ class Inspection:
             self._began = now
             timing.listen(self._tally)
         self._until = now + LEASE_SECONDS
-        blocked = [(each.record, each.thread) for each in calls_under_way.under_way() if not each.in_background]
+        blocked = [each.thread for each in calls_under_way.under_way() if not each.in_background]
         part = sorted(endpoints)[first : first + ENDPOINTS] if first >= 0 else []
         return {
             "stack": [
                 f"{frame['filename']}:{frame['line']} ({frame['name']})"
-                for frame in calls_under_way.stack(*next(iter(blocked), (None,)))[:FRAMES]
+                for frame in calls_under_way.stack(*blocked[:1])[:FRAMES]
             ],
             "groups": {each.group_name: described(each) for each in list(WORLD.groups.values())[:ROWS]},
             "calls": [[*key, *numbers] for key, numbers in self._longest()],

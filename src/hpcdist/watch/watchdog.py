@@ -211,11 +211,10 @@ class Watchdog:
         found, self._found = self._found, []
         if not is_pythons(signal.getsignal(signal.SIGINT)):
             return
-        main = calls_under_way.stack_in(None)
         for each in calls:
             is_same = any(each.record is record for record in found) and not each.in_background
             can_end = not each.backend.ends_waits and self.states.state(each.record) is not State.ENDING
-            if is_same and can_end and calls_under_way.stack_in(each.record, each.thread) == main:
+            if is_same and can_end and each.thread == threading.main_thread().ident:
                 mine = report.described(each, SIGINT_SECONDS, calls_under_way.call_site(each))
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.say(text)

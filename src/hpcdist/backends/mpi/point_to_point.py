@@ -19,8 +19,6 @@ from hpcdist.core.journal import Journal
 from hpcdist.core.supervised import Unfinished
 from hpcdist.core.work import Work
 
-CURRENT = 0  # what the journal says of the thread of its ``current`` call on the short way
-
 
 class PointToPoint:
     """Sends and receives on one communicator."""
@@ -76,7 +74,7 @@ class PointToPoint:
                 request = self._comm.Irecv(landing(tensor), src, tag)
             else:
                 request = receives.begin(tensor, src, tag, blocks=True)
-            communicator.receiving[CURRENT] = token = Token(request)
+            communicator.receiving[get_ident()] = token = Token(request)
             request.Wait(status)
         except MPI.Exception as error:
             raise communicator.failed_receive("recv", error, status, nbytes) from error
@@ -87,7 +85,7 @@ class PointToPoint:
                 self._begun(request, tensor, [tensor]).is_completed()  # kept until it has ended
             raise
         finally:
-            communicator.receiving.pop(CURRENT, None)
+            communicator.receiving.pop(get_ident(), None)
         if token.reason:
             token.check(status)
         if status.Get_count(BYTE) > nbytes:
@@ -127,40 +125,28 @@ class MessageSet:
         communicator, tag = self._communicator, self._tag
         begun: list[tuple[tuple[Any, ...], Any]] = []
         status, failure = MPI.Status(), None
-        is_first = False
         try:
             for _, call, buffer, peer, name, shape, dtype in self._messages:
                 record = journal.message(name, shape, dtype, peer)
                 begun.append((record, call(buffer, peer, tag)))
             for index, (record, request) in enumerate(begun):
-                if is_first or journal.current is None:
-                    journal.current, is_first, blocked = record, True, None
-                else:  # another thread's call blocks
-                    blocked = journal.begin(record)
-                try:
-                    thread = CURRENT if blocked is None else get_ident()
-                    failure = self._await(request, index, status, thread) or failure
-                finally:
-                    if blocked is not None:
-                        blocked.__exit__()
+                with journal.blocking(record):
+                    failure = self._await(request, index, status) or failure
         except BaseException as error:
             self._give_up([request for _, request in begun])
             if isinstance(error, MPI.Exception):
                 raise communicator.failure("exchange", error) from error
             raise
-        finally:
-            if is_first:
-                journal.current = None
         if failure is not None:
             raise failure
 
-    def _await(self, request: Any, index: int, status: MPI.Status, thread: int) -> Exception | None:
+    def _await(self, request: Any, index: int, status: MPI.Status) -> Exception | None:
         """Wait for a message; return the error of one that was too long, after which the others still come."""
         if index >= self._receives:
             request.Wait()
             return None
         communicator, nbytes = self._communicator, self._messages[index][0].nbytes
-        communicator.receiving[thread] = token = Token(request)
+        communicator.receiving[get_ident()] = token = Token(request)
         try:
             request.Wait(status)
         except MPI.Exception as error:
@@ -168,7 +154,7 @@ class MessageSet:
                 raise
             return communicator.failed_receive("exchange", error, status, nbytes)
         finally:
-            del communicator.receiving[thread]
+            del communicator.receiving[get_ident()]
         token.check(status)
         if status.Get_count(BYTE) > nbytes:
             return communicator.too_long("exchange", status, nbytes, f"{status.Get_elements(BYTE):,}")

@@ -95,15 +95,10 @@ class RequestWork(Work):
         call, turn = self._call, self._turn
         if call is None or not turn.acquire(False):
             return self._done
-        journal = call[0]
         try:
-            if journal.current is None:
-                journal.current, journal.waited = call, self
-                try:
-                    if not self._done:
-                        self._complete(self._request.Wait)
-                finally:
-                    journal.current = journal.waited = None
+            with call[0].blocking(call, self):
+                if not self._done:
+                    self._complete(self._request.Wait)
         finally:
             turn.release()
         return self._done
