@@ -298,28 +298,32 @@ MUTANTS = [
     ),
     # -- watch: whether and when a call is ended, and what proves a death
     Mutant(
-        f"{WATCH}/call_states.py",
+        f"{WATCH}/escalation.py",
         "        self._watched = {id(each.record): each for each in kept}\n",
         "        self._watched |= {id(each.record): each for each in kept}\n",
         "unit/test_watch_states.py",
     ),
     Mutant(
-        f"{WATCH}/call_states.py",
-        "        if has_verdict:\n            return Decision.ACCEPT\n",
-        "",
+        f"{WATCH}/escalation.py",
+        "        if self.state is State.RUNNING and now - self.first_seen >= limit:\n",
+        "        if self.state is State.RUNNING:\n",
         "unit/test_watch_states.py",
     ),
     Mutant(
-        f"{WATCH}/call_states.py",
-        "        if now < turn(each.since):\n",
-        "        if False:\n",
+        f"{WATCH}/escalation.py",
+        "        self.state, self.since = State.DUE, now\n",
+        "        self.state = State.DUE\n",
         "unit/test_watch_states.py",
     ),
-    Mutant(f"{WATCH}/call_states.py", "        if took_effect:\n", "        if True:\n", "unit/test_watch_states.py"),
+    Mutant(f"{WATCH}/escalation.py", "        if took_effect:\n", "        if True:\n", "unit/test_watch_states.py"),
     Mutant(
-        f"{WATCH}/proof_of_death.py", " if error == errno.ECONNREFUSED}", " if error}", "unit/test_proof_of_death.py"
+        f"{WATCH}/watchdog.py",
+        "        elif now >= self._turn(collective, each.group, watched.since):\n",
+        "        else:\n",
+        "faults/test_asking.py",
     ),
-    Mutant(f"{WATCH}/proof_of_death.py", " if found.get(each) == 0]", "]", "unit/test_proof_of_death.py"),
+    Mutant(f"{WATCH}/liveness.py", " if error == errno.ECONNREFUSED}", " if error}", "unit/test_proof_of_death.py"),
+    Mutant(f"{WATCH}/liveness.py", " if found.get(each) == 0]", "]", "unit/test_proof_of_death.py"),
     # -- stores
     Mutant("stores/keep_alive.py", "sys.getrefcount(kept) > _OWN or ", "", "stores/test_keep_alive.py:stays_kept"),
     Mutant(

@@ -19,7 +19,7 @@ import torch
 from job import imitate_nodes
 
 import hpcdist as dist
-from hpcdist.watch import channel, flight_recorder, report
+from hpcdist.watch import channel, recorder, report
 
 SECONDS = float(os.environ.get("ASKING_TIMEOUT", "2"))
 VICTIMS = [int(each) for each in os.environ.get("ASKING_VICTIMS", "1").split(",")]
@@ -53,13 +53,13 @@ def stop_once_it_has_asked() -> None:
 
 def slow_the_disk_down(seconds: float) -> None:
     """Let each trace take some seconds, as on a disk that others keep busy."""
-    trace = flight_recorder.Recorder.trace
+    trace = recorder.Recorder.trace
 
-    def slow_trace(self: flight_recorder.Recorder) -> dict[str, Any]:
+    def slow_trace(self: recorder.Recorder) -> dict[str, Any]:
         time.sleep(seconds)
         return trace(self)
 
-    setattr(flight_recorder.Recorder, "trace", slow_trace)  # noqa: B010  # nor a method's
+    setattr(recorder.Recorder, "trace", slow_trace)  # noqa: B010  # nor a method's
 
 
 def stay_away(kind: str) -> None:

@@ -20,7 +20,7 @@ from hpcdist.core.printing import printable
 from hpcdist.watch import debug_socket
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.debug_socket import DebugSocket, ranks_on_this_machine
-from hpcdist.watch.flight_recorder import Recorder
+from hpcdist.watch.recorder import Recorder
 
 JOB = f"a job {os.getpid()}"  # other tests may run beside these on this machine
 INPUTS = int(os.environ.get("HPCDIST_FUZZ", "300"))

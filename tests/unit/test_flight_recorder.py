@@ -13,7 +13,7 @@ from hpcdist.core.journal import MESSAGES, RING, Journal
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ROWS
 from hpcdist.core.world import WORLD
-from hpcdist.watch.flight_recorder import KNOWS_GLOO, MAKER, NCCL_NAMES, Recorder
+from hpcdist.watch.recorder import KNOWS_GLOO, MAKER, NCCL_NAMES, Recorder
 
 OURS = ("Window", "Window.close", "node_shared", "profile", "new_group", "destroy_process_group")
 

@@ -15,8 +15,8 @@ import pytest
 
 from hpcdist.watch import liveness as module
 from hpcdist.watch.channel import Channel, Endpoint, process_status
+from hpcdist.watch.exit import needs
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, Liveness
-from hpcdist.watch.process_exit import needs
 
 RANKS, EACH = 2_000, 8  # ranks of a job, and on one node
 LISTENS = """

@@ -14,7 +14,7 @@ import pytest
 
 from hpcdist.launch import addresses
 from hpcdist.watch.channel import machine
-from hpcdist.watch.proof_of_death import AT_ONCE, ProofOfDeath, answers
+from hpcdist.watch.liveness import AT_ONCE, ProofOfDeath, answers
 from tests.ports import free_port
 
 LISTENS = """
@@ -26,7 +26,7 @@ while True:
 """
 FORKS = """
 import os, time
-from hpcdist.watch.proof_of_death import ProofOfDeath
+from hpcdist.watch.liveness import ProofOfDeath
 proof = ProofOfDeath(lambda own: [own])
 if (child := os.fork()) == 0:
     os.close(1)

@@ -2,164 +2,143 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
 
 import pytest
 
-from hpcdist.watch.call_states import (
+from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.escalation import (
     NEWS_SECONDS,
     STUCK_SECONDS,
     YIELD_SECONDS,
-    CallStates,
-    Decision,
-    Facts,
-    Means,
+    Escalation,
     State,
-    means_for,
+    Watched,
+    WatchedCalls,
+    escalations,
 )
-from hpcdist.watch.channel import Endpoint
-from hpcdist.watch.inquiry import PATIENCE_SECONDS, Inquiries, Subject, Verdict, turn
+from hpcdist.watch.exit import Decision, ExitStates, Look
 from hpcdist.watch.liveness import next_node
-from hpcdist.watch.process_exit import Decision as ExitDecision
-from hpcdist.watch.process_exit import ExitStates, Look
+from hpcdist.watch.report import PATIENCE_SECONDS, Collective, Report, Reports, turn
 
-SYNC = Facts(
-    has_work=False,
-    in_background=False,
-    on_device=False,
-    is_running=False,
-    ends_waits=False,
-    interrupts_all=False,
-    is_reported=False,
+SYNC = dict.fromkeys(
+    ("has_work", "in_background", "on_device", "is_running", "ends_waits", "interrupts_all", "is_reported"), False
 )
-QUEUED = SYNC._replace(has_work=True, in_background=True, is_running=True)
+QUEUED = {**SYNC, "has_work": True, "in_background": True, "is_running": True}
 LIMIT = 10.0
 
 
-def at_once(since: float) -> float:
-    return since
-
-
-def kinds(facts: Facts) -> list[Means]:
-    return [means for means, _ in means_for(facts)]
+def ways(facts: dict[str, bool], **more: bool) -> list[Escalation]:
+    return [way for way, _ in escalations(**{**facts, **more})]
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
 
 
-def test_a_call_is_asked_about_once_when_its_limit_is_over() -> None:
-    states, record = CallStates(), object()
-    decisions = []
-    for now in (0.0, 5.0, 9.9, 10.0, 10.5, 30.0):
-        states.see([record], now)
-        decisions.append(states.decide(record, now, LIMIT, False, at_once))
-    wait, ask = Decision.WAIT, Decision.ASK
-    assert decisions == [wait, wait, wait, ask, wait, wait]
-    assert states.state(record) is State.ASKING
-    assert states.seconds(record, 30.0) == 30.0
+def test_a_call_is_due_when_its_limit_is_over_until_it_is_asked_about() -> None:
+    watched = Watched(object(), 0.0)
+    assert [watched.is_due(now, LIMIT) for now in (0.0, 5.0, 9.9, 10.0, 10.5)] == [False] * 3 + [True] * 2
+    assert watched.since == 10.0
+    watched.state = State.ASKING
+    assert not watched.is_due(30.0, LIMIT)
+    watched.make_due(31.0)  # a lower rank asks too
+    assert watched.is_due(31.0, LIMIT)
+    assert watched.since == 31.0
 
 
-def test_a_call_that_ended_is_forgotten_and_one_with_its_place_in_memory_begins_anew() -> None:
-    states, record = CallStates(), object()
-    states.see([record], 0.0)
-    states.see([], 5.0)
-    states.see([record], 9.0)
-    assert states.decide(record, 12.0, LIMIT, False, at_once) is Decision.WAIT
-    assert states.seconds(record, 12.0) == 3.0
+def test_a_call_that_ended_is_forgotten_and_one_with_its_place_in_memory_begins_again() -> None:
+    calls, record = WatchedCalls(), object()
+    calls.see([record], 0.0)
+    assert calls.of(record, 5.0).first_seen == 0.0
+    calls.see([], 5.0)
+    calls.see([record], 9.0)
+    assert calls.of(record, 12.0).first_seen == 9.0
+    assert not calls.any_due()
+    calls.of(record, 12.0).make_due(12.0)
+    assert calls.any_due()
 
 
-def test_a_rank_waits_for_its_turn_and_takes_the_verdict_that_comes_before() -> None:
-    states, record = CallStates(), object()
-    states.see([record], 0.0)
-    later = lambda since: since + 0.3  # noqa: E731
-    assert states.decide(record, 10.0, LIMIT, False, later) is Decision.WAIT
-    assert states.any_due()
-    assert states.decide(record, 10.2, LIMIT, True, later) is Decision.ACCEPT
-    assert states.decide(record, 10.3, LIMIT, False, later) is Decision.ASK
-    assert not states.any_due()
+def test_a_call_that_is_being_ended_is_not_due() -> None:
+    watched = Watched(object(), 0.0)
+    watched.end(10.0, "why", escalations(**SYNC))
+    assert watched.state is State.ENDING
+    assert not watched.is_due(20.0, LIMIT)
 
 
-def test_of_two_that_ask_the_higher_one_waits_again() -> None:
-    states, record = CallStates(), object()
-    states.see([record], 0.0)
-    assert states.decide(record, 10.0, LIMIT, False, at_once) is Decision.ASK
-    states.yield_to_lower(record, 11.0)
-    assert states.decide(record, 11.0, LIMIT, True, at_once) is Decision.ACCEPT
-
-
-def test_a_call_that_is_being_ended_is_not_asked_about() -> None:
-    states, record = CallStates(), object()
-    states.see([record], 0.0)
-    states.end(record, 10.0, SYNC)
-    assert states.state(record) is State.ENDING
-    assert states.decide(record, 20.0, LIMIT, True, at_once) is Decision.WAIT
+def test_a_call_is_not_overdue_any_more_once_the_rank_that_was_known_to_have_ended_has_answered() -> None:
+    watched = Watched(object(), 0.0)
+    assert watched.is_due(2.0, 2.0)
+    watched.state = State.RUNNING
+    assert not watched.is_due(3.0, LIMIT)
+    assert watched.is_due(LIMIT, LIMIT)
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (SYNC, [Means.INTERRUPT, Means.ABORT]),
-        (SYNC._replace(has_work=True), [Means.CANCEL, Means.INTERRUPT, Means.ABORT]),
-        (SYNC._replace(is_reported=True), [Means.SET_REASON, Means.INTERRUPT, Means.ABORT]),
-        (SYNC._replace(ends_waits=True), []),
-        (SYNC._replace(ends_waits=True, has_work=True), [Means.CANCEL]),
-        (QUEUED, [Means.INTERRUPT, Means.GIVE_UP]),
-        (QUEUED._replace(ends_waits=True), [Means.GIVE_UP]),
-        (QUEUED._replace(is_reported=True), [Means.SET_REASON, Means.GIVE_UP]),
-        (QUEUED._replace(is_reported=True, interrupts_all=True), [Means.SET_REASON, Means.GIVE_UP, Means.INTERRUPT]),
-        (QUEUED._replace(is_running=False), []),
-        (QUEUED._replace(is_running=False, on_device=True), [Means.INTERRUPT]),
+        (SYNC, [Escalation.INTERRUPT, Escalation.ABORT]),
+        ({**SYNC, "has_work": True}, [Escalation.CANCEL, Escalation.INTERRUPT, Escalation.ABORT]),
+        ({**SYNC, "is_reported": True}, [Escalation.SET_REASON, Escalation.INTERRUPT, Escalation.ABORT]),
+        ({**SYNC, "ends_waits": True}, []),
+        ({**SYNC, "ends_waits": True, "has_work": True}, [Escalation.CANCEL]),
+        (QUEUED, [Escalation.INTERRUPT, Escalation.GIVE_UP]),
+        ({**QUEUED, "ends_waits": True}, [Escalation.GIVE_UP]),
+        ({**QUEUED, "is_reported": True}, [Escalation.SET_REASON, Escalation.GIVE_UP]),
+        (
+            {**QUEUED, "is_reported": True, "interrupts_all": True},
+            [Escalation.SET_REASON, Escalation.GIVE_UP, Escalation.INTERRUPT],
+        ),
+        ({**QUEUED, "is_running": False}, []),
+        ({**QUEUED, "is_running": False, "on_device": True}, [Escalation.INTERRUPT]),
     ],
 )
-def test_the_means_to_end_a_wait_gentlest_first(facts: Facts, expected: list[Means]) -> None:
-    assert kinds(facts) == expected
+def test_the_ways_to_end_a_wait_gentlest_first(facts: dict[str, bool], expected: list[Escalation]) -> None:
+    assert ways(facts) == expected
 
 
 def test_no_blocked_call_is_without_an_end() -> None:
     """Whatever the facts, a blocked call that no library ends comes to an abort, or its wait is given up."""
-    flags = [False, True]
-    for has_work, on_device, is_running, interrupts_all, is_reported in (
-        (a, b, c, d, e) for a in flags for b in flags for c in flags for d in flags for e in flags
-    ):
-        blocked = Facts(has_work, False, False, is_running, False, interrupts_all, is_reported)
-        assert kinds(blocked)[-1] is Means.ABORT
-        assert all(math.isfinite(seconds) for _, seconds in means_for(blocked)[:-1])
-        queued = Facts(True, True, on_device, True, False, interrupts_all, is_reported)
-        assert {Means.GIVE_UP, Means.INTERRUPT} & set(kinds(queued))
+    names = ("has_work", "on_device", "is_running", "interrupts_all", "is_reported")
+    for values in itertools.product([False, True], repeat=len(names)):
+        facts = {**SYNC, **dict(zip(names, values, strict=True))}
+        assert ways(facts)[-1] is Escalation.ABORT
+        assert all(math.isfinite(seconds) for _, seconds in escalations(**facts)[:-1])
+        queued = ways(facts, has_work=True, in_background=True, is_running=True)
+        assert {Escalation.GIVE_UP, Escalation.INTERRUPT} & set(queued)
 
 
-def use(states: CallStates, record: Any, now: float, fails: set[Means]) -> list[Means]:
-    """Use the means that are due, of which some take no effect."""
+def use(watched: Watched, now: float, fails: set[Escalation]) -> list[Escalation]:
+    """Use the ways that are due, of which some take no effect."""
     used = []
-    while (means := states.next_means(record, now)) is not None:
-        used.append(means)
-        states.note(record, now, means not in fails)
+    while (way := watched.next_escalation(now)) is not None:
+        used.append(way)
+        watched.note(now, way not in fails)
     return used
 
 
-def test_each_means_gets_its_time_and_the_next_one_follows() -> None:
-    states, record = CallStates(), object()
-    states.see([record], 0.0)
-    states.end(record, 10.0, SYNC._replace(has_work=True, is_reported=True, interrupts_all=True))
-    assert use(states, record, 10.0, {Means.CANCEL}) == [Means.CANCEL, Means.SET_REASON]
-    assert use(states, record, 10.0 + NEWS_SECONDS / 2, set()) == []
-    assert use(states, record, 10.0 + NEWS_SECONDS, set()) == [Means.INTERRUPT]
-    assert states.was_interrupted(record)
-    assert use(states, record, 10.0 + NEWS_SECONDS + STUCK_SECONDS - 0.1, set()) == []
-    assert use(states, record, 10.0 + NEWS_SECONDS + STUCK_SECONDS, set()) == [Means.ABORT]
-    assert use(states, record, math.inf, set()) == []
+def test_each_way_gets_its_time_and_the_next_one_follows() -> None:
+    watched = Watched(object(), 0.0)
+    watched.end(10.0, "why", escalations(**{**SYNC, "has_work": True, "is_reported": True, "interrupts_all": True}))
+    assert use(watched, 10.0, {Escalation.CANCEL}) == [Escalation.CANCEL, Escalation.SET_REASON]
+    assert use(watched, 10.0 + NEWS_SECONDS / 2, set()) == []
+    assert not watched.was_interrupted
+    assert use(watched, 10.0 + NEWS_SECONDS, set()) == [Escalation.INTERRUPT]
+    assert watched.was_interrupted
+    assert use(watched, 10.0 + NEWS_SECONDS + STUCK_SECONDS - 0.1, set()) == []
+    assert use(watched, 10.0 + NEWS_SECONDS + STUCK_SECONDS, set()) == [Escalation.ABORT]
+    assert use(watched, math.inf, set()) == []
 
 
-def test_where_mpi_cannot_interrupt_the_job_is_aborted_at_once_or_after_the_reporter_had_its_time() -> None:
-    for is_reported, first in ((False, [Means.INTERRUPT, Means.ABORT]), (True, [Means.SET_REASON])):
-        states, record = CallStates(), object()
-        states.see([record], 0.0)
-        states.end(record, 10.0, SYNC._replace(is_reported=is_reported))
-        assert use(states, record, 10.0, {Means.INTERRUPT}) == first
-        assert not states.was_interrupted(record)
+def test_if_mpi_cannot_interrupt_the_job_is_aborted_at_once_or_after_the_reporter_had_its_time() -> None:
+    both = [Escalation.INTERRUPT, Escalation.ABORT]
+    for is_reported, first in ((False, both), (True, [Escalation.SET_REASON])):
+        watched = Watched(object(), 0.0)
+        watched.end(10.0, "why", escalations(**{**SYNC, "is_reported": is_reported}))
+        assert use(watched, 10.0, {Escalation.INTERRUPT}) == first
+        assert not watched.was_interrupted
         if is_reported:
-            assert use(states, record, 10.0 + YIELD_SECONDS, {Means.INTERRUPT}) == [Means.INTERRUPT, Means.ABORT]
+            assert use(watched, 10.0 + YIELD_SECONDS, {Escalation.INTERRUPT}) == both
 
 
 # -- many ranks ----------------------------------------------------------------------------------------------
@@ -170,11 +149,11 @@ class Simulated:
 
     def __init__(self, ranks: int, absent: set[int]) -> None:
         self.now = 0.0
-        self.record, self.subject = object(), Subject("0", 1, "all_reduce")
+        self.collective = Collective("0", 1, "all_reduce")
         self.waiting = [rank for rank in range(ranks) if rank not in absent]
         self.size = ranks
-        self.states = {rank: CallStates() for rank in self.waiting}
-        self.inquiries = {rank: Inquiries(lambda: self.now) for rank in self.waiting}
+        self.watched = {rank: Watched(object(), 0.0) for rank in self.waiting}
+        self.reports = {rank: Reports(lambda: self.now) for rank in self.waiting}
         self.asked: list[tuple[int, float]] = []
         self.ended: dict[int, float] = {}
 
@@ -183,24 +162,22 @@ class Simulated:
         dead: set[int] = set()
         while self.now < seconds and len(self.ended) + len(dead) < len(self.waiting):
             for rank in [each for each in self.waiting if each not in self.ended and each not in dead]:
-                states, inquiries = self.states[rank], self.inquiries[rank]
-                states.see([self.record], self.now)
-                own_turn = lambda since, rank=rank, known=inquiries: max(  # noqa: E731
-                    since + turn(rank), known.next_turn(self.subject, rank)
-                )
-                verdict = inquiries.verdict(self.subject)
-                decision = states.decide(self.record, self.now, LIMIT, verdict is not None, own_turn)
-                if decision is Decision.ASK:
+                watched, reports = self.watched[rank], self.reports[rank]
+                if not watched.is_due(self.now, LIMIT):
+                    continue
+                if reports.find(self.collective) is None:
+                    if self.now < max(watched.since + turn(rank), reports.next_turn(self.collective, rank)):
+                        continue
+                    watched.state = State.ASKING
                     self.asked.append((rank, self.now))
                     for other in self.waiting:
-                        self.inquiries[other].note(self.subject, rank, self.size)
+                        self.reports[other].note_asker(self.collective, rank, self.size)
                     if rank == dies_after_asking:
                         dead.add(rank)
                         continue
                     for other in self.waiting:
-                        self.inquiries[other].conclude(Verdict(self.subject, rank, "", [], True))
-                if decision is not Decision.WAIT:
-                    self.ended[rank] = self.now
+                        self.reports[other].add(Report(self.collective, rank, "", [], True))
+                self.ended[rank] = self.now
             self.now += 0.02
 
 
@@ -227,7 +204,7 @@ def test_an_asker_that_falls_silent_is_followed_by_another() -> None:
 CALM = Look({}, [], False, True)
 
 
-def exit_after(states: ExitStates, looks: list[tuple[float, Look]]) -> list[ExitDecision]:
+def exit_after(states: ExitStates, looks: list[tuple[float, Look]]) -> list[Decision]:
     return [states.decide(look, now) for now, look in looks]
 
 
@@ -235,7 +212,7 @@ def test_a_rank_that_leaves_waits_for_those_that_are_busy_and_looks_ever_more_ra
     states = ExitStates(LIMIT, 0.0)
     pauses = []
     for now in range(100):
-        assert states.decide(CALM, float(now)) is ExitDecision.WAIT
+        assert states.decide(CALM, float(now)) is Decision.WAIT
         pauses.append(states.pause)
     assert pauses[0] < pauses[1] < pauses[2]
     assert pauses[-1] == 5.0
@@ -244,10 +221,10 @@ def test_a_rank_that_leaves_waits_for_those_that_are_busy_and_looks_ever_more_ra
 def test_a_call_that_waits_for_this_rank_at_two_looks_aborts_the_job() -> None:
     waits = CALM._replace(waits={(2, "0", 7): "rank 2 waits for it in barrier #7"})
     states = ExitStates(LIMIT, 0.0)
-    assert exit_after(states, [(0.2, waits), (0.4, waits)]) == [ExitDecision.WAIT, ExitDecision.END]
+    assert exit_after(states, [(0.2, waits), (0.4, waits)]) == [Decision.WAIT, Decision.END]
     assert "rank 2 waits for it in barrier #7" in states.reason
     passing = ExitStates(LIMIT, 0.0)
-    assert exit_after(passing, [(0.2, waits), (0.4, CALM), (0.6, waits)]) == [ExitDecision.WAIT] * 3
+    assert exit_after(passing, [(0.2, waits), (0.4, CALM), (0.6, waits)]) == [Decision.WAIT] * 3
 
 
 def test_a_process_that_is_stuck_is_waited_for_until_the_limit_though_others_come_and_go() -> None:
@@ -255,15 +232,15 @@ def test_a_process_that_is_stuck_is_waited_for_until_the_limit_though_others_com
     states = ExitStates(LIMIT, 0.0)
     looks = [(float(now), stuck._replace(lacks_one=now % 2 == 0)) for now in range(11)]
     decisions = exit_after(states, looks)
-    assert decisions == [ExitDecision.WAIT] * 10 + [ExitDecision.ABORT]
+    assert decisions == [Decision.WAIT] * 10 + [Decision.ABORT]
     assert "process 12 on n2 does not answer" in states.reason
 
 
-def test_a_process_that_goes_on_starts_the_limit_anew() -> None:
+def test_a_process_that_goes_on_starts_the_limit_again() -> None:
     stuck = CALM._replace(stuck=["process 12 on n2 is stopped"])
     states = ExitStates(LIMIT, 0.0)
-    assert set(exit_after(states, [(1.0, stuck), (9.0, stuck), (9.5, CALM), (19.0, stuck)])) == {ExitDecision.WAIT}
-    assert states.decide(stuck, 19.5) is ExitDecision.ABORT
+    assert set(exit_after(states, [(1.0, stuck), (9.0, stuck), (9.5, CALM), (19.0, stuck)])) == {Decision.WAIT}
+    assert states.decide(stuck, 19.5) is Decision.ABORT
 
 
 def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
@@ -271,44 +248,35 @@ def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
     states = ExitStates(LIMIT, 0.0)
     busy = alone._replace(others_stay=True)
     assert exit_after(states, [(1.0, busy), (2.0, busy), (3.0, alone)]) == [
-        ExitDecision.WAIT,
-        ExitDecision.WAIT,
-        ExitDecision.LEAVE,
+        Decision.WAIT,
+        Decision.WAIT,
+        Decision.LEAVE,
     ]
     at_once = ExitStates(LIMIT, 0.0)  # it may have ended with all others, whose end is on its way
-    assert exit_after(at_once, [(1.0, alone), (2.0, alone)]) == [ExitDecision.WAIT, ExitDecision.LEAVE]
-
-
-def test_a_call_is_not_overdue_any_more_once_the_rank_that_was_said_to_have_ended_has_answered() -> None:
-    states, record = CallStates(), object()
-    states.see([record], 0.0)
-    assert states.decide(record, 2.0, 2.0, False, at_once) is Decision.ASK
-    states.withdraw(record)
-    assert states.decide(record, 3.0, LIMIT, False, at_once) is Decision.WAIT
-    assert states.decide(record, LIMIT, LIMIT, False, at_once) is Decision.ASK
+    assert exit_after(at_once, [(1.0, alone), (2.0, alone)]) == [Decision.WAIT, Decision.LEAVE]
 
 
 # -- the next node -------------------------------------------------------------------------------------------
 
 
-def places(nodes: str) -> dict[int, Endpoint]:
+def endpoints(nodes: str) -> dict[int, Endpoint]:
     return {rank: Endpoint((), 0, 0, "", "", rank, "", node, "", node) for rank, node in enumerate(nodes)}
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aab", "abb", "abcd", "abcabc", "aaaabc", "abbbbbbb"])
 def test_every_rank_is_watched_by_one_rank_of_another_node(nodes: str) -> None:
-    where = places(nodes)
+    where = endpoints(nodes)
     watched = [each for rank in where for each in next_node(rank, where)]
     assert sorted(watched) == list(where)
     assert all(nodes[rank] != nodes[each] for rank in where for each in next_node(rank, where))
 
 
 def test_the_node_after_one_that_has_ended_is_watched_too() -> None:
-    where = places("aabbcc")
+    where = endpoints("aabbcc")
     watched = [each for rank in (0, 1, 4, 5) for each in next_node(rank, where, ended=[2, 3])]
     assert sorted(watched) == [0, 1, 4, 5]
 
 
 def test_on_one_node_nobody_watches() -> None:
-    assert next_node(0, places("aaa")) == []
-    assert next_node(0, places("abb"), ended=[1, 2]) == []
+    assert next_node(0, endpoints("aaa")) == []
+    assert next_node(0, endpoints("abb"), ended=[1, 2]) == []

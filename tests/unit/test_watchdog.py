@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdist.watch import calls_under_way
-from hpcdist.watch.inquiry import Subject, Verdict
+from hpcdist.watch.report import Collective, Report
 from hpcdist.watch.signals import HANDLED
 from hpcdist.watch.watchdog import Watchdog
 
@@ -47,17 +47,17 @@ def test_a_trace_that_is_due_is_written_before_the_job_is_aborted(watchdog: Watc
 
 def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdog: Watchdog) -> None:
     """Its groups and calls have the same names and numbers."""
-    subject = Subject("0", 1, "all_reduce")
-    verdict = Verdict(subject, 1, "all_reduce #1", ["rank 2 has not entered"], False)
+    collective = Collective("0", 1, "all_reduce")
+    found = Report(collective, 1, "all_reduce #1", ["rank 2 has not entered"], False)
     watchdog.channel.learn([0, 1, RANK], [tuple(watchdog.channel.own)] * 3)
-    watchdog._where({**WHERE_ARE_YOU, "about": subject})
-    watchdog._hear({"verdict": verdict})
-    assert watchdog.inquiries.verdict(subject) == verdict
-    assert watchdog.inquiries.reporter("0", RANK, {}) == 0
+    watchdog._where({**WHERE_ARE_YOU, "about": collective})
+    watchdog._take_report({"report": found})
+    assert watchdog.reports.find(collective) == found
+    assert watchdog.reports.reporter("0", RANK, {}) == 0
     watchdog.reset()
-    assert watchdog.inquiries.verdict(subject) is None
-    assert watchdog.inquiries.reporter("0", RANK, {}) is None
-    assert not watchdog.inquiries.was_swept("0")
+    assert watchdog.reports.find(collective) is None
+    assert watchdog.reports.reporter("0", RANK, {}) is None
+    assert not watchdog.reports.was_swept("0")
     assert not watchdog.channel.endpoints
 
 

@@ -23,7 +23,7 @@ from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import decision, environment, topology
 from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs, watchdog
-from hpcdist.watch.process_exit import EXIT
+from hpcdist.watch.exit import EXIT
 
 BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
 

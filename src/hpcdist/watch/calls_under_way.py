@@ -23,7 +23,7 @@ from hpcdist.core.journal import RING, Call
 from hpcdist.core.queue import QueuedWork
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
-from hpcdist.watch.call_states import Facts
+from hpcdist.watch.escalation import Escalation, escalations
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOREIGN = (
@@ -36,7 +36,7 @@ FOREIGN = (
 DESTROY = "destroy_process_group"
 LOOKING = threading.RLock()  # held while frames of other threads are read; a signal's handler may read them too
 
-Place = tuple[CodeType, int]  # a function and a line of it
+CodeLine = tuple[CodeType, int]  # a function and a line of it
 
 
 class UnderWay(NamedTuple):
@@ -66,10 +66,10 @@ class UnderWay(NamedTuple):
         """Whether it ends by itself, in a time of its own."""
         return self.limit is not None
 
-    def facts(self, is_reported: bool) -> Facts:
-        """Return what the way to end a wait for it depends on."""
+    def escalations(self, is_reported: bool) -> list[tuple[Escalation, float]]:
+        """Return the ways to end a wait for it; ``is_reported`` says whether another rank has reported the call."""
         backend = self.backend
-        return Facts(
+        return escalations(
             has_work=self.work is not None,
             in_background=self.in_background,
             on_device=self.in_background and backend.outstanding() is self.work,
@@ -101,13 +101,15 @@ def under_way() -> Iterator[UnderWay]:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
                 yield UnderWay(group, running._call, backend, running, True)
-            held = backend.outstanding()
-            if held is not None:
-                if held._call is None:
-                    held._call = latest(group)  # a barrier, for which the host waits
-                if held._call is not None:
-                    yield UnderWay(group, held._call, backend, held, True)
-                    blocked = [each for each in blocked if each.call is not held._call and each.call[2] != DESTROY]
+            outstanding = backend.outstanding()
+            if outstanding is not None:
+                if outstanding._call is None:
+                    outstanding._call = latest(group)  # a barrier, for which the host waits
+                if outstanding._call is not None:
+                    yield UnderWay(group, outstanding._call, backend, outstanding, True)
+                    blocked = [
+                        each for each in blocked if each.call is not outstanding._call and each.call[2] != DESTROY
+                    ]
         first = group.cpu if group.cpu is not None else next(iter(backends), None)
         for each in blocked:
             if first is not None and not isinstance(each.work, QueuedWork):
@@ -115,12 +117,12 @@ def under_way() -> Iterator[UnderWay]:
 
 
 def latest(group: Group) -> Any:
-    """Return the record of the last call on a group, or None where so many followed that it is not kept."""
+    """Return the record of the last call on a group, or None if so many followed that it is not kept."""
     return next((record for record in reversed(list(RING.calls)) if record[0] is group.journal), None)
 
 
-def places(frame: FrameType | None) -> Iterator[Place]:
-    """Yield where a frame is, and where each frame is that it was called from, the innermost first."""
+def code_lines(frame: FrameType | None) -> Iterator[CodeLine]:
+    """Yield the line of a frame, and that of each frame that it was called from, the innermost first."""
     while frame is not None:
         yield frame.f_code, frame.f_lineno
         frame = frame.f_back
@@ -137,8 +139,8 @@ def is_users(code: CodeType) -> bool:
     return not is_ours(code) and not any(part in name for part in FOREIGN) and not name.startswith("<")
 
 
-def users_place(stack: Iterable[Place]) -> Place | None:
-    """Return the innermost place in the user's code."""
+def users_line(stack: Iterable[CodeLine]) -> CodeLine | None:
+    """Return the innermost line of the user's code."""
     outermost = None
     for outermost in stack:
         if is_users(outermost[0]):
@@ -150,7 +152,7 @@ def users_place(stack: Iterable[Place]) -> Place | None:
 def without_collections() -> Iterator[None]:
     """Run no garbage collection meanwhile, and let no other thread look at frames.
 
-    A collection runs Python code (that of ``stores.keep_alive``, for one), and so lets go of the GIL. Up to Python 3.11
+    A collection runs Python code (that of ``stores.keep_alive``, for one), and so releases the GIL. Up to Python 3.11
     one may begin whenever an object is made: in the middle of ``sys._current_frames``, which then deadlocks
     (https://github.com/python/cpython/issues/106883), and of ``f_back`` and ``f_locals``, which crash if the other
     thread has left the frame by then.
@@ -165,35 +167,35 @@ def without_collections() -> Iterator[None]:
                 gc.enable()
 
 
-def stack_of(thread: int = 0) -> list[Place]:
+def stack_of(thread: int = 0) -> list[CodeLine]:
     """Return the stack of a thread, innermost first: by its identifier, or the main thread's if that has ended."""
     with without_collections():
         frames = sys._current_frames()
-        return list(places(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
+        return list(code_lines(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
 
 
-def line(place: Place | None) -> str:
-    """Return a place as ``file.py:88 (function)``."""
-    if place is None:
+def text_of(line: CodeLine | None) -> str:
+    """Return a line as ``file.py:88 (function)``."""
+    if line is None:
         return "unknown"
-    code, number = place
+    code, number = line
     return f"{os.path.basename(code.co_filename)}:{number} ({code.co_name})"
 
 
 def call_site(each: UnderWay) -> str:
     """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
-    return line(users_place(stack_of(each.thread)))
+    return text_of(users_line(stack_of(each.thread)))
 
 
 def caller() -> str:
     """Return the line of the user's code that this thread is in, or the main thread, for a thread of a library's."""
-    place = users_place(places(sys._getframe(1)))
-    return line(place) if place is not None and is_users(place[0]) else main_line()
+    line = users_line(code_lines(sys._getframe(1)))
+    return text_of(line) if line is not None and is_users(line[0]) else main_line()
 
 
 def main_line() -> str:
     """Return the line of the user's code where the main thread is."""
-    return line(users_place(stack_of()))
+    return text_of(users_line(stack_of()))
 
 
 def stack(thread: int = 0) -> list[dict[str, Any]]:

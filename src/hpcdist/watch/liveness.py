@@ -10,22 +10,28 @@ takes back what was said of it.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from hpcdist.watch.channel import Channel, Endpoint, Message, Process, process_status
+from hpcdist.launch import addresses
+from hpcdist.watch.channel import Channel, Endpoint, Message, Process, machine, process_status
 
 PAUSE_SECONDS = 1.0  # between two looks at the connections to the next node
 FRESH_SECONDS = 0.1  # how long a look at the processes of this node is valid
 NEWS_SECONDS = 0.5  # how long the others have to take note of what they are told
 # the kernel asks a silent connection's other side so often (s, s, times)
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+CONNECT_SECONDS = 1.0  # for an answer to a connection
+AT_ONCE = 256  # connections
 ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process as /proc calls them; "" if it has gone
 
 PROCESS_STATES = {
@@ -37,6 +43,8 @@ PROCESS_STATES = {
 JUDGED = {"judged": [[int, str]]}  # shape of an answer
 NO_ANSWER = "it does not answer: stopped, gone, or busy in native code that holds Python's interpreter lock"
 NOBODY_ANSWERS = "nobody off this node answers: is UDP blocked between the nodes?"
+
+Address = tuple[str, int]
 
 
 def next_node(rank: int, endpoints: Mapping[int, Endpoint], ended: Iterable[int] = ()) -> list[int]:
@@ -281,3 +289,80 @@ def close(connections: Iterable[Connection]) -> None:
     """Close the connections to a rank's addresses."""
     for each in connections:
         each.close()
+
+
+def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dict[Address, int]:
+    """Connect to addresses and return the error number of each that answers in time, 0 for a connection."""
+    several = list(dict.fromkeys(targets))
+    found: dict[Address, int] = {}
+    for first in range(0, len(several), AT_ONCE):
+        found |= answers_at_once(several[first : first + AT_ONCE], seconds)
+    return found
+
+
+def answers_at_once(targets: Iterable[Address], seconds: float) -> dict[Address, int]:
+    """Return what ``answers`` does, with a socket for each address at the same time."""
+    found = {}
+    begun = {}
+    poll = select.poll()
+    with ExitStack() as sockets:
+        for target in targets:
+            connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            connection.setblocking(False)
+            number = connection.connect_ex(target)
+            if number == errno.EINPROGRESS:
+                begun[connection.fileno()] = connection, target
+                poll.register(connection, select.POLLOUT)
+            else:
+                found[target] = number
+        deadline = time.monotonic() + seconds
+        while begun and (left := deadline - time.monotonic()) > 0:
+            for each, _ in poll.poll(left * 1000):
+                connection, target = begun.pop(each)
+                poll.unregister(each)
+                found[target] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return found
+
+
+class ProofOfDeath:
+    """Tells a process that has ended from one that cannot be reached, without a watchdog; every process makes one.
+
+    Each process listens on a TCP port, and connects to all others' once, to learn an address at which each of them is
+    reached. A refusal where there was a connection before proves that the process has ended.
+
+    Args:
+        all_gather: returns the objects of all processes of the job, in order.
+    """
+
+    def __init__(self, all_gather: Callable[[Any], list[Any]]) -> None:
+        self._listener = socket.create_server((addresses.ALL_INTERFACES, 0), backlog=socket.SOMAXCONN)
+        PROOFS.add(self)
+        own = addresses.own()
+        targets = []
+        for other, theirs, port in all_gather((machine(), own, self._listener.getsockname()[1])):
+            # an address that this machine has too, such as a container network's, reaches this machine
+            shared = [addresses.LOOPBACK] if other == machine() else [each for each in theirs if each not in own]
+            targets.append([(each, port) for each in shared])
+        found = answers(target for several in targets for target in several)
+        self._reached = [[each for each in several if found.get(each) == 0] for several in targets]
+
+    def ended(self, numbers: Iterable[int]) -> set[int]:
+        """Return those of some processes, by their numbers, that have surely ended."""
+        asked = {target: number for number in numbers for target in self._reached[number]}
+        return {asked[target] for target, error in answers(asked).items() if error == errno.ECONNREFUSED}
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listener.close()
+
+
+PROOFS: weakref.WeakSet[ProofOfDeath] = weakref.WeakSet()
+
+
+def close_in_child() -> None:
+    """Close, in a forked child, what its parent listens on: while the child had it, the parent would count as alive."""
+    for proof in list(PROOFS):
+        proof.close()
+
+
+os.register_at_fork(after_in_child=close_in_child)

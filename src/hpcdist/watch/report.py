@@ -1,20 +1,40 @@
-"""Report of a call that has not ended: which call it is, and where each rank of its group is instead.
+"""Report of a call that has not ended: which call it is, where each rank of its group is instead, and who asks them.
 
-A rank that gives no answer is said to be outside the call only if its process is known to have ended or to be stopped.
+If each rank that waits asked all others, N ranks would send N² questions, and lose most of the answers. So the rank
+that is overdue first asks. A rank that is asked about the call that it waits in itself asks nothing, but waits for the
+report, which the asker sends to every rank in that call. Question, answer, report and receipt are 4 datagrams a rank.
+If two ask at once, the lower rank goes on. If no report comes from an asker (it was stopped or killed), another rank
+follows.
+
+No rank is chosen beforehand, because it would often be the very rank that is missing. Ranks that are overdue at the
+same moment take turns: rank 0 of the group asks at once, and each next one a fraction of a second later (`turn`).
+
+A rank that gives no answer is reported as outside the call only if its process is known to have ended or to be stopped.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core.ranks import listed
-from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS
+from hpcdist.watch.liveness import JUDGED, NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, Liveness
 
 if TYPE_CHECKING:  # the command debug needs no torch
     from hpcdist.watch.calls_under_way import UnderWay
 
-Answers = dict[int, dict[str, Any]]  # what ranks said, by rank
+TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
+PATIENCE_SECONDS = 2.0  # how long after its question an asker's report may take
+RANK_SECONDS = 1e-4  # what a rank more adds to the time for answers; 10,000 questions and answers took 1.3 s
+FRESH_SECONDS = 5.0  # how long a report says where the ranks are
+KEPT = 64  # calls that are remembered
+COLLECTIVE = [str, int, str]  # shapes in messages
+REPORT = [COLLECTIVE, int, str, [str], bool]
+
+Answers = dict[int, dict[str, Any]]  # by rank
 
 CALL = {
     **dict.fromkeys(("group", "label", "name", "dtype", "where", "state"), str),
@@ -29,7 +49,7 @@ WHERE = {"entered": (int, None), "calls": [CALL], "main": str, "leaving": bool, 
 
 
 def label(group: str, description: str) -> str:
-    """Return how a report calls a group: by what it is for, where the user said so."""
+    """Return how a report calls a group: by its description, if the user gave one."""
     return f"group '{group}'" if description in ("", "undefined", "default_pg") else f"group '{description}'"
 
 
@@ -44,7 +64,7 @@ def title(call: dict[str, Any]) -> str:
 
 
 def described(each: UnderWay, seconds: float, where: str) -> dict[str, Any]:
-    """Return a call under way as ranks tell each other."""
+    """Return a call under way as answers hold it."""
     group, call = each.group, each.call
     peer = group.ranks[call.root] if call.is_message and call.root is not None else None
     return {
@@ -65,11 +85,11 @@ def described(each: UnderWay, seconds: float, where: str) -> dict[str, Any]:
 def place(answer: dict[str, Any], group: str) -> str:
     """Return in words where a rank is."""
     if answer["calls"]:
-        said = []
+        parts = []
         for call in answer["calls"]:
             elsewhere = "" if call["group"] == group else f" of {call['label']}"
-            said.append(f"in {title(call)}{elsewhere}, {call['where']}, for {call['seconds']:.0f} s")
-        return ", and ".join(said)
+            parts.append(f"in {title(call)}{elsewhere}, {call['where']}, for {call['seconds']:.0f} s")
+        return ", and ".join(parts)
     if answer["leaving"]:
         return f"leaving the program, {answer['main']}"
     return f"not in a call of hpcdist, at {answer['main']}"
@@ -81,7 +101,7 @@ def is_unknown(judged: str) -> bool:
 
 
 def collectives(answer: dict[str, Any], group: str) -> list[dict[str, Any]]:
-    """Return the calls of a group, messages aside, that a rank says it is in."""
+    """Return the calls of a group, messages aside, that a rank is in by its answer."""
     return [call for call in answer["calls"] if call["group"] == group and not call["message"]]
 
 
@@ -94,8 +114,8 @@ def compose(
         mine: this rank's call, as ``described``.
         me: this rank, as a global one like all others here.
         ranks: those of the group.
-        answers: what the others said.
-        judge: says why one gave no answer.
+        answers: the others'.
+        judge: returns why one gave no answer.
     """
     group, name = mine["group"], title(mine)
     if mine["message"]:
@@ -165,3 +185,158 @@ def headline(mine: dict[str, Any], timeout: float) -> str:
         f"Timed out waiting {timeout * 1000:.0f}ms: {title(mine)}{tensor} on {mine['label']} has not ended after "
         f"{mine['seconds']:.1f} s (the timeout is {timeout:g} s), {where}"
     )
+
+
+# -- who asks ------------------------------------------------------------------------------------
+
+
+class Collective(NamedTuple):
+    """A collective that ranks may wait in; the same on all that are in it."""
+
+    group: str
+    number: int
+    name: str
+
+    @classmethod
+    def of(cls, each: UnderWay) -> Collective | None:
+        """Return the collective that a call is, or None for a message."""
+        return None if each.call.is_message else cls(each.group.group_name, each.call.number, each.call.name)
+
+
+class Report(NamedTuple):
+    """What an asker found out, as it goes to the others."""
+
+    collective: Collective
+    reporter: int  # the rank whose report is on stderr
+    title: str  # of the call
+    lines: list[str]
+    ends_all: bool  # whether the asker ends the call for all ranks
+
+    @classmethod
+    def read(cls, sent: list[Any]) -> Report:
+        """Return a report as it comes out of JSON."""
+        collective, *rest = sent
+        return cls(Collective(*collective), *rest)
+
+    def receivers(self, answers: Answers) -> list[int]:
+        """Return which ranks are in the call; if it ends for all, those in another one of the group too."""
+        group, number, name = self.collective
+        return [
+            rank
+            for rank, answer in answers.items()
+            for call in collectives(answer, group)
+            if self.ends_all or (call["number"], call["name"]) == (number, name)
+        ]
+
+    def truncated(self, size: int) -> Report:
+        """Return the report with no more lines than fit into a datagram, given the bytes that they may take."""
+        kept, room = [], size
+        for line in self.lines:
+            room -= len(json.dumps(line)) + 2
+            if room < 0:
+                kept.append(f"more is in the report of rank {self.reporter}")
+                break
+            kept.append(line)
+        return self._replace(lines=kept)
+
+
+def turn(rank: int) -> float:
+    """Return how many seconds a rank of a group leaves the asking to those before it."""
+    return TURN_SECONDS * math.log2(1 + rank)
+
+
+class Reports:
+    """Who has asked this rank about what, and the reports that have come.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._askers: dict[Collective, tuple[int, float]] = {}  # the lowest rank that asked, and until when it may take
+        self._swept: dict[str, float] = {}  # by group: when all its ranks were last asked for their traces
+        self._reports: dict[Collective, tuple[Report, float]] = {}
+
+    def note_asker(self, collective: Collective, rank: int, size: int) -> None:
+        """Take note that a rank asks about a call on a group of so many."""
+        lowest = self.asker(collective)
+        if lowest is None or rank <= lowest:
+            # it asks, has the silent ones judged, and sends its report
+            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 3 * size * RANK_SECONDS))
+
+    def note_sweep(self, group: str) -> None:
+        """Take note that all ranks of a group were asked for their traces."""
+        remember(self._swept, group, self._clock())
+
+    def was_swept(self, group: str) -> bool:
+        """Tell whether all ranks of a group have just written their traces."""
+        return self._clock() - self._swept.get(group, -math.inf) < FRESH_SECONDS
+
+    def asker(self, collective: Collective) -> int | None:
+        """Return the lowest rank that asks about a call, as long as its report may come."""
+        rank, until = self._askers.get(collective, (None, -math.inf))
+        return rank if self._clock() < until else None
+
+    def next_turn(self, collective: Collective, rank: int) -> float:
+        """Return the moment from which a rank of the group may ask about a call that another one asks about."""
+        _, until = self._askers.get(collective, (None, -math.inf))
+        return until + turn(rank)
+
+    def has_lower(self, collective: Collective, rank: int) -> bool:
+        """Tell whether a rank before this one asks about a call."""
+        asker = self.asker(collective)
+        return asker is not None and asker < rank
+
+    def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
+        """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""
+        askers = [self.asker(collective) for collective in list(self._askers) if collective.group == group]
+        found = {asker for asker in askers if asker is not None and asker < rank}
+        for other, answer in answers.items():
+            states = {call["state"] for call in collectives(answer, group)}
+            if "reported" in states or ("asking" in states and other < rank):
+                found.add(other)
+        return min(found, default=None)
+
+    def add(self, report: Report) -> None:
+        """Keep a report."""
+        remember(self._reports, report.collective, (report, self._clock()))
+
+    def find(self, collective: Collective, age: float = FRESH_SECONDS) -> Report | None:
+        """Return the report on a call, unless it is old."""
+        report, when = self._reports.get(collective, (None, -math.inf))
+        return report if self._clock() - when < age else None
+
+    def forget(self) -> None:
+        """Forget everything: the ranks have other numbers now."""
+        for each in (self._askers, self._swept, self._reports):
+            each.clear()
+
+
+def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Callable[[int], str]:
+    """Return a function that gives the reason why a rank did not answer, seen from here or by a rank of its node.
+
+    Args:
+        liveness: what is known of the processes.
+        ranks: who was asked.
+        answers: who answered what.
+    """
+    channel, endpoints = liveness.channel, liveness.channel.endpoints
+    silent = [rank for rank in ranks if rank not in answers and rank in endpoints]
+    unseen = [rank for rank in silent if not channel.sees(endpoints[rank])]
+    by_node = {endpoints[rank].node: rank for rank in answers}
+    witnesses = {by_node[node] for rank in unseen if (node := endpoints[rank].node) in by_node}
+    judged: dict[int, str] = {}
+    for witness, answer in channel.ask(sorted(witnesses), "judge", JUDGED, NEWS_SECONDS, ranks=unseen).items():
+        for rank, reason in answer["judged"]:
+            if rank in endpoints and endpoints[rank].node == endpoints[witness].node:
+                judged[rank] = f"{reason} on {endpoints[rank].host}"
+    return lambda rank: judged.get(rank) or liveness.judge(rank)
+
+
+def remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set an entry as the youngest one, and drop the oldest if there are too many."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > KEPT:
+        kept.pop(next(iter(kept)), None)

@@ -2,9 +2,9 @@
 
 There is one a process. At each tick it looks at the calls that block (``calls_under_way``). A call that it has seen
 for longer than the group's timeout is overdue, and so is, after 2 s, one that waits for a rank that is known to have
-ended. One of the ranks that wait (``inquiry``) asks the others where they are (``channel``), writes the report
-(``report``) and the trace (``flight_recorder``), and tells those in the same call. What is done when is decided by
-``call_states``. Each rank ends its wait in the gentlest way there is:
+ended. One of the ranks that wait asks the others where they are (``channel``), writes the report (``report``) and the
+trace (``recorder``), and sends the report to those in the same call. What is done when is decided by ``escalation``.
+Each rank ends its wait in the gentlest way there is:
 
 1. the library raises by itself (gloo): nothing more;
 2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from traceback import format_exception
 from typing import Any
 
@@ -34,23 +33,32 @@ from hpcdist.core.readiness import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange
-from hpcdist.watch.call_states import CallStates, Decision, Means, State
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import LARGEST, Channel, Message, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, DebugSocket, slurm_job
-from hpcdist.watch.flight_recorder import Recorder
-from hpcdist.watch.inquiry import RANK_SECONDS, SUBJECT, VERDICT, Inquiries, Subject, Verdict, turn, witnessed
+from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
-from hpcdist.watch.meeting import Meeting
-from hpcdist.watch.report import WHERE, Answers
+from hpcdist.watch.recorder import Recorder
+from hpcdist.watch.report import (
+    COLLECTIVE,
+    RANK_SECONDS,
+    REPORT,
+    WHERE,
+    Answers,
+    Collective,
+    Report,
+    Reports,
+    judge_of,
+    turn,
+)
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
-ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to tell of a rank that has ended, before the watchdog does
+ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to act on a rank that has ended, before the watchdog does
 NO_THREAD = -1  # of a call in the background, where no receive blocks
 SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
 FAILURES = 20  # of its own that the watchdog reports at most
@@ -66,11 +74,10 @@ class Watchdog:
         each_second: called by the watchdog's thread about once a second.
         recorder: writes the traces.
         signals: what came from outside.
-        states: which calls are overdue, and what is to be done about them.
-        inquiries: who asks whom about calls that do not end.
-        inspection: what ``python -m hpcdist debug`` is told.
+        calls: which calls are overdue, and how far their waits are ended.
+        reports: who asks about calls that do not end, and what was found out.
+        inspection: what ``python -m hpcdist debug`` asks for.
         job_end: whether the job was aborted, and when this process exits then.
-        meeting: the meeting of an elastic job that this process waits in.
         leaving: whether the program has ended, and only MPI's end is to come.
         has_left: whether the calls that it had queued have ended too.
     """
@@ -81,15 +88,13 @@ class Watchdog:
         self.each_second: list[Callable[[], object]] = []
         self.recorder = Recorder(name)
         self.signals = Signals()
-        self.states = CallStates()
-        self.inquiries = Inquiries()
+        self.calls = WatchedCalls()
+        self.reports = Reports()
         self.inspection = Inspection()
         self.job_end = JobEnd(self.liveness, self.say)
-        self.meeting: Meeting | None = None
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
-        self._reasons: dict[int, str] = {}  # by id of a call's record: why its wait is ended
-        self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as others are told
+        self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as in answers
         self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
@@ -103,9 +108,9 @@ class Watchdog:
             (
                 "where",
                 self._where,
-                {"group": str, "dump": (bool, None), "about": (SUBJECT, None), "left": (bool, None)},
+                {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": (bool, None)},
             ),
-            ("verdict", self._hear, {"verdict": VERDICT}),
+            ("report", self._take_report, {"report": REPORT}),
             ("abort", self._note_abort, {"reason": str, "seconds": (int, float)}),
             ("inspect", self._inspected, {"first": int}),
         ):
@@ -144,7 +149,7 @@ class Watchdog:
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + SHORTEST_TICK  # also if a look raises
                     self.look()
-                    self._next_look = time.monotonic() + (SHORTEST_TICK if self.states.any_due() else self.tick())
+                    self._next_look = time.monotonic() + (SHORTEST_TICK if self.calls.any_due() else self.tick())
             except Exception as error:  # without this thread nobody would notice a hang
                 self._note_failure(error)
                 time.sleep(SHORTEST_TICK)
@@ -183,20 +188,15 @@ class Watchdog:
         self.recorder.tick()
         self.inspection.look(now)
         self.job_end.look(now)
-        meeting = self.meeting  # the main thread may end it meanwhile
-        if meeting is not None and (reason := meeting.look(now)):
-            self.abort(meeting.backend, reason)
         self._end_failed()
         if not self.leaving and WORLD.default is not None:
             self.liveness.look(now)
         if now >= self._next_second:
             self._next_second = now + LONGEST_TICK
-            for work in self.each_second:
+            for work in list(self.each_second):
                 work()
         calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
-        self.states.see((each.record for each in calls), now)
-        kept = {id(each.record) for each in calls}
-        self._reasons = {key: value for key, value in self._reasons.items() if key in kept}
+        self.calls.see((each.record for each in calls), now)
         for each in calls:
             if self.job_end.is_known and not each.backend.interrupts_all():
                 continue  # the launcher ends the job, with the status of the rank that has left
@@ -213,7 +213,7 @@ class Watchdog:
             return
         for each in calls:
             is_same = any(each.record is record for record in found) and not each.in_background
-            can_end = not each.backend.ends_waits and self.states.state(each.record) is not State.ENDING
+            can_end = not each.backend.ends_waits and self._watched(each).state is not State.ENDING
             if is_same and can_end and each.thread == threading.main_thread().ident:
                 mine = report.described(each, SIGINT_SECONDS, calls_under_way.call_site(each))
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
@@ -251,7 +251,10 @@ class Watchdog:
         if self.signals.ends_process(number):
             end_by(number)
 
-    # -- what this rank tells others -----------------------------------------------------------------
+    def _watched(self, each: UnderWay) -> Watched:
+        return self.calls.of(each.record, time.monotonic())
+
+    # -- answers to other ranks ----------------------------------------------------------------------
 
     def _alive(self, message: Message) -> Message:
         """Give a sign of life, and take note that a process makes no more calls."""
@@ -263,6 +266,10 @@ class Watchdog:
         self.dump_if_due()  # while there is time
         self.job_end.note(f"rank {message['from']} aborts the job ({message['reason']})", message["seconds"])
         return {}
+
+    def _described(self, each: UnderWay) -> dict[str, Any]:
+        seconds = time.monotonic() - self._watched(each).first_seen
+        return report.described(each, seconds, calls_under_way.call_site(each))
 
     def _inspected(self, message: Message) -> Message:
         endpoints = self.channel.endpoints or {self.rank: self.channel.own}
@@ -280,17 +287,14 @@ class Watchdog:
         if message.get("left"):
             self.liveness.note_left(self.channel.endpoints.get(asker))
         if message.get("dump"):
-            self.inquiries.note_sweep(message["group"])
+            self.reports.note_sweep(message["group"])
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
         if message.get("about"):
-            self.inquiries.note(Subject(*message["about"]), asker, group.size() if group else 0)
-        now = time.monotonic()
+            self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
         calls = []
         for each in calls_under_way.under_way():
-            made = report.described(each, self.states.seconds(each.record, now), calls_under_way.call_site(each))
-            made["ranks"] = list(each.group.ranks) if asker in each.group.ranks else []
-            made["state"] = self.states.state(each.record).value
-            calls.append(made)
+            ranks = list(each.group.ranks) if asker in each.group.ranks else []
+            calls.append({**self._described(each), "ranks": ranks, "state": self._watched(each).state.value})
         calls += [{**made, "ranks": [], "state": "reported"} for made in list(self._given_up)]
         return {
             "entered": None if group is None else group.journal.sequence,
@@ -320,7 +324,7 @@ class Watchdog:
     def _forget(self) -> None:
         """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
         self.liveness.reset()
-        self.inquiries.forget()
+        self.reports.forget()
         self._given_up.clear()
 
     def dump_if_due(self) -> None:
@@ -342,26 +346,26 @@ class Watchdog:
             return ""
         group = WORLD.groups[record[0].group]
         each = UnderWay(group, record, group.any_backend(), None, False)
-        mine, subject = report.described(each, 0.0, ""), Subject.of(each)
+        mine, collective = report.described(each, 0.0, ""), Collective.of(each)
         asked: Sequence[int] = group.ranks if mine["peer"] is None else [mine["peer"]]
-        if subject is not None:
+        if collective is not None:
             start = time.monotonic()
-            while time.monotonic() < min(self._turn(subject, group, start), start + ANSWER_SECONDS):
+            while time.monotonic() < min(self._turn(collective, group, start), start + ANSWER_SECONDS):
                 time.sleep(SHORTEST_TICK)
-                if verdict := self.inquiries.verdict(subject, ANSWER_SECONDS):
-                    return "; ".join(verdict.lines)
-        answers = self.ask(asked, group.group_name, ANSWER_SECONDS / 2, about=subject)
+                if found := self.reports.find(collective, ANSWER_SECONDS):
+                    return "; ".join(found.lines)
+        answers = self.ask(asked, group.group_name, ANSWER_SECONDS / 2, about=collective)
         lines = self._compose(mine, asked, group, answers)
-        if subject is not None:
-            self._tell(Verdict(subject, self.rank, report.title(mine), lines, False), answers)
+        if collective is not None:
+            self._send_report(Report(collective, self.rank, report.title(mine), lines, False), answers)
         return "; ".join(lines)
 
     # -- past the deadline ---------------------------------------------------------------------------
 
-    def _turn(self, subject: Subject | None, group: Group, start: float) -> float:
+    def _turn(self, collective: Collective | None, group: Group, start: float) -> float:
         """Return from when on this rank may ask about a call that it was ready to ask about at ``start``."""
         own = start + turn(group.rank())
-        return own if subject is None else max(own, self.inquiries.next_turn(subject, group.rank()))
+        return own if collective is None else max(own, self.reports.next_turn(collective, group.rank()))
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
@@ -371,119 +375,117 @@ class Watchdog:
         )
 
     def _advance(self, each: UnderWay, now: float) -> None:
-        """Take a call one step further if it is overdue: wait for what another rank finds out, or ask."""
-        limit = self._limit(each, self.states.seconds(each.record, now))
-        subject = Subject.of(each)
-        verdict = None if subject is None else self.inquiries.verdict(subject)
-        decision = self.states.decide(
-            each.record, now, limit, verdict is not None, partial(self._turn, subject, each.group)
-        )
-        if decision is Decision.ACCEPT and verdict is not None:
-            self._accept(each, verdict)
-        elif decision is Decision.ASK:
-            self._inquire(each, self.states.seconds(each.record, now), subject)
-
-    def _inquire(self, each: UnderWay, seconds: float, subject: Subject | None) -> None:
-        """Ask where the others are, report it, tell those in the same call, and end the wait."""
-        group, record = each.group, each.record
-        mine = report.described(each, seconds, calls_under_way.call_site(each))
-        asked: Sequence[int] = group.ranks
-        if mine["peer"] is not None and self.inquiries.was_swept(group.group_name):
-            asked = [mine["peer"]]  # the others have written their traces already
-        answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=subject)
-        if each.has_ended() or self.states.state(record) is State.ENDING:
-            return  # it ended while the others were asked
-        if self._limit(each, seconds) > seconds:  # who was said to have ended has answered
-            self.states.withdraw(record)
+        """Take a call one step further if it is overdue: end it for what another rank has found out, or ask."""
+        watched, collective = self._watched(each), Collective.of(each)
+        if not watched.is_due(now, self._limit(each, now - watched.first_seen)):
             return
-        if subject is not None and self.inquiries.has_lower(subject, self.rank):
-            self.states.yield_to_lower(record, time.monotonic())
+        found = None if collective is None else self.reports.find(collective)
+        if found is not None:
+            self._end_as_reported(each, found)
+        elif now >= self._turn(collective, each.group, watched.since):
+            watched.state = State.ASKING
+            self._report(each, watched, now - watched.first_seen, collective)
+
+    def _report(self, each: UnderWay, watched: Watched, seconds: float, collective: Collective | None) -> None:
+        """Ask where the others are, report it, also to those in the same call, and end the wait."""
+        group, mine = each.group, self._described(each)
+        asked: Sequence[int] = group.ranks
+        if mine["peer"] is not None and self.reports.was_swept(group.group_name):
+            asked = [mine["peer"]]  # the others have written their traces already
+        answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=collective)
+        if each.has_ended() or watched.state is State.ENDING:
+            return  # it ended while the others were asked
+        if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
+            watched.state = State.RUNNING
+            return
+        if collective is not None and self.reports.has_lower(collective, self.rank):
+            watched.make_due(time.monotonic())
             return
         headline = report.headline(mine, each.timeout)
         lines = self._compose(mine, asked, group, answers)
         path = self.dump()
-        reporter = None if subject is None else self.inquiries.reporter(subject.group, self.rank, answers)
+        reporter = None if collective is None else self.reports.reporter(collective.group, self.rank, answers)
         if reporter is None:
             reading = f"traces: {path}; all of them: torchfrtrace {os.path.dirname(path)}"
             text = "\n".join(f"  {line}" for line in [*lines, reading])
             self.say(f"{headline}\n{text}")
         else:
             self.say(f"{headline}; see the report of rank {reporter}")
-        if subject is not None:
+        if collective is not None:
+            # whether to end the call here ends it on all ranks: by ULFM, or with the job
+            ends_all = not each.backend.ends_waits and (not each.in_background or each.backend.interrupts_all())
             source = self.rank if reporter is None else reporter
-            self._tell(Verdict(subject, source, report.title(mine), lines, self._ends_all(each)), answers)
+            self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
         self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
     def _compose(self, mine: dict[str, Any], asked: Sequence[int], group: Group, answers: Answers) -> list[str]:
-        return report.compose(mine, self.rank, group.ranks, answers, witnessed(self.liveness, asked, answers))
+        return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, asked, answers))
 
-    def _ends_all(self, each: UnderWay) -> bool:
-        """Tell whether to end an overdue collective here ends it on all ranks: by ULFM, or with the job."""
-        return not each.backend.ends_waits and (not each.in_background or each.backend.interrupts_all())
+    def _send_report(self, made: Report, answers: Answers) -> None:
+        """Send a report to the ranks that it is for."""
+        if receivers := made.receivers(answers):
+            others = [rank for rank in receivers if rank != self.rank]
+            self.channel.ask(others, "report", {}, NEWS_SECONDS, report=made.truncated(LARGEST // 2))
 
-    def _tell(self, verdict: Verdict, answers: Answers) -> None:
-        """Send a verdict to the ranks that it is for."""
-        if meant := verdict.meant(answers):
-            others = [rank for rank in meant if rank != self.rank]
-            self.channel.ask(others, "verdict", {}, NEWS_SECONDS, verdict=verdict.fitted(LARGEST // 2))
-
-    def _hear(self, message: Message) -> Message:
-        """Take note of a verdict; one that ends the call for all ranks ends it here too, before the library does."""
-        verdict = Verdict.read(message["verdict"])
-        is_known = self.inquiries.verdict(verdict.subject) == verdict  # sent again, because the receipt was late
-        self.inquiries.conclude(verdict)
-        if is_known or not verdict.is_final:
+    def _take_report(self, message: Message) -> Message:
+        """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
+        found = Report.read(message["report"])
+        is_known = self.reports.find(found.collective) == found  # sent again, because the receipt was late
+        self.reports.add(found)
+        if is_known or not found.ends_all:
             return {}
         for each in calls_under_way.under_way():
-            others = each.call.is_message or each.has_own_limit or each.group.group_name != verdict.subject.group
-            # a rank whose call has raised goes on with it, without those that the verdict is about
-            others = others or (each.call.name in REMAKING and verdict.subject.name not in REMAKING)
-            if not others and self.states.state(each.record) is not State.ENDING:
-                self._accept(each, verdict)
+            others = each.call.is_message or each.has_own_limit or each.group.group_name != found.collective.group
+            # a rank whose call has raised goes on with it, without those that the report is about
+            others = others or (each.call.name in REMAKING and found.collective.name not in REMAKING)
+            if not others and self._watched(each).state is not State.ENDING:
+                self._end_as_reported(each, found)
         return {}
 
-    def _accept(self, each: UnderWay, verdict: Verdict) -> None:
+    def _end_as_reported(self, each: UnderWay, found: Report) -> None:
         """End a wait for what another rank found out."""
-        seconds = self.states.seconds(each.record, time.monotonic())
-        mine = report.described(each, seconds, calls_under_way.call_site(each))
+        mine = self._described(each)
         headline = report.headline(mine, each.timeout)
-        self.say(f"{headline}; see the report of rank {verdict.reporter}")
-        found = "; ".join(verdict.lines)
-        if Subject.of(each) != verdict.subject:
-            found = f"rank {verdict.reporter} gave {verdict.title} of {mine['label']} up: {found}"
-        self._end(each, mine, f"{headline}: {found}", True)
+        self.say(f"{headline}; see the report of rank {found.reporter}")
+        lines = "; ".join(found.lines)
+        if Collective.of(each) != found.collective:
+            lines = f"rank {found.reporter} gave {found.title} of {mine['label']} up: {lines}"
+        self._end(each, mine, f"{headline}: {lines}", True)
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
         """Begin to end an overdue wait."""
-        self._reasons[id(each.record)] = explained(reason, "call-timeout")
-        self.states.end(each.record, time.monotonic(), each.facts(is_reported))
-        if each.in_background and self.states.next_means(each.record, time.monotonic()) is not None:
+        watched, now = self._watched(each), time.monotonic()
+        watched.end(now, explained(reason, "call-timeout"), each.escalations(is_reported))
+        if each.in_background and watched.next_escalation(now) is not None:
             self._given_up.append(described)
         self._escalate(each)
 
     def _escalate(self, each: UnderWay) -> None:
-        """Use the means to end a wait whose time has come."""
-        while (means := self.states.next_means(each.record, time.monotonic())) is not None:
-            took_effect = self._use(means, each)
-            self.states.note(each.record, time.monotonic(), took_effect)
+        """End a wait in the ways whose time has come."""
+        watched = self._watched(each)
+        while (way := watched.next_escalation(time.monotonic())) is not None:
+            took_effect = self._use(way, each, watched)
+            watched.note(time.monotonic(), took_effect)
 
-    def _use(self, means: Means, each: UnderWay) -> bool:
-        """Use one means to end a wait, and tell whether it took effect."""
-        backend, reason = each.backend, self._reasons[id(each.record)]
-        if means is Means.CANCEL:
+    def _use(self, way: Escalation, each: UnderWay, watched: Watched) -> bool:
+        """End a wait in one way, and tell whether that took effect."""
+        backend, reason = each.backend, watched.reason
+        if way is Escalation.CANCEL:
             return each.work is not None and each.work._interrupt(reason)
-        if means is Means.SET_REASON:
+        if way is Escalation.SET_REASON:
             backend.set_revoke_reason(reason)
-            return True
-        if means is Means.INTERRUPT:
+        elif way is Escalation.INTERRUPT:
             return backend.interrupt(reason, NO_THREAD if each.in_background else each.thread)
-        if means is Means.GIVE_UP:
+        elif way is Escalation.GIVE_UP:
             if backend.queue is not None:
                 backend.queue.fail(DistBackendError(reason))
-            return True
-        is_stuck = self.states.was_interrupted(each.record)
-        why = "a call that was interrupted has not ended" if is_stuck else "MPI cannot be taken out of a blocking call"
-        self.abort(backend, f"the job is aborted: {why}")
+        else:
+            why = (
+                "a call that was interrupted has not ended"
+                if watched.was_interrupted
+                else "MPI cannot be taken out of a blocking call"
+            )
+            self.abort(backend, f"the job is aborted: {why}")
         return True
 
     def abort(self, backend: Backend, reason: str) -> None:
@@ -492,7 +494,7 @@ class Watchdog:
         backend.abort(ABORT_STATUS)
 
     def announce_abort(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
-        """Write why the job is aborted and tell all its processes, which end by themselves after some seconds."""
+        """Write why the job is aborted, also to all its processes, which end by themselves after some seconds."""
         self.say(reason)
         others = [each for each in self.channel.everyone() if each != self.channel.own]
         first_line = reason.splitlines()[0]
@@ -511,14 +513,14 @@ RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on 
 FORKING = threading.local()  # the signals that a thread which forks held back before
 
 
-def hold_still() -> None:
-    """Before a fork: hold signals back while the child has what is this process's, and let nobody look at frames."""
+def before_fork() -> None:
+    """Hold signals back while the child has what is this process's, and let nobody look at frames."""
     calls_under_way.LOOKING.acquire()  # the child has no thread that would release it
     FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
-def go_on() -> None:
-    """After a fork: undo ``hold_still``."""
+def after_fork() -> None:
+    """Undo ``before_fork``."""
     signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
     calls_under_way.LOOKING.release()
 
@@ -532,10 +534,10 @@ def leave_to_parent() -> None:
             watchdog.leave_to_parent()
         RUNNING.clear()
     finally:
-        go_on()
+        after_fork()
 
 
-os.register_at_fork(before=hold_still, after_in_parent=go_on, after_in_child=leave_to_parent)
+os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=leave_to_parent)
 
 
 def begin(group: Group) -> Watchdog:

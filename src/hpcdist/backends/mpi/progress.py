@@ -9,7 +9,6 @@ happens on the thread that waits for it.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -17,6 +16,8 @@ import weakref
 from typing import Protocol
 
 from mpi4py import MPI
+
+from hpcdist.core import shutdown
 
 LOOK_SECONDS = 2e-3  # between two looks; shorter naps of many ranks can starve a crowded machine (``core.naps``)
 IDLE_LOOKS = 8  # with no message under way, before the thread sleeps until one begins: to wake it takes 20 µs
@@ -95,5 +96,7 @@ class Progress:
 
 
 PROGRESS = Progress()
-atexit.register(PROGRESS.stop)  # before the end of Python ends the thread in the middle of a call
+shutdown.register(
+    shutdown.Stage.PROGRESS, PROGRESS.stop
+)  # before the end of Python ends the thread in the middle of a call
 os.register_at_fork(after_in_child=PROGRESS.leave_to_parent)

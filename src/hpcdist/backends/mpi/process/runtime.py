@@ -7,7 +7,6 @@ would wait for it until the walltime (MPI 11.4: the standard leaves an ended pro
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import io
@@ -29,6 +28,7 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
+from hpcdist.core import shutdown
 from hpcdist.core.errors import DistBackendError, explained, run_hook
 from hpcdist.core.printing import write_to_stderr
 from hpcdist.core.work import LONGEST_TIMEOUT
@@ -132,7 +132,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         START_SECONDS.append(time.monotonic() - begin)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
         OWNED.append(MPI)
-        atexit.register(finalize)
+        shutdown.register(shutdown.Stage.MPI, finalize)
         sys.excepthook = partial(abort_on_exception, sys.excepthook)
     check_world(MPI, detect())
     unlink_segments(MPI)

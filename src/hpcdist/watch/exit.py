@@ -11,7 +11,6 @@ until the timeout. A forked child is no rank, and leaves at once.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import sys
@@ -19,7 +18,7 @@ import time
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hpcdist.core import hooks
+from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import explained, run_hook
 from hpcdist.core.journal import Call
@@ -107,10 +106,10 @@ class ProcessExit:
         self._is_registered = False  # in a forked child too: there stays what its parent has registered
 
     def register(self) -> None:
-        """Have Python call ``leave`` and ``on_exception``; after MPI was initialised, so that MPI ends later."""
+        """Have Python call ``leave`` and ``on_exception``."""
         if not self._is_registered:
             self._is_registered = True
-            atexit.register(self.leave)
+            shutdown.register(shutdown.Stage.JOB, self.leave)
             self.hook, sys.excepthook = sys.excepthook, self.on_exception
 
     def leave(self) -> None:
@@ -265,9 +264,8 @@ def end_threads() -> None:
     WORLD.end_threads()
 
 
-# the first that is registered runs last: MPI has been finalised then
-atexit.register(end_collections)
-atexit.register(end_threads)
+shutdown.register(shutdown.Stage.THREADS, end_threads)
+shutdown.register(shutdown.Stage.COLLECTIONS, end_collections)
 
 
 def last_call() -> Call | None:

@@ -1,0 +1,43 @@
+"""Shutdown: what this process does when Python ends, in one order that no import and no call decides.
+
+An exit function that the program registers after it has imported hpcdist runs before all of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from enum import IntEnum
+
+
+class Stage(IntEnum):
+    """The stages, in order."""
+
+    JOB = 0  # the ranks wait for each other
+    PROGRESS = 1  # no thread drives MPI any more
+    MPI = 2  # MPI_Finalize
+    THREADS = 3  # the threads of torch's own backends end
+    COLLECTIONS = 4  # no more garbage is collected
+
+
+STEPS: dict[Stage, Callable[[], object]] = {}
+
+
+def register(stage: Stage, step: Callable[[], object]) -> None:
+    """Take a step when Python ends; each stage has one."""
+    STEPS[stage] = step
+
+
+def shut_down() -> None:
+    """Take all steps, also after one that failed, and then raise the first error."""
+    first: BaseException | None = None
+    for stage in sorted(STEPS):
+        try:
+            STEPS.pop(stage)()
+        except BaseException as error:  # Ctrl-C too: MPI is to end in any case
+            first = first or error
+    if first is not None:
+        raise first
+
+
+atexit.register(shut_down)
