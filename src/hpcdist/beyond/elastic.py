@@ -33,6 +33,7 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import listed
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD, default_group
 from hpcdist.torch_bridge import mirror
 from hpcdist.watch.liveness import ProofOfDeath
@@ -239,8 +240,7 @@ class ElasticJob:
             if self.rank is not None:
                 return True
             status = Status.AGAIN
-            while not (self._everyone.is_revoked() or self._is_deserted()):
-                time.sleep(LOOK_SECONDS)
+            wait_until(lambda: self._everyone.is_revoked() or self._is_deserted(), longest=LOOK_SECONDS)
 
     def _is_deserted(self) -> bool:
         """Tell whether a spare has lost all ranks, so that nobody else can call a meeting."""
@@ -251,8 +251,7 @@ class ElasticJob:
         word = torch.zeros(1, device="cpu")
         if self.rank is None:
             end = self._everyone.irecv(word, 0, 0, None)
-            while not end.is_completed():
-                time.sleep(LOOK_SECONDS)
+            wait_until(end.is_completed, longest=LOOK_SECONDS)
         elif status is Status.BEGINS:
             self._take_over(default_group(), 0)
             return True

@@ -21,9 +21,9 @@ from hpcdist.core import world
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.naps import nap
 from hpcdist.core.point_to_point import FIRST_KEPT
 from hpcdist.core.ranks import listed
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import LONGEST_TIMEOUT, Work
 from hpcdist.watch import report
 from hpcdist.watch.watchdog import RUNNING
@@ -116,12 +116,7 @@ def own_limit(pg: Group, name: str) -> Iterator[None]:
 
 def is_in_time(work: Work, deadline: float) -> bool:
     """Wait for a message, looking at it again and again; False when the time is over first."""
-    began = time.monotonic()
-    while not work.is_completed():
-        if (now := time.monotonic()) >= deadline:
-            return False
-        nap(now - began)
-    return work.exception() is None
+    return wait_until(work.is_completed, deadline - time.monotonic()) and work.exception() is None
 
 
 class Line:

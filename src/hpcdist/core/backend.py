@@ -7,7 +7,6 @@ what only it can know. Ranks here are ranks of the group, and a root is one of t
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.queue import LARGE_BYTES, Queue
 from hpcdist.core.supervised import Supervised
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Work
 
 if TYPE_CHECKING:
@@ -236,9 +236,8 @@ class Backend(Supervised):
         """End the queue, and leave the communicator as it is: to free it would take all its ranks."""
         queue, self.queue = self.queue, None
         if queue is not None:
-            deadline = time.monotonic() + DROP_SECONDS
-            while queue.pending() and time.monotonic() < deadline:
-                time.sleep(0.001)  # the calls write into tensors of the caller until they raise
+            # the calls write into tensors of the caller until they raise
+            wait_until(lambda: not queue.pending(), DROP_SECONDS)
             queue.fail(DistBackendError(reason))
             queue.close()
 

@@ -17,7 +17,7 @@ import torch
 from hpcdist.core import errors
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
-from hpcdist.core.naps import nap
+from hpcdist.core.waiting import nap
 from hpcdist.core.work import HeldWork, Work
 
 if TYPE_CHECKING:

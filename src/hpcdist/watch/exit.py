@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import explained, run_hook
-from hpcdist.core.journal import Call
+from hpcdist.core.journal import Blocked, Call
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
@@ -31,7 +32,8 @@ from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
 LACKING_PAUSE = 1.0  # the longest if a process has ended
-SHORTEST_NAP, LAST_NAP = 0.0005, 0.02
+BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
+LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
 ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
 COLLECTION_SECONDS = 1.0  # how long another thread's collection is waited for
@@ -129,24 +131,19 @@ class ProcessExit:
         if everyone_leaves is None:
             return
         states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
-        next_look, nap = time.monotonic() + states.pause, SHORTEST_NAP
-        while not everyone_leaves():
-            if time.monotonic() >= next_look:
-                look = observer.look(states)
-                decision = states.decide(look, time.monotonic())
-                if decision in (Decision.ABORT, Decision.END):
-                    watchdog.dump()
-                    if decision is Decision.ABORT:
-                        watchdog.abort(self.backend, states.reason)
-                    watchdog.announce_abort(states.reason, END_SECONDS)
-                    self.backend.skip_finalize(END_SECONDS)
-                    return
-                if decision is Decision.LEAVE:
-                    self.backend.skip_finalize()
-                    return
-                next_look = time.monotonic() + states.pause
-            time.sleep(nap)
-            nap = min(LAST_NAP, 2 * nap)
+        while not wait_until(everyone_leaves, states.pause, longest=LONGEST_NAP):
+            look = observer.look(states)
+            decision = states.decide(look, time.monotonic())
+            if decision in (Decision.ABORT, Decision.END):
+                watchdog.dump()
+                if decision is Decision.ABORT:
+                    watchdog.abort(self.backend, states.reason)
+                watchdog.announce_abort(states.reason, END_SECONDS)
+                self.backend.skip_finalize(END_SECONDS)
+                return
+            if decision is Decision.LEAVE:
+                self.backend.skip_finalize()
+                return
         if (failure := watchdog.call_exchange.at_exit()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()
@@ -242,10 +239,12 @@ def end_collections() -> None:
         begun.append(phase)
 
     gc.callbacks.append(note)
-    deadline = time.monotonic() + COLLECTION_SECONDS
-    while not begun and time.monotonic() < deadline:
+
+    def has_begun() -> bool:
         gc.collect(0)  # does nothing while another thread collects
-        time.sleep(SHORTEST_NAP)
+        return bool(begun)
+
+    wait_until(has_begun, COLLECTION_SECONDS)
     gc.callbacks.remove(note)
 
 
@@ -273,14 +272,13 @@ def last_call() -> Call | None:
 
     A daemon thread goes on while Python ends, until it has to wait for Python's lock.
     """
-    deadline = time.monotonic() + CALL_SECONDS
-    while True:
-        time.sleep(SHORTEST_NAP)  # also before the first look: who was about to begin one has begun by then
-        blocked = [each for group in WORLD.watched() for each in group.journal.blocked()]
-        if not blocked:
-            return None
-        if time.monotonic() >= deadline:
-            return Call(*blocked[0].call)
+
+    def blocked() -> list[Blocked]:
+        return [each for group in WORLD.watched() for each in group.journal.blocked()]
+
+    time.sleep(BEGUN_SECONDS)
+    wait_until(lambda: not blocked(), CALL_SECONDS)
+    return next((Call(*each.call) for each in blocked()), None)
 
 
 def is_stuck() -> bool:
@@ -291,12 +289,7 @@ def is_stuck() -> bool:
         for backend in list(group.backends.values())
         if backend.queue is not None and backend.queue.broken is not None
     ]
-    deadline = time.monotonic() + QUEUE_SECONDS
-    while any(queue.running is not None for queue in broken):
-        if time.monotonic() >= deadline:
-            return True
-        time.sleep(LAST_NAP)
-    return False
+    return not wait_until(lambda: all(queue.running is None for queue in broken), QUEUE_SECONDS)
 
 
 def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:

@@ -59,11 +59,11 @@ from hpcdist.core import hooks
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_log import TELLS, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
-from hpcdist.core.naps import nap
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
 from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, row
+from hpcdist.core.waiting import nap
 
 VARIABLE = "HPCDIST_CHECK_CALLS"
 LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)

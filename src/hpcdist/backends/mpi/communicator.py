@@ -7,7 +7,6 @@ them; elsewhere only a receive can be made to raise, by cancelling it.
 
 from __future__ import annotations
 
-import time
 from _thread import get_ident
 from array import array
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,11 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.process import ulfm
-from hpcdist.backends.mpi.receives import Receives, wait_until
+from hpcdist.backends.mpi.receives import PROBES, Receives
 from hpcdist.core.agreement import subgroups_differ
 from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.ranks import listed
+from hpcdist.core.waiting import wait_until
 
 NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
@@ -155,11 +155,8 @@ class Communicator:
         ulfm.end_creation()
         if self.interruption is not None:
             return DistBackendError(self.interruption)
+        wait_until(self.failed, NEWS_SECONDS)
         dead = self.failed()
-        deadline = time.monotonic() + NEWS_SECONDS
-        while not dead and time.monotonic() < deadline:
-            time.sleep(0.005)
-            dead = self.failed()
         who = (
             f"{listed(dead)} of the group died"
             if dead
@@ -229,7 +226,7 @@ class Communicator:
         thread = get_ident()
         self.receiving[thread] = token = Token(awaited)
         try:
-            wait_until(lambda: awaited.is_cancelled or awaited.is_matched())
+            wait_until(lambda: awaited.is_cancelled or awaited.is_matched(), looks=PROBES)
         finally:
             del self.receiving[thread]
             awaited.Cancel()

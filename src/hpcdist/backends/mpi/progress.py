@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from hpcdist.core import shutdown
 
-LOOK_SECONDS = 2e-3  # between two looks; shorter naps of many ranks can starve a crowded machine (``core.naps``)
+LOOK_SECONDS = 2e-3  # between two looks; shorter naps of many ranks can starve a crowded machine (``core.waiting``)
 IDLE_LOOKS = 8  # with no message under way, before the thread sleeps until one begins: to wake it takes 20 µs
 
 

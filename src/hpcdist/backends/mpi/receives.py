@@ -15,27 +15,16 @@ If MPI allows no such thread all are posted, since a sender may wait for this ra
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message, run
-from hpcdist.core.naps import nap
+from hpcdist.core.waiting import wait_until
 
-SPINS = 1000  # probes before the first nap
+PROBES = 1000  # before the first nap of a wait
 LARGE = 1 << 15  # bytes, from which on a receive named by its sender is matched if MPI does not cut
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once a condition holds, which probes for messages when it is asked."""
-    spins, began = 0, time.monotonic()
-    while not condition():
-        spins += 1
-        if spins > SPINS:
-            nap(time.monotonic() - began)
 
 
 class MatchedReceive:
@@ -98,7 +87,7 @@ class MatchedReceive:
 
     def Wait(self, status: MPI.Status) -> bool:
         """Wait until the message has been received, or the receive was cancelled."""
-        wait_until(lambda: self.Test(status))
+        wait_until(lambda: self.Test(status), looks=PROBES)
         return True
 
     def Cancel(self) -> None:
@@ -147,7 +136,7 @@ class Receives:
         """Receive a message of known length."""
         awaited = self.expect(source, tag)
         try:
-            wait_until(awaited.is_matched)
+            wait_until(awaited.is_matched, looks=PROBES)
         finally:
             awaited.Cancel()
         awaited.message.Recv(buffer)  # type: ignore[union-attr]  # it is there

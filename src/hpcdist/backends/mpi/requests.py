@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from _thread import allocate_lock
 from collections.abc import Callable
 
@@ -16,8 +15,8 @@ from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.receives import MatchedReceive
 from hpcdist.core.errors import DistBackendError, MismatchError
-from hpcdist.core.naps import nap
 from hpcdist.core.supervised import Unfinished
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Work
 
 
@@ -109,12 +108,7 @@ class RequestWork(Work):
                 if not self._done:
                     self._complete(self._request.Wait)
             return True
-        began = time.monotonic()
-        while not self.is_completed():
-            if (waited := time.monotonic() - began) >= seconds:
-                return False
-            nap(waited)
-        return True
+        return wait_until(self.is_completed, seconds)
 
     def _poll(self) -> None:
         if self._turn.acquire(self._is_driven):  # not if another thread waits

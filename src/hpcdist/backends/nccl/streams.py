@@ -18,7 +18,6 @@ without it (``Flight``).
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -31,7 +30,7 @@ import torch
 from hpcdist.backends.nccl.variables import blocks_in_wait
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import RING
-from hpcdist.core.naps import nap
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import NO_TIMEOUT, Work
 
 if TYPE_CHECKING:
@@ -195,7 +194,6 @@ class Streams:
 
     def _free_behind(self, flight: Flight) -> None:
         """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
-        began = time.monotonic()
         with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
             with self.cuda.stream(flight.begun_on):
                 is_capturing = self.cuda.is_current_stream_capturing()
@@ -203,8 +201,7 @@ class Streams:
                 flight.end.wait(flight.begun_on)
                 return
             # a capture cannot wait for what was queued before it, and the host not for ever
-            while not flight.end.query() and (waited := time.monotonic() - began) < ABORT_SECONDS:
-                nap(waited)
+            wait_until(flight.end.query, ABORT_SECONDS)
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
@@ -417,13 +414,10 @@ class StreamWork(EventWork):
         self.wait()
 
     def _block_within(self, seconds: float) -> None:
-        began = time.monotonic()
-        while not self.is_completed():
-            if (waited := time.monotonic() - began) >= seconds:
-                raise DistBackendError(
-                    f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
-                )
-            nap(waited)
+        if not wait_until(self.is_completed, seconds):
+            raise DistBackendError(
+                f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
+            )
 
     def _interrupt(self, reason: str) -> bool:
         """End the communicator, and with it this call."""

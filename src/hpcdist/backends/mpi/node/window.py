@@ -45,7 +45,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import address
 from hpcdist.core import memory_file
-from hpcdist.core.naps import nap
+from hpcdist.core.waiting import nap
 
 PAGE_BYTES = mmap.PAGESIZE
 SLOT_BYTES = 2 << 20  # 3 slots and a page: 6 MiB a rank; measured best with more ranks than cores

@@ -20,6 +20,8 @@ from threading import Thread
 
 from mpi4py import MPI
 
+from hpcdist.core.waiting import wait_until
+
 TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process only
 NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
 QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
@@ -128,12 +130,7 @@ def failed(comm: MPI.Intracomm) -> list[int]:
 
 def are_dead(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
     """Tell whether all of some ranks have died, waiting a moment for the news."""
-    deadline = time.monotonic() + NEWS_SECONDS
-    while not set(ranks) <= set(failed(comm)):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    return wait_until(lambda: set(ranks) <= set(failed(comm)), NEWS_SECONDS)
 
 
 def await_news(comm: MPI.Intracomm) -> None:
