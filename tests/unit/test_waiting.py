@@ -15,7 +15,7 @@ def test_a_wait_ends_with_its_condition_or_its_time() -> None:
     assert wait_until(lambda: time.monotonic() >= ends)
     assert time.monotonic() >= ends
     began = time.monotonic()
-    assert not wait_until(lambda: [], 0.02)
+    assert not wait_until(list, 0.02)
     assert time.monotonic() - began >= 0.02
     assert wait_until(lambda: "true", 0.0)
     assert not wait_until(lambda: None, -1.0)
