@@ -62,13 +62,13 @@ def test_an_unknown_level_is_an_error_that_names_the_known_ones() -> None:
     program = "import hpcdist as dist\ndist.init_process_group('loopback')"
     result = run([sys.executable, "-c", program], HPCDIST_LOG="loud")
     assert result.returncode == 1
-    assert "HPCDIST_LOG='loud' is no level (known: debug, info, warning, error)" in result.stderr
+    assert "HPCDIST_LOG='loud' is not a level (known: debug, info, warning, error)" in result.stderr
 
 
 def test_it_ends_a_job_of_many_ranks_too() -> None:
     result = mpirun(2, ["-c", PROGRAM], HPCDIST_LOG="loud")
     assert result.returncode != 0
-    assert "HPCDIST_LOG='loud' is no level" in result.stderr
+    assert "HPCDIST_LOG='loud' is not a level" in result.stderr
 
 
 def test_nothing_is_logged_unasked() -> None:

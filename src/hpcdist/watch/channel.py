@@ -28,9 +28,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.core.readiness import readable
@@ -63,7 +63,7 @@ class Endpoint(NamedTuple):
     pid: int
     birth: str  # when the process was started, by the kernel's count: tells it from a later one with its id
     machine: str  # tells processes that see each other's process ids apart from others
-    imitated: str  # the name that the user gave the node, where several are imitated
+    node_key: str  # ``environment.node_key``
     host: str
 
     @property
@@ -74,16 +74,13 @@ class Endpoint(NamedTuple):
     @property
     def node(self) -> tuple[str, str]:
         """What is the same for the processes that see each other."""
-        return self.machine, self.imitated
+        return self.machine, self.node_key
 
 
+@cache
 def machine() -> str:
     """Return what is the same for all processes that share this kernel and its process ids."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return secrets.token_hex(8)
+    return addresses.kernel_id("pid") or secrets.token_hex(8)
 
 
 def process_status(pid: int) -> tuple[str, str]:
@@ -204,7 +201,7 @@ class Channel:
             os.getpid(),
             process_status(os.getpid())[1],
             machine(),
-            os.environ.get(environment.NODE_KEY, ""),
+            environment.node_key(),
             socket.gethostname(),
         )
         self.keys = [self.own.key]

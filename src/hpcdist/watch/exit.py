@@ -3,10 +3,10 @@
 MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
 collective would wait in it for ever, and they for it. So a rank that leaves begins the exit barrier, a non-blocking
 one, and until all have come asks the others where they are. If one is in a call that cannot end without this rank, the
-process ends without MPI_Finalize and with its own status, upon which the launcher ends the others; they were told, and
-end by themselves if it does not. Once a process has ended before the barrier, that may never end: then this rank leaves
-when all others have ended or said that they leave. A process that is stopped, or that answers nobody, is waited for
-until the timeout. A forked child is no rank, and leaves at once.
+process ends without MPI_Finalize and with its own status, upon which the launcher ends the others; they were sent a
+message, and end by themselves if it does not. Once a process has ended before the barrier, that may never end: then
+this rank leaves when all others have ended or answered that they leave. A process that is stopped, or that answers
+nobody, is waited for until the timeout. A forked child is no rank, and leaves at once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Look(NamedTuple):
 
 
 class ExitStates:
-    """State machine of a rank that leaves, look by look; it is told the time and what is seen.
+    """State machine of a rank that leaves, look by look; it is given the time and what is seen.
 
     Args:
         limit: the seconds for which stuck processes are waited for.

@@ -1,8 +1,8 @@
 """End of an aborted job: every process of it exits, also if the launcher cannot end them.
 
 MPI_Abort relies on the launcher, which may be out of reach (a lost link) or leave ranks behind (Open MPI 5.0.11 under
-ULFM). So the rank that aborts tells all others first. Each then kills the processes of its node that are stopped, which
-could not exit by themselves, and exits after a while. A rank whose launcher has ended exits as well.
+ULFM). So the rank that aborts sends all others a message first. Each then kills the processes of its node that are
+stopped, which could not exit by themselves, and exits after a while. A rank whose launcher has ended exits as well.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Liveness: which processes of the job have ended, which have left the program, and which are stopped.
 
-The kernel says it of processes of this node (``/proc``). Of a process of another node its own node's ranks say it. If
-no rank is left there, a connection says it: the nodes form a ring, and each rank keeps a TCP connection to a rank of
-the next node (more, if that one has more ranks). When a process ends, its kernel resets its connections. That a new
+The kernel shows it for processes of this node (``/proc``). For a process of another node its own node's ranks send it.
+If no rank is left there, a connection shows it: the nodes form a ring, and each rank keeps a TCP connection to a rank
+of the next node (more, if that one has more ranks). When a process ends, its kernel resets its connections. That a new
 connection is refused then proves the death: the host is there, and nobody listens. Silence proves nothing, because the
 link may be lost; neither does a refusal by itself, because a firewall refuses too. An authentic datagram from a process
-takes back what was said of it.
+revokes what was known of it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpcdist.watch.channel import Channel, Endpoint, Message, Process, machine, 
 
 PAUSE_SECONDS = 1.0  # between two looks at the connections to the next node
 FRESH_SECONDS = 0.1  # how long a look at the processes of this node is valid
-NEWS_SECONDS = 0.5  # how long the others have to take note of what they are told
-# the kernel asks a silent connection's other side so often (s, s, times)
+NEWS_SECONDS = 0.5  # how long the others have to acknowledge news
+# the kernel probes a silent connection so often (s, s, times)
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 CONNECT_SECONDS = 1.0  # for an answer to a connection
 AT_ONCE = 256  # connections
@@ -123,7 +123,7 @@ class Liveness:
         self.ended: set[Process] = set()
         self.left: set[Process] = set()
         self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have shown
-        self._told: set[Process] = set()  # what the other ranks were told
+        self._sent: set[Process] = set()  # what was sent to the other ranks
         self._ended_peers: tuple[float, int, list[int]] = (-math.inf, 0, [])  # as of a moment and a change
         self._connections: dict[int, list[Connection]] = {}
         self._next_look = 0.0
@@ -205,7 +205,7 @@ class Liveness:
     def _judge(self, message: Message) -> Message:
         return {"judged": [[rank, self.judge(rank)] for rank in message["ranks"]]}
 
-    # -- what is found out and told --------------------------------------------------------------------
+    # -- what is found out and sent --------------------------------------------------------------------
 
     def note_left(self, endpoint: Endpoint | None) -> None:
         """Take note that a rank makes no more calls."""
@@ -215,21 +215,21 @@ class Liveness:
     def note_life(self, process: Process) -> None:
         """Take note that something authentic has come from a process: it has not ended."""
         if process in self.ended:
-            for known in (self.ended, self._found, self._told):
+            for known in (self.ended, self._found, self._sent):
                 known.discard(process)
 
     def _note_ended(self, message: Message) -> Message:
-        """Take note of what another rank says; a process that is said to have ended itself tells all others."""
-        said = {(machine, pid) for machine, pid in message["processes"]}
-        if self.channel.own.process in said:
+        """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
+        ended = {(machine, pid) for machine, pid in message["processes"]}
+        if self.channel.own.process in ended:
             self.channel.send(self.channel.endpoints, "here")
-        self.ended |= said - {self.channel.own.process}
+        self.ended |= ended - {self.channel.own.process}
         return {}
 
     def look(self, now: float) -> None:
-        """Look at the connections to the next node, once a second, and tell the other ranks which processes have ended.
+        """Look at the connections to the next node, once a second, and send the other ranks which processes have ended.
 
-        Those of this node are told to the other nodes by its lowest rank that is neither gone nor stopped; one of
+        Those of this node are sent to the other nodes by its lowest rank that is neither gone nor stopped; one of
         another node, to all, by the rank that saw it.
         """
         if now < self._next_look:
@@ -237,23 +237,23 @@ class Liveness:
         self._next_look = now + PAUSE_SECONDS
         self._look_at_next_node()
         channel = self.channel
-        if found := self._found - self._told:
-            self._told |= found
+        if found := self._found - self._sent:
+            self._sent |= found
             accused = [rank for rank, each in channel.endpoints.items() if each.process in found]
-            channel.send(accused, "ended", processes=sorted(found))  # who gets it lives, and says so
-            self._tell([rank for rank, each in channel.endpoints.items() if not self.has_ended(each)], found)
+            channel.send(accused, "ended", processes=sorted(found))  # a process that gets it lives, and answers
+            self._send_news([rank for rank, each in channel.endpoints.items() if not self.has_ended(each)], found)
         if len(channel.node_peers) == len(channel.endpoints):
             return
         peers = list(channel.node_peers.values())
-        gone = {channel.node_peers[rank].process for rank in self.ended_peers()} - self._told
+        gone = {channel.node_peers[rank].process for rank in self.ended_peers()} - self._sent
         if not gone:
             return
-        teller = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None)
-        if teller is not None and teller.pid == channel.own.pid:
-            self._told |= gone
-            self._tell([rank for rank in channel.endpoints if rank not in channel.node_peers], gone)
+        sender = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None)
+        if sender is not None and sender.pid == channel.own.pid:
+            self._sent |= gone
+            self._send_news([rank for rank in channel.endpoints if rank not in channel.node_peers], gone)
 
-    def _tell(self, ranks: list[int], processes: set[Process]) -> None:
+    def _send_news(self, ranks: list[int], processes: set[Process]) -> None:
         others = [rank for rank in ranks if rank != self.channel.rank]
         self.channel.ask(others, "ended", {}, NEWS_SECONDS, processes=sorted(processes))
 

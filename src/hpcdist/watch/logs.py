@@ -46,16 +46,16 @@ ORIGIN = Origin()
 
 
 def set_up() -> None:
-    """Give the logger a handler where the environment asks for one; at ``debug`` it hears of each call.
+    """Give the logger a handler if the environment asks for one; at ``debug`` it logs each call.
 
     Raises:
-        ValueError: a level that is none.
+        ValueError: an invalid level.
     """
     wanted = os.environ.get(VARIABLE, "").lower()
     if not wanted or any(ORIGIN in handler.filters for handler in LOG.handlers):
         return
     if wanted not in LEVELS:
-        raise ValueError(f"{VARIABLE}={wanted!r} is no level (known: {', '.join(LEVELS)})")
+        raise ValueError(f"{VARIABLE}={wanted!r} is not a level (known: {', '.join(LEVELS)})")
     handler = logging.StreamHandler()
     handler.addFilter(ORIGIN)
     handler.setFormatter(logging.Formatter("%(asctime)s [%(origin)s] %(levelname)s %(message)s"))
@@ -67,7 +67,7 @@ def set_up() -> None:
 
 
 def locate(rank: int, size: int) -> None:
-    """Tell the logger which rank this is."""
+    """Set which rank the log's lines name."""
     ORIGIN.rank, ORIGIN.size = rank, size
 
 

@@ -14,7 +14,7 @@ The program may have caught its KeyboardInterrupt, and be in the next call, befo
 ours takes the place of Python's, as ``signal.default_int_handler`` too, and writes to the descriptor that it has run.
 
 Python has one such descriptor, and asyncio, for one, sets its own with its first handler and none after its last: the
-watchdog would hear of no signal any more, and SIGTERM would do nothing. So ours stays set, ``signal.set_wakeup_fd``
+watchdog would see no signal any more, and SIGTERM would do nothing. So ours stays set, ``signal.set_wakeup_fd``
 only notes which one the program wants, and the watchdog writes there what comes.
 
 A forked child (``multiprocessing``, a DataLoader's worker) has no watchdog: there all is as it was before, so that a
@@ -140,13 +140,13 @@ class Signals:
                 self.writer.send(bytes([number]))
 
     def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Handle SIGINT as Python does, and say so."""
+        """Handle SIGINT as Python does, and write that it was handled."""
         with suppress(OSError):
             self.writer.send(bytes([HANDLED]))
         default_int_handler(number, frame)
 
     def arrived(self) -> list[int]:
-        """Return the watched signals that came since the last look, and HANDLED, each where it came last.
+        """Return the watched signals that came since the last look, and HANDLED, in the order in which each came last.
 
         For the watchdog thread.
         """
@@ -155,12 +155,12 @@ class Signals:
         except OSError:
             return []
         numbers = [number for number in dict.fromkeys(data[::-1]) if number in WATCHED or number == HANDLED][::-1]
-        # before the program is told, which may ask at once whether it is to stop
+        # before the program's handler, which may ask at once whether it is to stop
         self.received.update(number for number in numbers if number not in (signal.SIGINT, HANDLED))
-        theirs, told = self._theirs, data.replace(bytes([HANDLED]), b"")
-        if told and not theirs.is_stale:
+        theirs, forwarded = self._theirs, data.replace(bytes([HANDLED]), b"")
+        if forwarded and not theirs.is_stale:
             with suppress(OSError):  # it takes no more
-                os.write(theirs.number, told)
+                os.write(theirs.number, forwarded)
         return numbers
 
     def ends_process(self, number: int) -> bool:
@@ -181,5 +181,5 @@ def end_by(number: int) -> None:
     """End the process by a signal as if it had never been caught, from any thread."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    libc.signal(number, None)  # SIG_DFL; Python's own signal.signal is for the main thread alone
+    libc.signal(number, None)  # SIG_DFL; Python's own signal.signal is for the main thread only
     os.kill(os.getpid(), number)
