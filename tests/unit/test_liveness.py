@@ -157,7 +157,7 @@ def test_a_process_that_is_said_to_have_ended_objects(pair: tuple[Liveness, Live
     accusing.look(1e9)
     until(lambda: accusing.channel.answer() or not accusing.ended)
     answering.join()
-    assert not accusing._told
+    assert not accusing._sent
     accusing.reset()
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from hpcdist.c10d import fingerprints, nan_check
 from hpcdist.c10d.monitored import monitored_barrier
 from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
@@ -17,7 +18,6 @@ from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
 from hpcdist.core.reduction import MAX
 from hpcdist.core.table import ALL_REDUCE, BARRIER
-from hpcdist.watch import fingerprints, nan_check
 from hpcdist.watch.watchdog import RUNNING
 
 c10d: Any = torch.distributed  # its own level is set; the stubs leave the setters out
@@ -82,7 +82,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         ValueError: no rank of the default group, or it is not initialised.
         bdb.BdbQuit: pdb was told to quit; on the rank it was opened on.
     """
-    from hpcdist.watch.debugger import RankDebugger  # not at every start of a program: pdb may look for a terminal
+    from hpcdist.c10d.debugger import RankDebugger  # not at every start of a program: pdb may look for a terminal
 
     caller = sys._getframe(1)
     default = world.default_group()
