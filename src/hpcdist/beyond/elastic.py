@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from hpcdist.beyond.meeting import Bound
 from hpcdist.beyond.membership import Decision, Outcome, Report, Status, count_rivals, decide
 from hpcdist.beyond.snapshot import Snapshot, Stateful
 from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
@@ -38,6 +37,7 @@ from hpcdist.core.world import WORLD, default_group
 from hpcdist.torch_bridge import mirror
 from hpcdist.watch.liveness import ProofOfDeath
 from hpcdist.watch.logs import LOG
+from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.watchdog import RUNNING
 
 HOUR = 3600.0
@@ -385,14 +385,14 @@ class ElasticJob:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Bound a wait for all living processes."""
-        bounds = [(each, Bound(each, self._everyone, self._timeout.total_seconds())) for each in RUNNING]
-        for watchdog, bound in bounds:
-            watchdog.each_second.append(bound)
+        for watchdog in RUNNING:
+            limit = self._timeout.total_seconds()
+            watchdog.meeting = Meeting(watchdog.liveness, self._everyone, limit, time.monotonic())
         try:
             yield
         finally:
-            for watchdog, bound in bounds:
-                watchdog.each_second.remove(bound)
+            for watchdog in RUNNING:
+                watchdog.meeting = None
 
 
 def is_hit() -> bool:

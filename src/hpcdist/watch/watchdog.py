@@ -40,6 +40,7 @@ from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
+from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.report import (
     COLLECTIVE,
@@ -78,6 +79,7 @@ class Watchdog:
         reports: who asks about calls that do not end, and what was found out.
         inspection: what ``python -m hpcdist debug`` asks for.
         job_end: whether the job was aborted, and when this process exits then.
+        meeting: the meeting of an elastic job that this process waits in.
         leaving: whether the program has ended, and only MPI's end is to come.
         has_left: whether the calls that it had queued have ended too.
     """
@@ -92,6 +94,7 @@ class Watchdog:
         self.reports = Reports()
         self.inspection = Inspection()
         self.job_end = JobEnd(self.liveness, self.say)
+        self.meeting: Meeting | None = None
         self.leaving = self.has_left = False
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as in answers
@@ -188,6 +191,9 @@ class Watchdog:
         self.recorder.tick()
         self.inspection.look(now)
         self.job_end.look(now)
+        meeting = self.meeting  # the main thread may end it meanwhile
+        if meeting is not None and (reason := meeting.look(now)):
+            self.abort(meeting.backend, reason)
         self._end_failed()
         if not self.leaving and WORLD.default is not None:
             self.liveness.look(now)
