@@ -228,10 +228,9 @@ class Watchdog:
 
     def end_call(self, each: UnderWay, reason: str) -> None:
         """Report why a call is ended, and begin to end it, if that has not begun."""
-        if self.states.state(each.record) is not State.ENDING:
-            seconds = self.states.seconds(each.record, time.monotonic())
+        if self._watched(each).state is not State.ENDING:
             self.say(reason)
-            self._end(each, report.described(each, seconds, calls_under_way.call_site(each)), reason, False)
+            self._end(each, self._described(each), reason, False)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
