@@ -6,12 +6,15 @@ import gc
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("mpi4py.MPI")
 
 from hpcdist.backends.mpi.progress import PROGRESS, Progress  # needs an MPI library
+from hpcdist.backends.mpi.receives import MatchedReceive
 
 
 class Messages:
@@ -54,3 +57,12 @@ def test_a_forked_child_makes_no_calls_though_its_parent_was_in_one():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert ended == (child, 0)
+
+
+def test_a_receive_counts_as_matched_once_it_has_its_request():
+    """The progress thread may match its message while the thread that waits looks, without the lock."""
+    receive = MatchedReceive(SimpleNamespace(match=lambda: None), torch.zeros(1), 0, 0)
+    receive.status = SimpleNamespace(Get_elements=lambda _: 4)
+    seen = []
+    receive.begin(SimpleNamespace(Irecv=lambda _: seen.append(receive.is_matched()) or "request"))
+    assert (seen, receive.is_matched(), receive.request) == ([False], True, "request")

@@ -57,15 +57,14 @@ class MatchedReceive:
 
     def begin(self, matched: MPI.Message) -> None:
         """Begin to receive a matched message, elsewhere if it is longer than the tensor, so that its sender goes on."""
-        self.message = matched
-        if self.tensor is None:
-            return
-        length = self.status.Get_elements(BYTE)
-        buffer = message(self.tensor)
-        if length > self.tensor.nbytes:
-            self._spare = MPI.buffer.allocate(length)
-            buffer = [self._spare, *run(length)]
-        self.request = matched.Irecv(buffer)
+        if self.tensor is not None:
+            length = self.status.Get_elements(BYTE)
+            buffer = message(self.tensor)
+            if length > self.tensor.nbytes:
+                self._spare = MPI.buffer.allocate(length)
+                buffer = [self._spare, *run(length)]
+            self.request = matched.Irecv(buffer)
+        self.message = matched  # last: a thread that waits looks for it without the lock, and then asks the request
 
     def is_matched(self) -> bool:
         """Tell whether the message has been matched; look for it otherwise."""
