@@ -181,7 +181,7 @@ class Backend(Supervised):
         """Make a communicator that only ``ranks`` of this one call for."""
 
     def open_window(
-        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[None]]
+        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
     ) -> RemoteMemory:
         """Open memory of every rank to the others; every rank calls.
 

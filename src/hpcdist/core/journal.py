@@ -215,7 +215,7 @@ class Journal:
         self.push(call)
         return call
 
-    def during(self, what: str, root: int | None = None) -> AbstractContextManager[None]:
+    def during(self, what: str, root: int | None = None) -> AbstractContextManager[object]:
         """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
         call = self.message(what, None, None, root) if what in MESSAGES else self.collective(what, None, root)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
@@ -224,7 +224,7 @@ class Journal:
 
     def blocking(
         self, call: tuple[Any, ...], work: Any = None, limit: float | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[object]:
         """Return the context in which a call blocks on this thread; it has begun when this returns.
 
         Args:
@@ -248,10 +248,10 @@ class Journal:
         innermost = {each.thread: each for each in further}
         return [each for each in further if innermost[each.thread] is each]
 
-    def __enter__(self) -> None:
-        """Begin to block."""
+    # does nothing, in C: in a Python function a signal's handler that raises could run first, and the mark would stay
+    __enter__ = staticmethod(get_ident)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Blocks no longer."""
         self.current = None
 
@@ -259,7 +259,7 @@ class Journal:
 class Profiled:
     """A call without a tensor, while it blocks and a profiler looks on."""
 
-    def __init__(self, blocking: AbstractContextManager[None], event: hooks.Event) -> None:
+    def __init__(self, blocking: AbstractContextManager[object], event: hooks.Event) -> None:
         self._blocking = blocking
         self._event = event
 

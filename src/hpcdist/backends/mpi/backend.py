@@ -203,7 +203,7 @@ class MPIBackend(Backend):
     # -- one-sided calls -------------------------------------------------------------------------------
 
     def open_window(
-        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[None]]
+        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
     ) -> MPIWindow:
         """Open memory of every rank by MPI's windows."""
         with self.communicator.translating("Window"):

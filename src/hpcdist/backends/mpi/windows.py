@@ -93,7 +93,7 @@ class MPIWindow(RemoteMemory):
         places: Places,
         sizes: Sequence[int],
         tensor: torch.Tensor | None,
-        during: Callable[..., AbstractContextManager[None]],
+        during: Callable[..., AbstractContextManager[object]],
         forget: Callable[[MPIWindow], None],
     ) -> None:
         self._communicator, self._places, self._during, self._forget = communicator, places, during, forget
