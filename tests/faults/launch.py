@@ -78,8 +78,11 @@ class Started:
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         """Return what the ranks have told so far."""
-        text = self.output.read_text(errors="replace")
-        found = [json.loads(each) for each in re.findall(r'^.*?(\{"rank".*\})\s*$', text, re.MULTILINE)]
+        text, decoder = self.output.read_text(errors="replace"), json.JSONDecoder()
+        found = []
+        for start in re.finditer(r'\{"rank"', text):  # launchers may write the lines of two ranks as one
+            with contextlib.suppress(json.JSONDecodeError):  # it is still being written
+                found.append(decoder.raw_decode(text, start.start())[0])
         return [each for each in found if name is None or each["event"] == name]
 
     def stderr(self) -> str:

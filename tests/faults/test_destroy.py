@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import FIRST, PLAIN, Job, some
+from tests.faults.launch import FIRST, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 PROGRAM = """
@@ -42,6 +41,8 @@ if rank == 1:
     print(json.dumps({"rank": 1, "event": "away", "pid": os.getpid()}), flush=True)
     time.sleep(60)
 work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+while (group or dist.group.WORLD).cpu.queue.running is None:
+    time.sleep(0.001)  # until the worker is in it: this thread would carry out one that has not begun
 if what == "drain":
     try:
         dist.all_reduce(torch.ones(4), group=group)  # waits for the call that is queued
@@ -49,6 +50,7 @@ if what == "drain":
         print(json.dumps({"rank": rank, "event": "raised", "pid": os.getpid(), "text": str(error)}), flush=True)
 dist.destroy_process_group(group)
 print(json.dumps({"rank": rank, "event": "destroyed", "pid": os.getpid()}), flush=True)
+time.sleep(2)  # the launcher ends the others with the first that ends
 os._exit(1)
 """
 
@@ -60,11 +62,7 @@ def test_a_call_under_way_that_a_rank_never_makes(launcher: str, what: str, prog
         job.wait("away", 1, 90)
         ended = job.wait("destroyed", 2, 2 + 5 + 8)
         assert "rank 1 has not entered all_reduce" in job.stderr()
-        if launcher in PLAIN:  # nothing takes a thread out of MPI
-            assert job.finish(10) != 0
-            assert re.search(r"destroy_process_group #\d on .* has not ended after 2", job.stderr()), job.stderr()
-        else:
-            assert len(ended) == 2, job.stderr()
+        assert len(ended) == 2, job.stderr()  # nothing takes the worker out of MPI: it is left in it
 
 
 @pytest.mark.parametrize("launcher", FIRST)
