@@ -53,8 +53,7 @@ class Device(NCCLBackend):
         backend = cls(bootstrap.rank, bootstrap.size, library, None, Cuda())
         backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         backend.objects = backend.peer.objects  # the device carries nothing
-        communicators = backend.communicators
-        communicators.group = communicators.make(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
+        backend.communicators.make(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
         return backend
 
 

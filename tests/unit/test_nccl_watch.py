@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
+from hpcdist.backends.nccl import communicators
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.call import Call
@@ -35,7 +36,7 @@ def connected(driver: Any = None) -> NCCLBackend:
     backend = NCCLBackend(
         0, 2, Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda()
     )
-    backend.communicators.group = backend.communicators.make(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
+    backend.communicators.make(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
     return backend
 
 
@@ -202,8 +203,7 @@ def test_all_communicators_are_aborted_in_one_group_call_on_a_thread_that_is_not
 ) -> None:
     backend = connected()
     communicators = backend.communicators
-    pair = communicators.make(torch.device("cpu"), 2, 0, fake.get_unique_id())
-    communicators.pairs[1] = pair
+    pair = communicators.make(torch.device("cpu"), 2, 0, fake.get_unique_id(), 1)
     may_end, threads = threading.Event(), []
 
     def abort() -> None:  # as one that waits for another rank
@@ -290,6 +290,57 @@ def test_a_communicator_that_is_made_while_its_group_is_ended_is_aborted() -> No
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         backend.communicators.adopt(fake.Communicator.init(2, 0, fake.get_unique_id()), torch.device("cpu"))
     assert [entry[0] for entry in fake.take_journal()] == ["init", "abort"]
+
+
+def test_a_communicator_that_is_made_between_two_looks_of_the_end_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = connected()
+    made, streams = fake.Communicator.init(2, 0, fake.get_unique_id()), communicators.Streams
+
+    def interrupted(*args: Any) -> Any:
+        backend.interrupt("rank 1 never came")
+        return streams(*args)
+
+    monkeypatch.setattr(communicators, "Streams", interrupted)
+    fake.take_journal()
+    with pytest.raises(DistBackendError, match="rank 1 never came"):
+        backend.communicators.adopt(made, torch.device("cpu"), 1)
+    assert [entry[0] for entry in fake.take_journal()].count("abort") == 2  # the group's, and it
+
+
+@pytest.mark.parametrize("name", ["split", "shrink"])
+def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name: str) -> None:
+    backend = connected()
+    comm, threads = backend.communicators.group.comm, []
+
+    def make(*args: Any, **more: Any) -> Any:
+        threads.append(threading.Thread(target=backend.interrupt, args=("it takes too long",)))
+        threads[0].start()
+        threads[0].join(0.05)
+        assert threads[0].is_alive()
+        assert ("abort", 2) not in fake.JOURNAL
+        return "made"
+
+    setattr(comm, name, make)
+    fake.take_journal()
+    communicators = backend.communicators
+    assert (communicators.split(0, 0) if name == "split" else communicators.shrink([1], False)) == "made"
+    threads[0].join(5)
+    assert ("abort", 2) in fake.take_journal()
+
+
+def test_communicators_are_forgotten_while_the_watchdog_looks() -> None:
+    backend = connected()
+
+    class Peer(int):
+        def __lt__(self, other: int) -> bool:  # as the links are put in order
+            backend.communicators._forget()
+            return False
+
+        __gt__ = __lt__
+
+    backend.communicators.make(torch.device("cpu"), 2, 0, fake.get_unique_id(), Peer(1))
+    assert backend.outstanding() is None
+    assert backend.pending() == []
 
 
 def test_an_end_that_has_begun_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

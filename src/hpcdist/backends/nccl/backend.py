@@ -378,7 +378,7 @@ class NCCLBackend(Backend):
 
     def _take_over(self, comm: Any, parent: Link) -> NCCLBackend:
         """Use a communicator that was made from the parent's."""
-        self.communicators.group = self.communicators.adopt(comm, parent.streams.device)
+        self.communicators.adopt(comm, parent.streams.device)
         self.communicators.is_eager = True
         return self
 

@@ -66,7 +66,7 @@ class Communicators:
         self.pairs: dict[int, Link] = {}
         self.is_eager = False
         self.ended: DistBackendError | None = None
-        self.use = threading.Lock()
+        self.use = threading.RLock()  # an error is looked into by who touches a communicator
         self._is_ending = False
         self._library = library
         self._cuda = cuda
@@ -87,38 +87,39 @@ class Communicators:
         if peer is not None and self.size > 1:
             finding.check_devices(peer, device, self._library.version)
         ids = finding.unique_ids(self._library, channel, self.rank, self.size)
-        self.group = self.make(device, self.size, self.rank, ids)
-        return self.group
+        return self.make(device, self.size, self.rank, ids)
 
     def connect_pair(self, device: torch.device, channel: finding.Channel, peer: int) -> Link:
         """Make the communicator of this rank and another one; both call."""
         unique_id = finding.pair_id(self._library, channel, self.rank, peer)
-        link = self.pairs[peer] = self.make(device, 2, int(self.rank > peer), unique_id)
-        return link
+        return self.make(device, 2, int(self.rank > peer), unique_id, peer)
 
-    def make(self, device: torch.device, size: int, rank: int, ids: Any) -> Link:
-        """Make a communicator; blocks until all its ranks have come."""
+    def make(self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None) -> Link:
+        """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have come."""
         with self.failing("connect"), self._cuda.device(device):
             comm = self._library.core.Communicator.init(size, rank, ids)
-        return self.adopt(comm, device)
+        return self.adopt(comm, device, peer)
 
-    def adopt(self, comm: Any, device: torch.device) -> Link:
-        """Return a communicator with streams, whose Works can be taken out of their wait."""
+    def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
+        """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
+        streams = Streams(device, self._library, self._cuda)
+        streams.interrupt = self.interrupt
+        link = Link(comm, Where(self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks met
                 comm.abort()
                 raise self.ended
-        streams = Streams(device, self._library, self._cuda)
-        streams.interrupt = self.interrupt
-        return Link(comm, Where(self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
+            if peer is None:
+                self.group = link
+            else:
+                self.pairs[peer] = link
+        return link
 
     def split(self, color: int | None, key: int) -> Any:
         """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
-        assert self.group is not None
-        self.check_live()
-        self.group.streams.settle("split")  # NCCL wants none of the parent's calls outstanding
-        with self.failing("split"):
-            return self.group.comm.split(color, key)
+        self._live_group().streams.settle("split")  # NCCL wants none of the parent's calls outstanding
+        with self.use, self.failing("split"):
+            return self._live_group().comm.split(color, key)
 
     def shrink(self, excluded: Sequence[int], aborts: bool) -> Any:
         """Return the nccl4py communicator without some ranks; the others call.
@@ -126,18 +127,29 @@ class Communicators:
         Raises:
             DistBackendError: NCCL is older than 2.27, or fails.
         """
-        assert self.group is not None
-        self.check_live()
+        streams = self._live_group().streams
         flags = self._library.core.CommShrinkFlag
         if aborts:  # before a kernel ends by it and seems to have succeeded
-            self.group.streams.failure = DistBackendError(
+            streams.failure = DistBackendError(
                 f"the call was ended, because rank {self.rank} of {self.size} shrinks the NCCL communicator without "
                 f"ranks {sorted(excluded)}"
             )
         else:
-            self.group.streams.settle("shrink")
-        with self.failing("shrink"):
-            return self.group.comm.shrink(list(excluded), flag=flags.ABORT if aborts else flags.DEFAULT)
+            streams.settle("shrink")
+        has_lock = self.use.acquire(timeout=STUCK_SECONDS if aborts else -1)
+        try:
+            with self.failing("shrink"):
+                flag = flags.ABORT if aborts else flags.DEFAULT
+                return self._live_group().comm.shrink(list(excluded), flag=flag)
+        finally:
+            if has_lock:
+                self.use.release()
+
+    def _live_group(self) -> Link:
+        """Return the communicator of all ranks; the error if no call can follow."""
+        self.check_live()
+        assert self.group is not None
+        return self.group
 
     # -- how they are used -----------------------------------------------------------------------------
 
@@ -166,9 +178,10 @@ class Communicators:
         try:
             yield
         except self._library.failures as error:
-            if self.ended is not None:  # it failed because it was interrupted
-                raise self.ended from error
-            raise self.failure(name, error) from error
+            with self.use:
+                if self.ended is not None:  # it failed because it was interrupted
+                    raise self.ended from error
+                raise self.failure(name, error) from error
 
     def failure(self, name: str, error: Exception) -> DistBackendError:
         """Return c10d's error for one of NCCL's."""
@@ -184,9 +197,9 @@ class Communicators:
 
     def links(self) -> list[Link]:
         """Return all in an order that is the same on the two ranks of each: pairs by their ranks, then the group's."""
-        pairs = sorted(self.pairs, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))
-        links = [self.pairs[peer] for peer in pairs]
-        return [*links, self.group] if self.group is not None else links
+        pairs, group = self.pairs.copy(), self.group  # read once: another thread may make one, or forget all
+        links = [pairs[peer] for peer in sorted(pairs, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))]
+        return links if group is None else [*links, group]
 
     def outstanding(self) -> Work | None:
         """Return the first call that the device has not ended."""
@@ -231,23 +244,23 @@ class Communicators:
             if self.ended is not None:
                 return True
             self.ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
-            for link in self.links():
+            links = self.links()
+            for link in links:
                 link.streams.failure = self.ended  # before a kernel ends by the abort and seems to have succeeded
-            self._abort()
-            for link in self.links():
+            self._abort(links)
+            for link in links:
                 link.streams.fail_all(self.ended)
             return True
         finally:
             if has_lock:
                 self.use.release()
 
-    def _abort(self) -> None:
-        """Abort all communicators in one group call, on a thread of its own that is waited for only so long.
+    def _abort(self, links: list[Link]) -> None:
+        """Abort communicators in one group call, on a thread of its own that is waited for only so long.
 
         One by one each abort may wait for a rank that waits in the abort of another (pytorch#119797). What fails here
         is not raised: nothing else can be done to the communicators.
         """
-        links = self.links()
 
         def abort_all() -> None:
             device, failures = links[0].streams.device, self._library.failures
