@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.distributed import default_pg_timeout
 
-from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi
+from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core import shutdown
 from hpcdist.core.errors import DistBackendError, explained, run_hook
@@ -128,7 +128,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         leave_out_han()
         begin = time.monotonic()
         with limited(timeout), open_mpi.without_btl_ofi(MPI):
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            silence.noting_ports(lambda: MPI.Init_thread(MPI.THREAD_MULTIPLE))
         START_SECONDS.append(time.monotonic() - begin)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
         OWNED.append(MPI)

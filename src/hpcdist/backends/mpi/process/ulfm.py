@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import EBADF
 from functools import cache
-from stat import S_ISSOCK
-from threading import Thread
 
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.process import silence
 from hpcdist.core.waiting import wait_until
 
 TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process only
@@ -27,11 +24,6 @@ NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
 QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
 PMIX = "libpmix.so.2"
 SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
-# a host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering
-KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}  # s, s, of an idle connection
-UNANSWERED_MILLISECONDS = 15_000  # of one that sends
-# in Linux's struct tcp_info: retransmissions, and probes of a closed window, since the last answer
-UNANSWERED = slice(2, 4)
 ALONE: list[str] = []  # the launcher that this process has left
 UNFINISHED: list[object] = []  # what MPI may still write to
 LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
@@ -180,7 +172,7 @@ def leave_launcher(comm: MPI.Intracomm) -> bool:
         [*(comm.Irecv(nothing, each) for each in peers), *(comm.Isend(nothing, each) for each in peers)]
     )
     comm.Barrier()
-    limit_silence()
+    silence.limit({port for ports in comm.allgather(silence.PORTS) for port in ports})
     leave_pmix()
     ALONE.append(namespace)
     return True
@@ -190,57 +182,3 @@ def leave_pmix() -> None:
     """Tell Open MPI's launcher that this process ends well, if there is one: else mpirun fails a job that has ended."""
     with suppress(OSError):  # another MPI does not load it
         ctypes.CDLL(PMIX, os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Finalize(None, 0)
-
-
-def limit_silence() -> None:
-    """Have the kernel end TCP connections of MPI and its launcher whose other host is silent: lost power, a lost link.
-
-    They are those that are open when MPI starts, without a limit of their owner's.
-    """
-    found = []
-    for each in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError), duplicate(each) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                if not is_untouched(connection):
-                    continue
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in KEEP_ALIVE.items():
-                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
-                found.append((each, os.fstat(each).st_ino))
-    Thread(target=limit_silence_of_receivers, args=(found,), name="hpcdist silence", daemon=True).start()
-
-
-def is_untouched(connection: socket.socket) -> bool:
-    """Tell whether nobody has limited a connection's silence: another library's settings stay as they are."""
-    return not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and not connection.getsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    )
-
-
-def duplicate(number: int, inode: int | None = None) -> socket.socket:
-    """Return a socket of this process by its descriptor, and raise OSError if it is not a socket, or another one."""
-    status = os.fstat(number)
-    if not S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
-        raise OSError(EBADF, os.strerror(EBADF))
-    return socket.socket(fileno=os.dup(number))
-
-
-def limit_silence_of_receivers(sockets: list[tuple[int, int]]) -> None:
-    """Look once a second at which connections get no answer to what they send, and limit the time of those.
-
-    A limit for all would end those too whose other side does not read for so long, though its kernel answers: a rank
-    that computes, or is stopped, while others send to it (tcp(7), TCP_USER_TIMEOUT).
-
-    Args:
-        sockets: their descriptors and inodes; MPI may close one, and another file get its number.
-    """
-    limits = dict.fromkeys(sockets, 0)
-    while True:
-        for (number, inode), before in limits.items():
-            with suppress(OSError), duplicate(number, inode) as connection:
-                tried = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNANSWERED.stop)[UNANSWERED]
-                limit = UNANSWERED_MILLISECONDS if max(tried) > 1 else 0
-                if limit != before:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
-                    limits[number, inode] = limit
-        time.sleep(1)

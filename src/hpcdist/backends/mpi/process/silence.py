@@ -1,0 +1,105 @@
+"""Limit on the silence of other hosts: ends MPI's TCP connections whose other host is gone (lost power, a lost link).
+
+A host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering. Other libraries'
+connections are theirs: MPI's are those to the ports at which the ranks listen since their MPI_Init.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from errno import EBADF
+from stat import S_ISSOCK
+from threading import Thread
+
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2}  # s, s, of an idle connection
+UNANSWERED_MILLISECONDS = 15_000  # of one that sends
+# in Linux's struct tcp_info: retransmissions, and probes of a closed window, since the last answer
+UNANSWERED = slice(2, 4)
+PORTS: set[int] = set()  # at which MPI listens in this process
+
+Socket = tuple[int, int]  # its descriptor and inode; its owner may close it, and another file get its number
+
+
+def noting_ports(start: Callable[[], object]) -> None:
+    """Start MPI, and take note of the ports at which this process listens since."""
+    before = listening()
+    start()
+    PORTS.update(listening() - before)
+
+
+def limit(ports: Collection[int]) -> None:
+    """Have the kernel end MPI's connections whose other host is silent.
+
+    Args:
+        ports: at which the ranks listen.
+    """
+    found = []
+    for each, connection in sockets():
+        if not is_listening(connection) and is_of_ports(connection, ports) and is_untouched(connection):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEP_ALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            found.append(each)
+    Thread(target=limit_receivers, args=(found,), name="hpcdist silence", daemon=True).start()
+
+
+def sockets() -> Iterator[tuple[Socket, socket.socket]]:
+    """Yield the TCP sockets of this process, each by another descriptor of its own."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), duplicate(number) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield (number, os.fstat(number).st_ino), found
+
+
+def listening() -> set[int]:
+    """Return the ports at which this process listens."""
+    return {found.getsockname()[1] for _, found in sockets() if is_listening(found)}
+
+
+def is_listening(found: socket.socket) -> bool:
+    """Tell whether a socket takes connections."""
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def is_of_ports(connection: socket.socket, ports: Collection[int]) -> bool:
+    """Tell whether a connection is one to a port of another process that is among some, or to one of PORTS here."""
+    with suppress(OSError):  # it is not connected
+        return connection.getpeername()[1] in ports or connection.getsockname()[1] in PORTS
+    return False
+
+
+def is_untouched(connection: socket.socket) -> bool:
+    """Tell whether nobody has limited a connection's silence: MPI's own settings stay as they are."""
+    return not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and not connection.getsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    )
+
+
+def duplicate(number: int, inode: int | None = None) -> socket.socket:
+    """Return a socket of this process by its descriptor, and raise OSError if it is not a socket, or another one."""
+    status = os.fstat(number)
+    if not S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
+        raise OSError(EBADF, os.strerror(EBADF))
+    return socket.socket(fileno=os.dup(number))
+
+
+def limit_receivers(found: list[Socket]) -> None:
+    """Look once a second at which connections get no answer to what they send, and limit the time of those.
+
+    A limit for all would end those too whose other side does not read for so long, though its kernel answers: a rank
+    that computes, or is stopped, while others send to it (tcp(7), TCP_USER_TIMEOUT).
+    """
+    limits = dict.fromkeys(found, 0)
+    while True:
+        for (number, inode), before in limits.items():
+            with suppress(OSError), duplicate(number, inode) as connection:
+                tried = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNANSWERED.stop)[UNANSWERED]
+                limit = UNANSWERED_MILLISECONDS if max(tried) > 1 else 0
+                if limit != before:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+                    limits[number, inode] = limit
+        time.sleep(1)
