@@ -124,6 +124,16 @@ class CallCheck:
         self._board = board
         self._is_open = True
 
+    @property
+    def is_on(self) -> bool:
+        """Whether calls are compared; known from the first one on."""
+        return self._board is not None
+
+    @property
+    def compares_shares(self) -> bool:
+        """Whether the ranks of an exchange compare their shares by MPI: the board does not have them all."""
+        return self._board is not None and (self.log is not None or not self._board.has_counts)
+
     def _last(self) -> int:
         """Return the number of the last call whose words are written."""
         number, board = self.number, self._board
@@ -180,7 +190,7 @@ class CallCheck:
                 if not self._is_clear(number):
                     self._fail(number, make)
                 break
-        if log is not None and log.is_new(first, size):
+        if log is not None and (log.is_new(first, size) or first == SPLIT_SAID):
             self._compare_first(log, number, make)
         try:
             return make()
@@ -215,9 +225,11 @@ class CallCheck:
             self._fail(number, make)
 
     def differ(self, ways: list[str]) -> None:
-        """Raise because an exchange between nodes has found other ranks' calls to differ; the others are told."""
-        assert self.log is not None
-        self.log.fail(calls_differ(self._communicator.size, ways), TELLS)
+        """Raise because an exchange has found other ranks' calls to differ; on several nodes the others are told."""
+        failure = calls_differ(self._communicator.size, ways)
+        if self.log is None:
+            raise CallsDifferError(failure)
+        self.log.fail(failure, TELLS)
         hooks.compare_calls(self.log, 0.0)
         self.log.check()
 
@@ -230,7 +242,7 @@ class CallCheck:
             return run
         size = size_of(call, communicator.rank, communicator.size)
         first = base if call.root is None else base + (call.root << 32)
-        if self.log is not None and call.row in EXCHANGES:  # whose shares MPI is to compare
+        if self.compares_shares and call.row in EXCHANGES:
             return lambda send, recv: self.run(call._replace(send=send, recv=recv), base)
         if board.are_many:
             return lambda send, recv: self.make(first, size, lambda: run(send, recv))
@@ -454,7 +466,9 @@ class CallCheck:
             its, op = row(said.name), OPS.get(said.op)
             op = multiplied_by(1.0) if op == PREMUL_SUM else op
             counts = None
-            if its in EXCHANGES and (said.size < 0 or ranks == 2):
+            if its in EXCHANGES and self.compares_shares:  # those in it find that this rank takes no part
+                its, counts = ALL_TO_ALL, ([0] * ranks, [0] * ranks)
+            elif its in EXCHANGES and (said.size < 0 or ranks == 2):
                 its, counts = ALL_TO_ALL, self._shares(leader, number)
             elif said.size >= COUNTED and (theirs := board.counts(leader, number)) is not None:
                 shares = theirs[1] if its is ALL_GATHER else theirs[0]

@@ -5,6 +5,9 @@ would wait for each other for ever. So three ranks and more call MPI_Alltoallw (
 each by MPI_Sendrecv (MPI 3.10). How this rank describes a share to MPI is its own affair: as a count of bytes if a C
 int holds it, else as a derived datatype (MPI 5.1). On 2 ranks and 64 B, MPI_Alltoallw takes 3.9 µs in Open MPI and 5.7
 in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own share 2.5 and 3.5.
+
+If nothing has compared the shares before (HPCDIST_CHECK_CALLS=0), Open MPI is kept from writing past them, as in
+``receives``: two ranks receive a message of known length, more of them into runs that are folded.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, memory, run, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, address, fold, memory, run, starts_of
+from hpcdist.backends.mpi.receives import PROBES
 from hpcdist.core.buffers import TensorList, overlap
 from hpcdist.core.call import Run
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import Counts
+from hpcdist.core.waiting import wait_until
 
 LAYOUTS = 64  # of equal shares, kept
 TAG = 1  # on the private duplicate, where objects travel with 0
@@ -42,7 +47,12 @@ class Exchange:
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
 
     def run(
-        self, send: torch.Tensor | TensorList, recv: torch.Tensor | TensorList, counts: Counts | None, is_new: bool
+        self,
+        send: torch.Tensor | TensorList,
+        recv: torch.Tensor | TensorList,
+        counts: Counts | None,
+        is_new: bool,
+        is_checked: bool,
     ) -> list[str]:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
@@ -52,22 +62,27 @@ class Exchange:
             counts: elements to and from each rank, None for equal shares. One share to send stands for the same share
                 to everyone.
             is_new: whether each pair of ranks compares its shares first, by one more exchange of two numbers, because
-                nothing else did; the same on all ranks. Shares that differ are left out.
+                nothing else does; the same on all ranks. Shares that differ are left out.
+            is_checked: whether shares were compared before; the same on all ranks.
 
         Returns:
             In words, the shares of this rank that differ from another's.
 
         Raises:
             DistBackendError: a rank of two sends itself another number of elements than it receives from itself.
+            MismatchError: a share is longer than what receives it, of two ranks that have not compared them.
         """
         size, itemsize = self._size, send.itemsize
+        are_cut = CUTS or is_checked or is_new
         if counts is None and size > 2 and not is_new:
             with ExitStack() as made:
-                sides: list[Any] = [
+                source, target = (
                     (memory(tensor), *equal(tensor.nbytes // size, size, made))  # type: ignore[arg-type]  # no lists
                     for tensor in (send, recv)
-                ]
-                self._comm.Alltoallw(*map(list, sides))
+                )
+                if not are_cut:
+                    target = self._folded(target, [recv.nbytes // size] * size, made)
+                self._comm.Alltoallw(list(source), list(target))
             return []
         if counts is None:
             lengths = [[tensor.nbytes // size] * size for tensor in (send, recv)]
@@ -79,11 +94,26 @@ class Exchange:
             sources, sent = sources * size, sent * size
         ways = self._compare(sent, received) if is_new else []
         if size == 2:
-            self._swap(sources, targets, sent, received)
+            self._swap(sources, targets, sent, received, are_cut)
             return ways
         with ExitStack() as made:
-            self._comm.Alltoallw(list(spread(sources, sent, made)), list(spread(targets, received, made)))
+            target = spread(targets, received, made)
+            if not are_cut:
+                target = self._folded(target, received, made)
+            self._comm.Alltoallw(list(spread(sources, sent, made)), list(target))
         return ways
+
+    def _folded(self, buffer: tuple[Any, ...], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
+        """Describe shares to be received so that no longer ones are written; ``made`` frees their datatypes."""
+        memory, counts, offsets, types = buffer
+        counts, types = list(counts), list(types)
+        folded = {nbytes: fold(nbytes) for nbytes in {*lengths} if nbytes}
+        for datatype in folded.values():
+            made.callback(datatype.Free)
+        for rank, nbytes in enumerate(lengths):
+            if nbytes and rank != self._rank:
+                counts[rank], types[rank] = 2, folded[nbytes]
+        return memory, counts, offsets, types
 
     def _compare(self, sent: list[int], received: list[int]) -> list[str]:
         """Compare bytes to and from each rank with what they say; those that differ become 0 on both."""
@@ -100,20 +130,43 @@ class Exchange:
                 sent[rank] = received[rank] = 0
         return ways
 
-    def _swap(self, sources: list[int], targets: list[int], sent: list[int], received: list[int]) -> None:
+    def _swap(
+        self, sources: list[int], targets: list[int], sent: list[int], received: list[int], are_cut: bool
+    ) -> None:
         """Exchange bytes between two ranks: the shares that begin at the addresses ``sources`` and ``targets``."""
         rank, other = self._rank, 1 - self._rank
         to_other, to_self, to_receive = sent[other % len(sent)], sent[rank % len(sent)], received[other]
-        self._communicator.open_private().Sendrecv(
-            [address(sources[other % len(sources)], to_other), *run(to_other)], other, TAG,
-            [address(targets[other], to_receive), *run(to_receive)], other, TAG,
-        )  # fmt: skip
+        source = [address(sources[other % len(sources)], to_other), *run(to_other)]
+        target = [address(targets[other], to_receive), *run(to_receive)]
+        private = self._communicator.open_private()
+        if are_cut:
+            private.Sendrecv(source, other, TAG, target, other, TAG)
+        else:
+            self._swap_by_length(private, source, target, to_receive)
         if to_self != received[rank]:  # said now, so that the other rank does not wait
             raise DistBackendError(
                 f"exchange: rank {rank} of 2 sends itself {to_self} bytes and receives {received[rank]} from itself; "
                 "its own splits of input and output must be equal"
             )
         memmove(targets[rank], sources[rank % len(sources)], to_self)  # releases the GIL
+
+    def _swap_by_length(self, private: MPI.Intracomm, source: list[Any], target: list[Any], nbytes: int) -> None:
+        """Send a message and receive one, elsewhere if it has more than ``nbytes``."""
+        other, status, message = 1 - self._rank, MPI.Status(), None
+
+        def is_there() -> bool:
+            nonlocal message
+            message = private.Improbe(other, TAG, status)
+            return message is not None
+
+        sending = private.Isend(source, other, TAG)
+        wait_until(is_there, looks=PROBES)
+        length = status.Get_elements(BYTE)
+        is_long = length > nbytes
+        message.Recv([MPI.buffer.allocate(length), *run(length)] if is_long else target)  # type: ignore[union-attr]
+        sending.Wait()
+        if is_long:
+            raise self._communicator.too_long("all_to_all", status, nbytes, f"{length:,}")
 
     def describe(self, send: torch.Tensor, recv: torch.Tensor) -> tuple[Any, ...] | None:
         """Describe equal shares in two tensors to MPI_Alltoallw; None if they overlap or are too large."""
@@ -132,7 +185,7 @@ class Exchange:
             if send.data_ptr() != source or recv.data_ptr() != target:
                 with self._communicator.translating(name):
                     if (is_copied := overlap(send, recv)) or send.nbytes > COPY_MAX:
-                        self.run(send.clone() if is_copied else send, recv, None, False)
+                        self.run(send.clone() if is_copied else send, recv, None, False, True)
                         return
                     known = self._described(send, recv)
                 _, _, sendrecv, sent, received, own, copied = known

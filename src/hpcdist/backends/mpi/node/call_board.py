@@ -143,6 +143,7 @@ class CallBoard:
         failing: of each rank, the number of the call in which it has found a difference.
         followed: of each rank, how many decisions it has carried out.
         decided: how many differences have been decided about.
+        has_counts: whether it has the counts of calls.
     """
 
     def __init__(self, memory: mmap.mmap, ranks: list[int], own: int, size: int) -> None:
@@ -163,7 +164,8 @@ class CallBoard:
         begin += 1 + 3 * DECISIONS
         length = 2 * size
         self._counts = None
-        if has_counts(count, size):
+        self.has_counts = has_counts(count, size)
+        if self.has_counts:
             self._counts = [cells[begin + r * COUNTS_KEPT * length :][: COUNTS_KEPT * length] for r in range(count)]
         self._length = length
         self.acquire, self.release = fences()
