@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import LAUNCHERS, PLAIN, Job
+from tests.faults.launch import FIRST, LAUNCHERS, PLAIN, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 PROGRAM = """
@@ -56,3 +57,33 @@ def test_a_root_that_is_ahead_of_the_others(launcher: str, program: Path) -> Non
         told = {each["event"]: each["text"] for each in job.events() if each["rank"] == 0}
         assert told.keys() == SAID.keys(), job.stderr()
         assert all(words in told[name] for name, words in SAID.items()), told
+
+
+QUIET = """
+import os, sys
+from pathlib import Path
+case, rank = sys.argv[1], int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+if case == "several nodes": os.environ["HPCDIST_NODE_KEY"] = str(rank)
+import torch
+import hpcdist as dist
+dist.init_process_group()
+if case == "lists":
+    dist.new_group([0, 1] if rank == 0 else [0, 1, 2], use_local_synchronization=True)
+for _ in range(3 if rank == 2 else 4):
+    dist.broadcast(torch.ones(3), 0)  # its root waits for nobody
+"""
+NAMED = {
+    "one node": r"ranks 0, 1: broadcast of 3 elements.*rank 2: destroy_process_group",
+    "several nodes": r"rank [01]: broadcast of 3 elements.*rank 2: destroy_process_group",
+    "lists": r"new_group: rank \d gave the ranks \[0, 1(, 2)?\], and rank \d gave \[0, 1(, 2)?\]",
+}
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize("case", NAMED)
+def test_what_blocks_nobody_and_what_mpi_does_not_know(case: str, launcher: str, program: Path) -> None:
+    """A program ends though a rank has made fewer calls; members of a group make it of different ranks."""
+    program.write_text(QUIET)
+    with Job(launcher, 3, [case], program) as job:
+        assert job.finish(60) != 0
+        assert re.search(NAMED[case], job.stderr()), job.stderr()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.node import call_board
 from hpcdist.core.errors import CallsDifferError
 
 from . import wrong_programs
@@ -99,8 +101,10 @@ def test_splits_are_compared_pair_by_pair(group, rank, size):
     refused(r"sends", dist.all_to_all_single, output, given, sent, sent, group)
 
 
-def test_one_exchange_after_another_that_does_not_fit(group, rank, size):
+@pytest.mark.parametrize("room", [call_board.COUNTS_BYTES, 0], ids=["counts on the board", "too many ranks for it"])
+def test_one_exchange_after_another_that_does_not_fit(room, group, rank, size, monkeypatch):
     """Rank 0 sends more, or less, than the others expect: nothing is written past a tensor, the next is compared."""
+    monkeypatch.setattr(call_board, "COUNTS_BYTES", room)
     for shares in (1100, 900, 100_000):
         sent, received = [shares if rank == 0 else 1000] * size, [1000] * size
         if rank == 0:
@@ -110,6 +114,61 @@ def test_one_exchange_after_another_that_does_not_fit(group, rank, size):
         refused("all_to_all", dist.all_to_all_single, into, torch.ones(sum(sent)), received, sent, group)
         refused("all_to_all", dist.all_to_all, [*into.split(received)], [torch.ones(n) for n in sent], group)
         assert not whole[len(into) :].any()
+    if rank == size - 1:
+        refused("all_to_all.*barrier", dist.barrier, group)
+    else:
+        splits = [1 + rank + other for other in range(size)]
+        given = torch.ones(sum(splits))
+        refused("all_to_all", dist.all_to_all_single, torch.empty_like(given), given, splits, splits, group)
+
+
+def test_an_exchange_that_nothing_compares_overwrites_nothing(rank, size, monkeypatch):
+    """Open MPI writes a large message to its end (``backends.mpi.receives``)."""
+    for length in (9, 1000, 30_000, 300_000):
+        with monkeypatch.context() as patch:
+            patch.setattr(dist.group.WORLD.any_backend().check, "is_wanted", False)
+            made = dist.new_group()
+        right = torch.zeros(5 * size)
+        for _ in range(20):  # prepared (``core.call_cache``) too
+            dist.all_to_all_single(right, torch.full((5 * size,), float(rank)), group=made)
+            assert right.tolist() == [float(other) for other in range(size) for _ in range(5)]
+        assert not made.any_backend().check.is_on
+        sent, received = [length if rank == 0 else 8] * size, [8] * size
+        if rank == 0:
+            received[0] = length
+        whole = torch.zeros(sum(received) + 300_000)
+        with suppress(RuntimeError, ValueError):
+            dist.all_to_all_single(whole[: sum(received)], torch.ones(sum(sent)), received, sent, made)
+        assert not whole[sum(received) :].any()
+        dist.barrier()
+        made.drop("its exchange has failed")
+        dist.destroy_process_group(made)
+
+
+@pytest.mark.parametrize("end", ["destroy_process_group", "new_group"])
+@pytest.mark.parametrize("are_apart", [False, True], ids=["one node", "a node each"])
+def test_a_rank_that_makes_fewer_calls(are_apart, end, comm, rank, size, monkeypatch):
+    """Nobody waits for it: a broadcast's root goes on."""
+    if are_apart:
+        if size > 3:
+            pytest.skip("a rank asks two others, and who makes the group meanwhile is ended with the job")
+        monkeypatch.setattr(call_board, "sight", lambda: (str(rank), "", 0))
+    made, failure = dist.new_group(), None
+    dist.destroy_process_group(dist.split_group(made, [list(range(size))]))  # the next is not the first of its kind
+    try:
+        for _ in range(3 if rank == size - 1 else 4):
+            dist.broadcast(torch.ones(3), 0, made)  # a late rank raises here
+        if end == "new_group":
+            dist.split_group(made, [list(range(size))])
+        else:
+            dist.destroy_process_group(made)
+    except CallsDifferError as error:
+        failure = str(error)
+    told = [each for each in comm.allgather(failure) if each is not None]
+    assert told
+    assert all("broadcast of 3 elements" in each and f"rank {size - 1}: {end}" in each for each in told), told
+    dist.barrier()
+    made.drop("its calls differ")
 
 
 def test_a_new_group_that_one_rank_does_not_make(rank, size):

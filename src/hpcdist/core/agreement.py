@@ -70,10 +70,17 @@ def subgroups_differ(given: Sequence[Sequence[int] | None]) -> MismatchError:
     """Return the error of ranks that gave subgroups which contradict each other: what each rank gave for its own."""
     pairs = ((rank, other) for rank, mine in enumerate(given) for other in mine or () if given[other] != mine)
     rank, other = next(pairs)
-    return MismatchError(
-        f"new_group: rank {rank} gave the ranks {given[rank]}, and rank {other} gave {given[other]}; expected one "
-        "list, in one order, from all ranks that it names (ranks here are those of the group that is divided)"
+    return MismatchError(lists_differ(rank, given[rank], other, given[other]))
+
+
+def lists_differ(rank: int, mine: Sequence[int] | None, other: int, theirs: Sequence[int] | None) -> str:
+    """Return the message of two ranks that gave different lists for a group that both are to be in."""
+    first, second = (None if ranks is None else list(ranks) for ranks in (mine, theirs))
+    text = (
+        f"new_group: rank {rank} gave the ranks {first}, and rank {other} gave {second}; expected one list, in one "
+        "order, from all ranks that it names"
     )
+    return explained(text, "subgroups-differ")
 
 
 def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:

@@ -79,6 +79,7 @@ class Group:
         config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
         timeout: the limit of each call on the group.
         journal: the calls of this rank on the group.
+        making: the global ranks of groups that members of this one are making by themselves, on this rank.
         known: what need not be asked of a collective that repeats the last one of its kind.
         asked_name: what a script that runs on ``torch.distributed`` calls the backend; None if it says nothing.
         is_own_world: whether the end of the default group does not end it (``dist2``).
@@ -115,6 +116,7 @@ class Group:
         self.left: list[Backend] = []
         self._ended: dict[Backend, None] = {}
         self.is_watched = True
+        self.making: list[list[int]] = []
         self.known = CallCache()
         self.coalescing: list[tuple[Call, HeldWork]] | None = None  # the calls held back by a coalescing manager
 
@@ -194,8 +196,13 @@ class Group:
         Returns:
             The new backends by device type.
         """
-        with self.journal.during("create_group"):
-            return self.derive(lambda each: each.create_group(ranks, name, timeout), kinds)
+        members = [self.ranks[rank] for rank in ranks]
+        self.making.append(members)
+        try:
+            with self.journal.during("create_group"):
+                return self.derive(lambda each: each.create_group(ranks, name, timeout), kinds)
+        finally:
+            self.making.remove(members)
 
     def grouped(self) -> AbstractContextManager[Any]:
         """Launch the calls begun inside together, on the backends that can."""

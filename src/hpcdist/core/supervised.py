@@ -79,6 +79,14 @@ class Supervised(ABC):
     def end_receives(self, reason: str) -> None:  # noqa: B027  # nothing to do is the answer of most
         """Make receives raise that wait for a message, of other threads too: no rank sends one any more."""
 
+    def leave(self) -> None:  # noqa: B027  # as above
+        """Say that this rank makes no more calls, once every rank of the job has made its last one.
+
+        Raises:
+            CallsDifferError: another rank has made a call in this one's place.
+            DistBackendError: a rank has died.
+        """
+
     def set_revoke_reason(self, reason: str) -> None:  # noqa: B027  # as above
         """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
 

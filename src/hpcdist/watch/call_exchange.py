@@ -172,7 +172,7 @@ class CallExchange:
             log.fail(failure, TELLS if tells else 0)
             self._tell(log, ranks)
 
-    # -- at the end of a group, of the job, and after MPI has failed -----------------------------------
+    # -- at the end of a group, and after MPI has failed -----------------------------------------------
 
     def compare(self, log: CallLog, seconds: float) -> None:
         """Compare this rank's calls with those of a rank of the next node and one of the node before, at once.
@@ -204,11 +204,3 @@ class CallExchange:
             nap = min(2 * nap, LONGEST_NAP)
         if log.is_ending:
             self._patience -= time.monotonic() - began
-
-    def at_exit(self) -> str | None:
-        """Return a difference that no call has raised, once every rank leaves the program."""
-        for log, _ in list(self._live()):
-            self.compare(log, KEPT_SECONDS)
-            if log.failure is not None and not log.was_raised:
-                return log.failure
-        return None

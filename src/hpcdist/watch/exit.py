@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import explained, run_hook
+from hpcdist.core.errors import CallsDifferError, DistBackendError, explained, run_hook
 from hpcdist.core.journal import Blocked, Call
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
@@ -144,7 +144,7 @@ class ProcessExit:
             if decision is Decision.LEAVE:
                 self.backend.skip_finalize()
                 return
-        if (failure := watchdog.call_exchange.at_exit()) is not None:
+        if (failure := difference()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()
         if (
@@ -279,6 +279,20 @@ def last_call() -> Call | None:
     time.sleep(BEGUN_SECONDS)
     wait_until(lambda: not blocked(), CALL_SECONDS)
     return next((Call(*each.call) for each in blocked()), None)
+
+
+def difference() -> str | None:
+    """Return how the calls of ranks differ, if no call has raised it; every rank leaves the program."""
+    found = None
+    for group in list(WORLD.groups.values()):
+        for backend in dict.fromkeys(group.backends.values()):
+            try:
+                backend.leave()
+            except CallsDifferError as error:
+                found = found or str(error)
+            except DistBackendError:  # a rank has died
+                pass
+    return found
 
 
 def is_stuck() -> bool:

@@ -41,6 +41,7 @@ from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.meeting import Meeting
+from hpcdist.watch.members import Members
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.report import (
     COLLECTIVE,
@@ -119,7 +120,7 @@ class Watchdog:
         ):
             self.channel.register(kind, handler, shape)
         self.call_exchange = CallExchange(self.channel, self.end_call)
-        self.each_second.append(self.call_exchange.look)
+        self.each_second += [self.call_exchange.look, Members(self.channel, self.end_call).look]
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property

@@ -184,6 +184,10 @@ class MPIBackend(Backend):
         """Ask MPI for the dead of its world (ULFM)."""
         return bool(ulfm.failed(MPI.COMM_WORLD))
 
+    def leave(self) -> None:
+        """Compare the number of this rank's calls with the others'."""
+        self.check.leave()
+
     def exit_barrier(self) -> Callable[[], bool] | None:
         """Begin the exit barrier."""
         return runtime.exit_barrier()
