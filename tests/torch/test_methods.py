@@ -248,7 +248,8 @@ def test_an_abort_takes_no_other_rank_and_ends_receives(rank, size):
     if rank:
         dist.barrier()  # until rank 0 has ended the group
     group.abort()
-    with pytest.raises(dist.DistBackendError, match="was aborted"):
+    # a process by itself, without MPI, knows from the beginning that it has not sent such a message
+    with pytest.raises(dist.DistBackendError, match="was aborted" if size > 1 else "was aborted|from itself"):
         work.wait()
     with pytest.raises(ValueError, match="destroyed or aborted"):
         torch_dist.all_reduce(torch.ones(1), group=group)
