@@ -234,3 +234,16 @@ def test_one_function_makes_groups():
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "ProcessGroup"
     ]
     assert found == ["hpcdist.core.factory"]
+
+
+def test_a_backend_must_implement_few_methods():
+    """Every library has to have these; what only some can do has an answer for the others."""
+    tree = ast.parse(FILES["hpcdist.core.backend"].read_text())
+    found = [
+        function.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "Backend"
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and "abstractmethod" in map(ast.unparse, function.decorator_list)
+    ]
+    assert 0 < len(found) <= 12, found

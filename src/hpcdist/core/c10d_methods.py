@@ -207,16 +207,12 @@ class C10dMethods(Group):
         op, is_async = asked("reduce_scatter_single", inputTensor, opts)
         return self._issue(table.REDUCE_SCATTER_SINGLE, inputTensor, outputTensor, [outputTensor], op, None, is_async)
 
-    _reduce_scatter_base = as_torch(reduce_scatter_single, "_reduce_scatter_base")
-
     @as_torch
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Combine and scatter each tensor of a list."""
         check_pairs("reduce_scatter_single_coalesced", outputs, inputs)
         works = (self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
         return lists.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
-
-    reduce_scatter_tensor_coalesced = as_torch(reduce_scatter_single_coalesced, "reduce_scatter_tensor_coalesced")
 
     # -- moving --------------------------------------------------------------------------------------
 
@@ -260,16 +256,12 @@ class C10dMethods(Group):
         is_async = getattr(opts, "asyncOp", True)
         return self._issue(table.ALL_GATHER_SINGLE, input, output, [output], None, None, is_async)
 
-    _allgather_base = as_torch(all_gather_single, "_allgather_base")
-
     @as_torch
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list into one."""
         check_pairs("all_gather_single_coalesced", outputs, inputs)
         works = (self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
         return lists.begin_all(self, "all_gather", inputs, works, list(outputs))
-
-    allgather_into_tensor_coalesced = as_torch(all_gather_single_coalesced, "allgather_into_tensor_coalesced")
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
@@ -316,8 +308,6 @@ class C10dMethods(Group):
         is_async = getattr(opts, "asyncOp", True)
         issued = lists.all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, is_async)
         return self._begin(issued, [output])
-
-    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait until every rank has called this."""
@@ -431,3 +421,8 @@ class C10dMethods(Group):
 
     def _has_hooks(self) -> bool:
         return False
+
+
+for _name, _earlier in table.METHODS.items():
+    if _earlier is not None:
+        setattr(C10dMethods, _earlier, as_torch(getattr(C10dMethods, _name), _earlier))

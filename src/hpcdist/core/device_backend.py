@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcdist.core.table import MESSAGE_METHODS, METHODS
+
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
     from hpcdist.core.group import Group
 
 # what the backend of a device type has of the group's methods
-CARRIED = frozenset({
-    "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
-    "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter",
-    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "barrier", "monitored_barrier",
-    "send", "recv", "recv_anysource", "set_timeout", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
-})  # fmt: skip
+OTHERS = ("monitored_barrier", "set_timeout", "_get_sequence_number_for_group", "_set_sequence_number_for_group")
+CARRIED = {*METHODS, *filter(None, METHODS.values()), *MESSAGE_METHODS, *OTHERS}
 
 
 class DeviceBackend:

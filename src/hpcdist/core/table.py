@@ -104,3 +104,26 @@ def row(name: str) -> Row:
         return ROWS[name]
     except KeyError:
         raise KeyError(f"no collective {name!r} (known: {', '.join(ROWS)})") from None
+
+
+# c10d's collectives as methods of a group, each with the name under which earlier versions of torch, and C++, call it
+METHODS: dict[str, str | None] = {
+    "allreduce": None,
+    "allreduce_coalesced": None,
+    "reduce": None,
+    "reduce_scatter": None,
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "broadcast": None,
+    "allgather": None,
+    "allgather_coalesced": None,
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "gather": None,
+    "gather_single": None,
+    "scatter": None,
+    "alltoall": None,
+    "all_to_all_single": "alltoall_base",
+    "barrier": None,
+}
+MESSAGE_METHODS = ("send", "recv", "recv_anysource")

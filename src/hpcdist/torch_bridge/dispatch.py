@@ -51,6 +51,8 @@ from hpcdist.core.table import (
     BARRIER,
     BROADCAST,
     GATHER,
+    MESSAGE_METHODS,
+    METHODS,
     REDUCE,
     REDUCE_SCATTER,
     REDUCE_SCATTER_SINGLE,
@@ -61,21 +63,8 @@ from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
 from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.mirror import forget_coalescing
 
-# the methods that c10d makes operators
-METHODS = (
-    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "all_gather_single",
-    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "gather", "gather_single", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
-)  # fmt: skip
-# their earlier names, and the name under which torch's C++ calls the method of a group made in Python
-EARLIER = {
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
-LATER = {later: earlier for earlier, later in EARLIER.items()}
+# earlier name -> name; torch's C++ calls the method of a group made in Python by one of the two
+EARLIER = {earlier: name for name, earlier in METHODS.items() if earlier is not None}
 NAMESPACE = "c10d"
 OPTION_TYPES = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
@@ -167,7 +156,7 @@ def exchange_operator(
 def name_in_cpp(name: str) -> str:
     """Return the name under which this torch's C++ calls a method of a group."""
     later = EARLIER.get(name, name)
-    return later if has("`all_gather_single` and the other names in `_single`") else LATER.get(later, later)
+    return later if has("`all_gather_single` and the other names in `_single`") else METHODS.get(later) or later
 
 
 def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
@@ -215,7 +204,7 @@ def leave_coalescing(pg: ProcessGroup, error: Exception) -> None:
         forget_coalescing(pg)
 
 
-for _name in (*METHODS, *EARLIER):
+for _name in (*METHODS, *MESSAGE_METHODS, *EARLIER):  # all are operators of c10d's
     if hasattr(TorchProcessGroup, name_in_cpp(_name)):
         setattr(ProcessGroup, _name, through_dispatcher(_name, getattr(ProcessGroup, _name)))
 
