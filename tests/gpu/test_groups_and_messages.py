@@ -116,7 +116,7 @@ def test_an_abort_ends_the_groups_communicator_and_those_of_messages(rank, size,
     work = dist.all_reduce(tensor, group=group, async_op=True) if rank == 0 else None
     backend = group.backend("cuda")
     began = time.monotonic()
-    assert backend.interrupt("a test says so")
+    assert backend.faults.interrupt("a test says so")
     assert time.monotonic() - began < 5
     if work is not None:
         with pytest.raises(dist.DistBackendError, match="a test says so"):
@@ -133,11 +133,11 @@ def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()
     backend = group.backend("cuda")
-    assert backend.check_async() is None
+    assert backend.faults.check_async() is None
     if rank == 0:
         work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
         assert backend.outstanding() is work
-    backend.interrupt("a test says so")
+    backend.faults.interrupt("a test says so")
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match="a test says so"):
             work.wait()
@@ -157,7 +157,7 @@ def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(is_async, rank, size
     torch.cuda.synchronize()
     if rank == 1:
         dist.barrier()  # until the watchdogs of the others have ended their calls
-        group.backend("cuda").interrupt("it never came")
+        group.backend("cuda").faults.interrupt("it never came")
     else:
         began = time.monotonic()
         work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=is_async)

@@ -199,7 +199,7 @@ def test_a_dropped_work_that_hangs_is_told_of_and_aborted(rank, size, device):
         assert hung is backend.outstanding()
         assert backend.pending() == [hung]
         assert hung._call[0] is group.journal
-    backend.interrupt("a test says so")
+    backend.faults.interrupt("a test says so")
     if rank == 0:
         assert isinstance(hung.exception(), dist.DistBackendError)
     torch.cuda.synchronize()
@@ -220,10 +220,10 @@ def test_an_abort_frees_memory_behind_what_is_queued(is_capturing, rank, size, d
     if is_capturing:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             tensor.add_(1)
-            group.backend("cuda").interrupt("a test says so")
+            group.backend("cuda").faults.interrupt("a test says so")
         graph.replay()
     else:
-        group.backend("cuda").interrupt("a test says so")
+        group.backend("cuda").faults.interrupt("a test says so")
     overwrite(device)
     torch.cuda.synchronize()
     assert tensor[0].item() == 1 + is_capturing
@@ -293,7 +293,7 @@ def test_an_end_past_the_timeout_raises_c10ds_error(rank, size, device):
     torch.cuda.synchronize()
     if rank == 1:
         dist.barrier()  # until the watchdogs of the others have ended their calls
-        group.backend("cuda").interrupt("it never came")
+        group.backend("cuda").faults.interrupt("it never came")
         dist.destroy_process_group(group)
     else:
         seen, has_ended = [], threading.Event()
@@ -403,9 +403,9 @@ def test_a_call_of_a_group_that_was_interrupted_does_not_reach_nccl(rank, size, 
     torch.cuda.synchronize()
     dist.barrier()
     backend = group.backend("cuda")
-    assert backend.interrupt("a test says so")
-    assert backend.interrupt("a second time, when there is nothing left to abort")
-    assert backend.check_async() is None
+    assert backend.faults.interrupt("a test says so")
+    assert backend.faults.interrupt("a second time, when there is nothing left to abort")
+    assert backend.faults.check_async() is None
     for call in (
         lambda: dist.all_reduce(torch.ones(1, device=device), group=group),
         lambda: dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True),

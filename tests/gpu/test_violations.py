@@ -91,11 +91,11 @@ def test_calls_of_two_ranks_that_do_not_match(noted, rank, size, device):
     backend = group.backend("cuda")
     noticed = [None] * size
     for _ in range(1000):  # the rank that does not notice hangs, as NCCL's would
-        dist.all_gather_object(noticed, str(backend.check_async() or ""))
+        dist.all_gather_object(noticed, str(backend.faults.check_async() or ""))
         if any(noticed):
             break
         time.sleep(0.02)
-    backend.interrupt("".join(noticed))
+    backend.faults.interrupt("".join(noticed))
     with pytest.raises(dist.DistBackendError):
         work.wait()
     everyones = [None] * size

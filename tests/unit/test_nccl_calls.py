@@ -402,7 +402,7 @@ def test_the_future_of_a_work_that_has_failed_has_an_error_of_cpps_own() -> None
     tensor = ones(2)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     work.end.is_complete = False
-    backend.interrupt("rank 3 is gone")
+    backend.faults.interrupt("rank 3 is gone")
     with pytest.raises(RuntimeError, match="rank 3 is gone") as caught:
         work.get_future().value()
     assert caught.type is RuntimeError  # ``set_exception`` would leave the DistBackendError, on which DDP crashes
@@ -475,11 +475,11 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     tensor = ones(2)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
     work.end.is_complete = False
-    assert backend.check_async() is None
+    assert backend.faults.check_async() is None
     backend.communicators.group.comm.error = 7  # still in progress
-    assert backend.check_async() is None
+    assert backend.faults.check_async() is None
     backend.communicators.group.comm.error = 6
-    failure = backend.check_async()
+    failure = backend.faults.check_async()
     assert "error 6" in str(failure)
     assert backend.pending() == [work]
     assert work._interrupt("rank 3 is gone")

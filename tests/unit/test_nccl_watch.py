@@ -139,7 +139,7 @@ def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_fail
     record_end = streams.record_end
 
     def end_meanwhile() -> Any:
-        backend.interrupt("rank 1 never came")
+        backend.faults.interrupt("rank 1 never came")
         event = record_end()
         event.is_complete = False
         return event
@@ -166,7 +166,7 @@ def test_a_call_whose_kernel_ended_by_the_abort_has_failed() -> None:
             waited.wait()
 
     backend.communicators.group.comm.abort = abort
-    backend.interrupt("rank 1 never came")
+    backend.faults.interrupt("rank 1 never came")
     assert seen == [(False, backend.communicators.ended)]
 
 
@@ -191,8 +191,8 @@ def test_a_call_whose_kernel_was_ended_by_a_shrink_has_failed() -> None:
 def test_a_communicator_is_aborted_once() -> None:
     backend = connected()
     fake.take_journal()
-    assert backend.interrupt("rank 1 never came")
-    assert backend.interrupt("and nor did rank 2")
+    assert backend.faults.interrupt("rank 1 never came")
+    assert backend.faults.interrupt("and nor did rank 2")
     assert fake.take_journal() == [("group", "start"), ("abort", 2), ("group", "end")]
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         call(backend)
@@ -214,7 +214,7 @@ def test_all_communicators_are_aborted_in_one_group_call_on_a_thread_that_is_not
     pair.comm.abort = abort
     monkeypatch.setattr("hpcdist.backends.nccl.communicators.ABORT_SECONDS", 0.05)
     fake.take_journal()
-    assert backend.interrupt("rank 1 never came")
+    assert backend.faults.interrupt("rank 1 never came")
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         call(backend)
     assert fake.take_journal() == [("group", "start"), ("abort", "pair")]
@@ -258,7 +258,7 @@ def test_a_call_does_not_reach_a_communicator_that_ended_just_before() -> None:
     fork = streams.fork
 
     def end_first() -> Any:
-        backend.interrupt("rank 1 never came")
+        backend.faults.interrupt("rank 1 never came")
         return fork()
 
     streams.fork = end_first
@@ -285,7 +285,7 @@ def test_what_runs_behind_a_call_is_held_like_the_call() -> None:
 
 def test_a_communicator_that_is_made_while_its_group_is_ended_is_aborted() -> None:
     backend = connected()
-    backend.interrupt("rank 1 never came")
+    backend.faults.interrupt("rank 1 never came")
     fake.take_journal()
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         backend.communicators.adopt(fake.Communicator.init(2, 0, fake.get_unique_id()), torch.device("cpu"))
@@ -350,7 +350,7 @@ def test_an_end_that_has_begun_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
 
     def destroy() -> None:  # as the watchdog's thread does while ncclCommDestroy waits for the other ranks
-        seen.append((backend.check_async(), backend.interrupt("it takes too long")))
+        seen.append((backend.faults.check_async(), backend.faults.interrupt("it takes too long")))
 
     backend.communicators.check_async, check = lambda: None, backend.communicators.check_async
     comm.finalize = lambda: setattr(backend.communicators, "check_async", check)
@@ -380,7 +380,7 @@ def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing()
 def test_the_device_is_waited_for_before_the_end_and_who_was_ended_meanwhile_is_not_touched() -> None:
     backend = connected()
     streams = backend.communicators.group.streams
-    streams.side.synchronize = lambda: backend.interrupt("rank 1 never came")
+    streams.side.synchronize = lambda: backend.faults.interrupt("rank 1 never came")
     fake.take_journal()
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         backend.close()
@@ -389,7 +389,7 @@ def test_the_device_is_waited_for_before_the_end_and_who_was_ended_meanwhile_is_
 
 def test_the_barrier_of_an_ended_communicator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = connected()
-    backend._cuda.main.synchronize = lambda: backend.interrupt("rank 1 never came")
+    backend._cuda.main.synchronize = lambda: backend.faults.interrupt("rank 1 never came")
     monkeypatch.setattr(fake.Event, "query", lambda self: False)
     with pytest.raises(DistBackendError, match="rank 1 never came"):
         backend.run(Call(BARRIER))

@@ -107,7 +107,7 @@ class ElasticJob:
             )
         if self._spares and everyone.name != "mpi":
             raise ValueError(f"spares need MPI, and this job's backend is {default.config!r}")
-        self.survives = everyone.name == "mpi" and everyone.interrupts_all()
+        self.survives = everyone.name == "mpi" and everyone.faults.interrupts_all()
         self._config, self._timeout, self._device = default.config, default.timeout, default.bound_device_id
         self._carriers = {device: each.name for device, each in default.backends.items()}
         self._is_shown = WORLD.mirror is not None
@@ -119,7 +119,7 @@ class ElasticJob:
         if self.survives or self._spares:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
             everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
-        if self.survives and everyone.leave_launcher():
+        if self.survives and everyone.membership is not None and everyone.membership.leave_launcher():
             self._proof = ProofOfDeath(everyone.objects.all_gather)
         self._present = list(range(size))
         if self._spares:
@@ -195,7 +195,7 @@ class ElasticJob:
                     trace = "".join(format_exception(error))
                     watchdog.abort(self._everyone, f"a rank has left the job by {error!r}; the job is aborted\n{trace}")
             elif self.survives:
-                self._everyone.revoke("a rank has left the job by an error")  # the spares come, and see it leave
+                self._everyone.faults.revoke("a rank has left the job by an error")  # the spares come, and see it leave
             return
         if not self._has_ended:
             self._come(Status.LEFT)
@@ -240,11 +240,11 @@ class ElasticJob:
             if self.rank is not None:
                 return True
             status = Status.AGAIN
-            wait_until(lambda: self._everyone.is_revoked() or self._is_deserted(), longest=LOOK_SECONDS)
+            wait_until(lambda: self._everyone.faults.is_revoked() or self._is_deserted(), longest=LOOK_SECONDS)
 
     def _is_deserted(self) -> bool:
         """Tell whether a spare has lost all ranks, so that nobody else can call a meeting."""
-        return {self._present[each] for each in self._everyone.failed()} >= set(self._members)
+        return {self._present[each] for each in self._everyone.faults.failed()} >= set(self._members)
 
     def _come_without_ulfm(self, status: Status) -> bool:
         """Begin together, or end: rank 0 tells the spares."""
@@ -271,9 +271,9 @@ class ElasticJob:
         while True:
             if status in (Status.FAILED, Status.AGAIN):
                 revoke_groups("a rank of the job has failed")
-            self._everyone.revoke("a rank of the job has called a meeting")
+            self._everyone.faults.revoke("a rank of the job has called a meeting")
             with self._waiting():
-                self._everyone = everyone = self._everyone.survivors()
+                self._everyone = everyone = self._everyone.membership.survivors()
             if had_failed and everyone.size == size:
                 raise DistBackendError("the elastic job cannot go on, though no more ranks were lost") from self._error
             size = everyone.size
@@ -290,15 +290,15 @@ class ElasticJob:
         try:
             result = part(*arguments)
         except RuntimeError as error:
-            if not isinstance(error, DistBackendError) and not is_hit() and not self._everyone.is_revoked():
+            if not isinstance(error, DistBackendError) and not is_hit() and not self._everyone.faults.is_revoked():
                 raise
             LOG.info("a meeting failed: %s", error)
             self._error = error
-            self._everyone.revoke("a rank of the job has failed in a meeting")
+            self._everyone.faults.revoke("a rank of the job has failed in a meeting")
             if part == self._carry_out:  # who confers makes no calls on them, and may not need others
                 revoke_groups("a rank of the job has failed in a meeting")
         with self._waiting():
-            return result if self._everyone.agree(result is not None) else None
+            return result if self._everyone.membership.agree(result is not None) else None
 
     def _confer(self, status: Status) -> tuple[Decision, Backend | None, int]:
         """Find out who is there, and decide how the job goes on.
@@ -398,7 +398,7 @@ class ElasticJob:
 def is_hit() -> bool:
     """Tell whether a group of this process has lost a rank or was revoked."""
     backends = [backend for group in list(WORLD.groups.values()) for backend in group.backends.values()]
-    return any(backend.is_revoked() or backend.failed() for backend in backends)
+    return any(backend.faults.is_revoked() or backend.faults.failed() for backend in backends)
 
 
 def revoke_groups(reason: str) -> None:

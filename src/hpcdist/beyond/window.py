@@ -53,6 +53,8 @@ class Window:
         pg = world.resolve(group)
         backend = pg.backend("cpu")
         carrier(pg, "Window")
+        if backend.windows is None:
+            raise RuntimeError(f"Backend {backend.name} does not support new_window: one-sided windows need MPI")
         with pg.journal.during("Window"):
             offers = attempt(backend, "Window", lambda: offer(memory, dtype))
             check_offers(offers)
@@ -60,7 +62,7 @@ class Window:
             self.sizes = [each.numel for each in offers]
             nbytes = [numel * self.dtype.itemsize for numel in self.sizes]
             own = as_tensor(memory, "memory", True, True) if offers[0].is_tensor else None
-            self._remote = backend.open_window(nbytes, own, pg.journal.during)
+            self._remote = backend.windows.open(nbytes, own, pg.journal.during)
         self._group, self._backend, self._itemsize = pg, backend, self.dtype.itemsize
         self.tensor = self._remote.own.view(self.dtype)
         self._is_open = True

@@ -92,7 +92,7 @@ def revoke_process_group(group: Group | None = None) -> None:
     pg = world.resolve(group)
     reason = f"group {pg.group_name!r} was revoked by its rank {pg.rank()} (revoke_process_group)"
     for each in dict.fromkeys(pg.backends.values()):
-        if each.revoke(reason) or (each is not pg.cpu and each.interrupt(reason)) or pg.size() == 1:
+        if each.faults.revoke(reason) or (each is not pg.cpu and each.faults.interrupt(reason)) or pg.size() == 1:
             continue
         for watchdog in RUNNING:
             watchdog.abort(each, f"{reason}: without ULFM nothing ends the calls of other ranks; the job is aborted")
@@ -107,7 +107,7 @@ def failed_ranks(group: Group | None = None) -> list[int]:
         ValueError: before ``init_process_group``, or a destroyed group.
     """
     pg = world.resolve(group)
-    return sorted({rank for each in pg.backends.values() for rank in each.failed()})
+    return sorted({rank for each in pg.backends.values() for rank in each.faults.failed()})
 
 
 def check_arguments(ranks_to_exclude: Any, shrink_flags: Any) -> None:

@@ -7,7 +7,8 @@ what only it can know. Ranks here are ranks of the group, and a root is one of t
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import memmove
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from hpcdist.core import reduction
+from hpcdist.core.backend_parts import Faults, Membership, Windows
 from hpcdist.core.buffers import joined
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.queue import LARGE_BYTES, Queue
-from hpcdist.core.supervised import Supervised
+from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Work
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from hpcdist.core.call_log import CallLog
     from hpcdist.core.journal import Journal
     from hpcdist.core.objects import Objects
-    from hpcdist.core.remote_memory import RemoteMemory
     from hpcdist.core.table import Row
 
 Message = tuple[torch.Tensor, int]  # what is sent or received, and the other rank in the group
@@ -53,7 +54,7 @@ class Bootstrap(NamedTuple):
     peer: Backend | None = None  # the group's CPU backend, already connected
 
 
-class Backend(Supervised):
+class Backend(ABC):
     """One communicator of one library.
 
     ``run`` blocks until the caller's buffers hold the result; ``start`` returns at once. The default
@@ -70,6 +71,12 @@ class Backend(Supervised):
     has_threads: bool = True  # whether the library may be called from a thread of ours
     device = torch.device("cpu")  # where the bytes of objects travel
     objects: Objects  # the same communicator's calls for objects
+    queue: Queue | None = None  # made by the first asynchronous call
+    unfinished: Unfinished  # messages under way, where the library keeps any
+    ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
+    faults = Faults()
+    membership: Membership | None = None
+    windows: Windows | None = None
 
     @classmethod
     @abstractmethod
@@ -180,18 +187,6 @@ class Backend(Supervised):
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a communicator that only ``ranks`` of this one call for."""
 
-    def open_window(
-        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
-    ) -> RemoteMemory:
-        """Open memory of every rank to the others; every rank calls.
-
-        Args:
-            sizes: bytes of each rank's memory.
-            tensor: this rank's, if it has it already.
-            during: records a call that blocks, and the other rank, as ``Journal.during``.
-        """
-        raise RuntimeError(f"Backend {self.name} does not support new_window: one-sided windows need MPI")
-
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
         """Run the library's own barrier that says who is missing; False if it has none."""
         return False
@@ -216,21 +211,39 @@ class Backend(Supervised):
         """Make a communicator of the ranks that are not excluded; only they call."""
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
 
-    def survivors(self) -> Backend:
-        """Make a communicator of the ranks that live, in order, also if this one is revoked; they all call."""
-        raise TypeError(f"backend {self.name!r} does not survive a dead rank")
-
-    def leave_launcher(self) -> bool:
-        """Leave a launcher that ends the job when a rank dies, if there is one; every process of the job calls."""
-        return False
-
-    def agree(self, flag: bool) -> bool:
-        """Return whether all ranks that live gave True and none has just died, also if this one is revoked."""
-        raise TypeError(f"backend {self.name!r} does not survive a dead rank")
-
     def call_log(self) -> CallLog | None:
         """Return the calls of this rank that ranks of other nodes compare with theirs; None if nobody does."""
         return None
+
+    # -- supervision, and the end ----------------------------------------------------------------------
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that have not ended."""
+        queued = [] if self.queue is None else self.queue.pending()
+        messages = list(getattr(self, "unfinished", ()))
+        return [*queued, *(work for work in messages if not work._done)]
+
+    def outstanding(self) -> Work | None:
+        """Return the first call that was handed to a device and that it is not through with, the same until it is.
+
+        The host does not wait for such a call, so only who asks can tell that it hangs; the watchdog does.
+        """
+        return None
+
+    def leave(self) -> None:  # noqa: B027  # nothing to do is the answer of most
+        """Say that this rank makes no more calls, once every rank of the job has made its last one.
+
+        Raises:
+            CallsDifferError: another rank has made a call in this one's place.
+            DistBackendError: a rank has died.
+        """
+
+    def end_threads(self) -> None:  # noqa: B027  # nothing to do is the answer of most
+        """End the library's own threads, as the process ends and no call is under way; no other rank takes part."""
+
+    def abort(self, status: int) -> None:
+        """End this process, and with it the job: the launcher ends the others."""
+        os._exit(status)
 
     def drop(self, reason: str) -> None:
         """End the queue, and leave the communicator as it is: to free it would take all its ranks."""

@@ -60,7 +60,7 @@ class DeviceBackend:
 
     def abort(self) -> None:
         """End what is under way on this device type, if the library can, without the other ranks."""
-        self._backend.interrupt(f"group {self._group.group_name!r} was aborted")
+        self._backend.faults.interrupt(f"group {self._group.group_name!r} was aborted")
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._group.timeout = timeout

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcdist.core import errors
+from hpcdist.core.backend_parts import Faults
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
 from hpcdist.core.waiting import nap
@@ -34,13 +35,11 @@ class ParentsBackend:
     has_groups = False
     ends_waits = True  # nothing here waits for the parent's calls
     peer = queue = None
+    faults = Faults()
 
     def __init__(self, inner: Backend) -> None:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner = inner  # kept: what ends with its last reference would be ended for the parent
-
-    def end_receives(self, reason: str) -> None:
-        """Leave the parent's receives as they are."""
 
     def close(self) -> None:
         """Leave the communicator as it is."""
@@ -232,8 +231,8 @@ class Group:
     def revoke(self, reason: str) -> None:
         """Make calls under way raise: on all ranks if the library can do so, else on this one if it can."""
         for backend in dict.fromkeys(self.backends.values()) or self.left:
-            if not backend.revoke(reason):
-                backend.interrupt(reason)
+            if not backend.faults.revoke(reason):
+                backend.faults.interrupt(reason)
                 for work in backend.pending():
                     work._interrupt(reason)
 
@@ -261,7 +260,7 @@ class Group:
         try:
             with self.journal.during("destroy_process_group"):
                 for backend in backends:
-                    backend.end_receives(reason)
+                    backend.faults.end_receives(reason)
                 if self._await_other_threads():
                     errors.end_all(
                         backend.close for backend in reversed(backends)

@@ -75,7 +75,7 @@ class UnderWay(NamedTuple):
             on_device=self.in_background and backend.outstanding() is self.work,
             is_running=backend.queue is not None and backend.queue.running is self.work,
             ends_waits=backend.ends_waits,
-            interrupts_all=backend.interrupts_all(),
+            interrupts_all=backend.faults.interrupts_all(),
             is_reported=is_reported,
         )
 

@@ -127,8 +127,9 @@ class ProcessExit:
                 if backend.queue is not None:
                     backend.queue.close()
         watchdog.has_left = True
-        everyone_leaves = self.backend.exit_barrier()
-        if everyone_leaves is None:
+        membership = self.backend.membership
+        everyone_leaves = None if membership is None else membership.exit_barrier()
+        if membership is None or everyone_leaves is None:
             return
         states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
         while not wait_until(everyone_leaves, states.pause, longest=LONGEST_NAP):
@@ -139,16 +140,16 @@ class ProcessExit:
                 if decision is Decision.ABORT:
                     watchdog.abort(self.backend, states.reason)
                 watchdog.announce_abort(states.reason, END_SECONDS)
-                self.backend.skip_finalize(END_SECONDS)
+                membership.skip_finalize(END_SECONDS)
                 return
             if decision is Decision.LEAVE:
-                self.backend.skip_finalize()
+                membership.skip_finalize()
                 return
         if (failure := difference()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()
         if (
-            last_call() is not None and self.backend.interrupts_all()
+            last_call() is not None and self.backend.faults.interrupts_all()
         ):  # under ULFM those that end would wait for this one
             for group in WORLD.watched():
                 group.revoke("this process ends")
@@ -157,7 +158,7 @@ class ProcessExit:
                 f"a thread is still in {last.name}: this process ends without MPI_Finalize, which could crash under it"
             )
             watchdog.say(explained(text, "thread-at-exit"))
-            self.backend.skip_finalize(ends_well=True)
+            membership.skip_finalize(ends_well=True)
 
     def forget(self) -> None:
         """Forget the job, in a forked child: its threads and its MPI are the parent's."""
@@ -191,7 +192,7 @@ class Observer:
             may_answer = channel.has_heard or channel.sees(each)
             if may_answer and each not in stopped and not liveness.has_ended(each):
                 stuck.append(f"process {each.pid} on {each.host} does not answer")
-        lacks_one = liveness.any_ended() or self.backend.knows_death()
+        lacks_one = liveness.any_ended() or self.backend.faults.knows_death()
         return Look(waits, stuck, lacks_one, bool(self._others()))
 
     def _silent_left_out(self) -> list[Endpoint]:

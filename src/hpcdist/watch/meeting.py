@@ -36,7 +36,7 @@ class Meeting:
         if any(each.process in self.liveness.left for each in self.liveness.channel.everyone()):
             return "a rank has left the program while others wait for it in a meeting; the job is aborted"
         gone = self.liveness.ended_ranks()
-        if seconds >= UNKNOWN_SECONDS and len(gone) > len(self.backend.failed()):
+        if seconds >= UNKNOWN_SECONDS and len(gone) > len(self.backend.faults.failed()):
             return f"a process has ended that MPI does not count as dead (one of ranks {gone}); the job is aborted"
         if seconds >= self.limit:
             return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"

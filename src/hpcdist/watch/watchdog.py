@@ -205,7 +205,7 @@ class Watchdog:
         calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
         self.calls.see((each.record for each in calls), now)
         for each in calls:
-            if self.job_end.is_known and not each.backend.interrupts_all():
+            if self.job_end.is_known and not each.backend.faults.interrupts_all():
                 continue  # the launcher ends the job, with the status of the rank that has left
             if not each.has_own_limit and now >= self.waits_until:
                 self._advance(each, now)
@@ -237,10 +237,10 @@ class Watchdog:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
         for group in list(WORLD.groups.values()):
             for backend in list(group.backends.values()):
-                failure = backend.check_async()
+                failure = backend.faults.check_async()
                 if failure is not None:
                     self.say(f"group {group.group_name!r}: {failure}")
-                    backend.interrupt(str(failure))
+                    backend.faults.interrupt(str(failure))
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT:
@@ -419,7 +419,7 @@ class Watchdog:
             self.say(f"{headline}; see the report of rank {reporter}")
         if collective is not None:
             # whether to end the call here ends it on all ranks: by ULFM, or with the job
-            ends_all = not each.backend.ends_waits and (not each.in_background or each.backend.interrupts_all())
+            ends_all = not each.backend.ends_waits and (not each.in_background or each.backend.faults.interrupts_all())
             source = self.rank if reporter is None else reporter
             self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
         self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
@@ -479,9 +479,9 @@ class Watchdog:
         if way is Escalation.CANCEL:
             return each.work is not None and each.work._interrupt(reason)
         if way is Escalation.SET_REASON:
-            backend.set_revoke_reason(reason)
+            backend.faults.set_revoke_reason(reason)
         elif way is Escalation.INTERRUPT:
-            return backend.interrupt(reason, NO_THREAD if each.in_background else each.thread)
+            return backend.faults.interrupt(reason, NO_THREAD if each.in_background else each.thread)
         elif way is Escalation.GIVE_UP:
             if backend.queue is not None:
                 backend.queue.fail(DistBackendError(reason))

@@ -6,7 +6,6 @@ It is composed of the communicator, its collectives, its messages and its object
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import ClassVar
@@ -19,20 +18,21 @@ from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, CheckedObjects, is_wanted
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.places import locate
+from hpcdist.backends.mpi.faults import MPIFaults
+from hpcdist.backends.mpi.membership import MPIMembership
 from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.backends.mpi.retired import keep, retire
-from hpcdist.backends.mpi.windows import MPIWindow
+from hpcdist.backends.mpi.windows import MPIWindows
 from hpcdist.core.backend import Backend, Bootstrap, Message
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import end_all
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
-from hpcdist.core.supervised import Unfinished
+from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.work import Work
 
 
@@ -61,7 +61,9 @@ class MPIBackend(Backend):
         self.check = CallCheck(self.communicator, self.collectives.carry_out, objects, checks_calls)
         self.collectives.check = self.check if self.size > 1 else None
         self.objects = CheckedObjects(objects, self.check)
-        self.windows: list[MPIWindow] = []  # the open ones, in the same order on all ranks
+        self.faults = MPIFaults(self.communicator, self.unfinished)
+        self.membership = MPIMembership(self)
+        self.windows = MPIWindows(self.communicator)
         self._bundler: Bundler | None = None
         self._is_closed = False
         # calls go to the parts themselves, not through a method here
@@ -140,81 +142,13 @@ class MPIBackend(Backend):
         """Return the calls of this rank, if the group is on several nodes."""
         return self.check.log
 
-    # -- supervision -----------------------------------------------------------------------------------
-
-    def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """Cancel a blocked receive, or revoke the communicator (ULFM); False if this MPI can do neither."""
-        return self.communicator.interrupt(reason, thread)
-
-    def end_receives(self, reason: str) -> None:
-        """Cancel the receives that wait for a message; under a revocation they end by themselves."""
-        if MPI.Is_finalized() or self.communicator.is_revoked():
-            return
-        self.communicator.cancel(reason)
-        for work in list(self.unfinished):
-            if not work.is_completed():
-                with suppress(MPI.Exception):  # it has just ended
-                    work._interrupt(reason)
-                work.is_completed()
-
-    def set_revoke_reason(self, reason: str) -> None:
-        """Raise with this reason when the communicator is revoked (ULFM)."""
-        if ulfm.is_tolerant():
-            self.communicator.interruption = reason
-
-    def revoke(self, reason: str) -> bool:
-        """Revoke the group's communicators (ULFM); False if this MPI cannot."""
-        self.set_revoke_reason(reason)
-        self.communicator.revoke()
-        return ulfm.is_tolerant()
-
-    def is_revoked(self) -> bool:
-        """Ask MPI whether the communicator is revoked."""
-        return self.communicator.is_revoked()
-
-    def interrupts_all(self) -> bool:
-        """Tell whether an interrupted collective raises on all ranks: by MPI_Comm_revoke."""
-        return ulfm.is_tolerant()
-
-    def failed(self) -> list[int]:
-        """Return the ranks that MPI knows to have died (ULFM's MPI_Comm_get_failed)."""
-        return self.communicator.failed()
-
-    def knows_death(self) -> bool:
-        """Ask MPI for the dead of its world (ULFM)."""
-        return bool(ulfm.failed(MPI.COMM_WORLD))
-
     def leave(self) -> None:
         """Compare the number of this rank's calls with the others'."""
         self.check.leave()
 
-    def exit_barrier(self) -> Callable[[], bool] | None:
-        """Begin the exit barrier."""
-        return runtime.exit_barrier()
-
-    def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
-        """Leave without MPI_Finalize, which waits for all ranks, and under which a call of another thread crashes."""
-        runtime.skip_finalize()
-        if ends_well:
-            ulfm.leave_pmix()
-        if seconds is not None:
-            runtime.limit_end(seconds)
-
     def abort(self, status: int) -> None:
         """End the job."""
         runtime.abort(status)
-
-    # -- one-sided calls -------------------------------------------------------------------------------
-
-    def open_window(
-        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
-    ) -> MPIWindow:
-        """Open memory of every rank by MPI's windows."""
-        with self.communicator.translating("Window"):
-            places = locate(self.comm, self.communicator.derived)
-            made = MPIWindow(self.communicator, places, sizes, tensor, during, self.windows.remove)
-        self.windows.append(made)
-        return made
 
     # -- groups --------------------------------------------------------------------------------------
 
@@ -222,37 +156,26 @@ class MPIBackend(Backend):
         """Make all subgroups by one MPI_Comm_split."""
         self.settle()
         made = self.check.make(SPLIT_SAID, 0, lambda: self.communicator.split(subgroups))
-        return None if made is None else self._of(made)
+        return None if made is None else self.over(made)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> MPIBackend:
         """Make a communicator by MPI_Comm_create_group, which only its members call."""
         self.settle()
-        return self._of(self.communicator.create_group(ranks, name))
+        return self.over(self.communicator.create_group(ranks, name))
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
         """Make a communicator without some ranks, dead ones too if this MPI can."""
-        return self._of(self.communicator.shrink(excluded, name, aborts))
+        return self.over(self.communicator.shrink(excluded, name, aborts))
 
-    def survivors(self) -> MPIBackend:
-        """Make a communicator of the ranks that live (MPI_Comm_shrink)."""
-        return self._of(self.communicator.survivors())
-
-    def leave_launcher(self) -> bool:
-        """Leave Slurm's PMIx, if hpcdist started MPI and so ends it."""
-        return bool(runtime.OWNED) and ulfm.leave_launcher(self.comm)
-
-    def agree(self, flag: bool) -> bool:
-        """Agree by MPI_Comm_agree."""
-        return self.communicator.agree(flag)
-
-    def _of(self, comm: MPI.Intracomm) -> MPIBackend:
+    def over(self, comm: MPI.Intracomm) -> MPIBackend:
+        """Return a backend like this one over another communicator."""
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return type(self)(comm, self.collectives.plans.thresholds, self.check.is_wanted)
 
     def drop(self, reason: str) -> None:
         """End the queue, and receives that wait for a message; the communicator stays."""
         super().drop(reason)
-        self.end_receives(reason)
+        self.faults.end_receives(reason)
         self.communicator.close_receives()
         keep(self.unfinished)
 
@@ -261,7 +184,7 @@ class MPIBackend(Backend):
         super().close()
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
-            steps = [self.check.leave, self.check.close, *(window.close for window in self.windows[::-1])]
+            steps = [self.check.leave, self.check.close, self.windows.close]
             steps += [self.collectives.close, self.communicator.close_receives]
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)

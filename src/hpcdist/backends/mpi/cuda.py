@@ -121,7 +121,7 @@ class StagedBackend(Backend):
         self.objects = inner.objects
         self.rank = inner.rank
         self.size = inner.size
-        self.unfinished = inner.unfinished
+        self.unfinished, self.faults = inner.unfinished, inner.faults
         self._cuda = cuda
         self._sides: dict[torch.device, Any] = {}  # the worker thread's stream on each device
 
@@ -266,18 +266,6 @@ class StagedBackend(Backend):
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
         """Make a group of the MPI backend."""
         return self.inner.create_group(ranks, name, timeout)
-
-    def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """Interrupt the MPI backend."""
-        return self.inner.interrupt(reason, thread)
-
-    def set_revoke_reason(self, reason: str) -> None:
-        """Tell the MPI backend."""
-        self.inner.set_revoke_reason(reason)
-
-    def interrupts_all(self) -> bool:
-        """Tell what the MPI backend does."""
-        return self.inner.interrupts_all()
 
     def close(self) -> None:
         """Do nothing: the MPI backend frees the communicator."""

@@ -16,7 +16,7 @@ from hpcdist.backends.mpi.receives import LARGE
 from hpcdist.backends.mpi.requests import Requests
 from hpcdist.core.backend import Message
 from hpcdist.core.journal import Journal
-from hpcdist.core.supervised import Unfinished
+from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.work import Work
 
 

@@ -15,7 +15,7 @@ from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.receives import MatchedReceive
 from hpcdist.core.errors import DistBackendError, MismatchError
-from hpcdist.core.supervised import Unfinished
+from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Work
 

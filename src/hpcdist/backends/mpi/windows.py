@@ -30,12 +30,13 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, message, run
-from hpcdist.backends.mpi.node.places import Places
+from hpcdist.backends.mpi.node.places import Places, locate
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op, wide
 from hpcdist.core import reduction
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.backend_parts import Windows
+from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.remote_memory import RemoteMemory
 from hpcdist.core.table import ALL_REDUCE
 
@@ -265,6 +266,29 @@ class MPIWindow(RemoteMemory):
             shared.Free()
             communicator.derived.remove(node)
             node.Free()
+
+
+class MPIWindows(Windows):
+    """The open windows of one communicator, in the same order on all ranks."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._open: list[MPIWindow] = []
+
+    def open(
+        self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
+    ) -> MPIWindow:
+        """Open memory of every rank by MPI's windows."""
+        communicator = self._communicator
+        with communicator.translating("Window"):
+            places = locate(communicator.comm, communicator.derived)
+            made = MPIWindow(communicator, places, sizes, tensor, during, self._open.remove)
+        self._open.append(made)
+        return made
+
+    def close(self) -> None:
+        """Close the last one first; every rank calls."""
+        end_all(window.close for window in self._open[::-1])
 
 
 def atomic_type(dtype: torch.dtype) -> MPI.Datatype:

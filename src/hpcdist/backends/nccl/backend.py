@@ -48,7 +48,7 @@ class NCCLBackend(Backend):
     def __init__(self, rank: int, size: int, library: Library, store: Any = None, cuda: Any = torch.cuda) -> None:
         self.rank = rank
         self.size = size
-        self.communicators = Communicators(rank, size, library, cuda)
+        self.communicators = self.faults = Communicators(rank, size, library, cuda)
         self.objects = TensorObjects(self)
         self._library = library
         self._cuda = cuda
@@ -384,10 +384,6 @@ class NCCLBackend(Backend):
 
     # -- supervision and the end -----------------------------------------------------------------------
 
-    def check_async(self) -> DistBackendError | None:
-        """Return the error that a call under way ran into on the device, once; the watchdog asks."""
-        return self.communicators.check_async()
-
     def outstanding(self) -> Work | None:
         """Return the first call that the device has not ended."""
         return self.communicators.outstanding()
@@ -395,10 +391,6 @@ class NCCLBackend(Backend):
     def pending(self) -> list[Work]:
         """Return the asynchronous calls that the device has not ended."""
         return [*super().pending(), *self.communicators.pending()]
-
-    def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """End the communicators and what is under way on them, without the other ranks; any thread may call."""
-        return self.communicators.interrupt(reason)
 
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.
@@ -413,9 +405,9 @@ class NCCLBackend(Backend):
             self._forget(lambda peer: peer.close())
 
     def drop(self, reason: str) -> None:
-        """End the communicators as ``interrupt`` does, and forget them."""
+        """Interrupt what is under way, and forget the communicators."""
         super().drop(reason)
-        if self.interrupt(reason):
+        if self.communicators.interrupt(reason):
             self.communicators.close()
         self._forget(lambda peer: peer.drop(reason))
 

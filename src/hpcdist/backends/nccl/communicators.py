@@ -23,6 +23,7 @@ from hpcdist.backends.nccl.calls import Where
 from hpcdist.backends.nccl.library import SHRINK_SINCE, Library
 from hpcdist.backends.nccl.streams import Streams, StreamWork
 from hpcdist.core.backend import Backend
+from hpcdist.core.backend_parts import Faults
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.work import Work
 from hpcdist.launch import devices
@@ -43,7 +44,7 @@ class Link:
         self.streams = streams
 
 
-class Communicators:
+class Communicators(Faults):
     """The communicators of one process group.
 
     Args:
@@ -229,7 +230,7 @@ class Communicators:
 
     # -- how they go -----------------------------------------------------------------------------------
 
-    def interrupt(self, reason: str) -> bool:
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """End the communicators and what is under way on them, without the other ranks; any thread may call.
 
         Later calls, and ``wait()`` of what was under way, raise DistBackendError.
