@@ -35,24 +35,27 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-class _AfterTorch(_MetaPathFinder):
-    """Finder of torch that imports our public names at the end of ``import torch``, which then knows our backend."""
+_AFTER = ("torch", "hpcdist.c10d", "hpcdist.beyond")
+
+
+class _Finder(_MetaPathFinder):
+    """Finder of what brings our public names with it: torch then knows our backend, and so who imports parts of us."""
 
     def find_spec(self, name: str, path: _typing.Any = None, target: _typing.Any = None) -> _typing.Any:
-        spec = _PathFinder.find_spec(name, path, target) if name == "torch" else None
+        spec = _PathFinder.find_spec(name, path, target) if name in _AFTER else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def complete(module: _typing.Any) -> None:
                 execute(module)
-                if not _is_importing():
+                if name != "torch" or not _is_importing():
                     _complete()
 
             spec.loader.exec_module = complete  # type: ignore[method-assign]
         return spec
 
 
-_FINDER = _AfterTorch()
+_FINDER = _Finder()
 
 
 def _is_importing() -> bool:
