@@ -10,14 +10,6 @@ what                                                  why                       
 ``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
 ``.is_mpi_available``
 ``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
-``distributed_c10d._set_pg_timeout``                  sets gloo's and NCCL's limits only                  2.13.0
-``distributed_c10d.monitored_barrier``                refuses what is not named "gloo"                   2.8.0, 2.13.0
-``distributed_c10d._process_group_name``              the name of a group that only its members make     2.13.0, 2.14.1
-``distributed_c10d._get_split_source``                hands C++ a backend made in Python                  2.13.0, 2.14.1
-``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                  2.15.0
-``distributed_c10d.batch_isend_irecv``                launches a message at a time on a group made in     2.8.0, 2.13.0
-                                                      Python: on NCCL they wait for each other
-``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
 ====================================================  ==================================================  ==============
 """
 
@@ -26,8 +18,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 from urllib.parse import urlparse
 
@@ -37,10 +28,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from hpcdist.core.errors import explained
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, environment
 from hpcdist.launch.rendezvous import query
-from hpcdist.torch_bridge.features import has
+from hpcdist.torch_bridge import replaced
 from hpcdist.torch_bridge.late_store import fresh_store
 from hpcdist.torch_bridge.mirror import NAME
 from hpcdist.torch_bridge.stock import STOCK
@@ -50,7 +40,7 @@ DEVICES = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
 DIVERTED = frozenset({"gloo", "undefined"})  # what is ours under `hpcdist run`
 CARRIED = DIVERTED | {"mpi", NAME}
 AT_START: list[environment.Launch | None] = []  # how ``hpcdist run`` was started; a script may set variables later
-HOOKS: dict[str, Callable[..., None]] = {}  # begin and end the world of groups beside torch's own default group
+BEGIN_BESIDE: list[Callable[..., None]] = []  # makes a world for groups beside torch's own default group
 
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
 
@@ -68,137 +58,14 @@ def register(
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)
-    HOOKS.update({"begin beside": begin_beside, "end beside": end_beside})
+    BEGIN_BESIDE.append(begin_beside)
     handlers = rendezvous_module._rendezvous_handlers
     if handlers["env"] is not by_launcher:
         STOCK["env"] = handlers["env"]
         handlers["env"] = by_launcher
-    if "helper" not in STOCK:
-        STOCK["helper"] = c10d._new_process_group_helper
-        setattr(c10d, "_new_process_group_helper", make)  # noqa: B010  # for mypy
-    open_monitored_barrier()
-    set_timeouts()
-    keep_recorder_away()
-    name_local_groups()
-    split_from_none()
-    follow_aborts()
-    hold_batches_together()
-
-
-def hold_batches_together() -> None:
-    """Let ``torch.distributed.batch_isend_irecv`` launch the messages on a group of ours together."""
-    if "batch" in STOCK or not has("`batch_isend_irecv` only for its own class"):
-        return
-    stock = STOCK["batch"] = c10d.batch_isend_irecv
-
-    @wraps(stock)
-    def batch_isend_irecv(p2p_op_list: Any) -> Any:
-        group: Any = getattr(p2p_op_list[0], "group", None) or c10d._world.default_pg if p2p_op_list else None
-        with group.grouped() if isinstance(group, ProcessGroup) else nullcontext():
-            return stock(p2p_op_list)
-
-    for module in (c10d, dist):
-        setattr(module, "batch_isend_irecv", batch_isend_irecv)  # noqa: B010  # for mypy
-
-
-def name_local_groups() -> None:
-    """Let torch name a group that only its members make after its ranks, while its world is ours.
-
-    Its own name has the number of groups that the process has made, or has, in it, and torch 2.14 counts this one for
-    the names of groups that all make too: on members that are in different numbers of groups the names differ.
-    """
-    if "name" in STOCK or not hasattr(c10d, "_process_group_name"):
-        return
-    stock = STOCK["name"] = c10d._process_group_name
-
-    def name(ranks: Any, use_hashed_name: bool) -> Any:
-        is_ours = use_hashed_name and isinstance(c10d._world.default_pg, ProcessGroup)
-        return WORLD.local_name(ranks) if is_ours else stock(ranks, use_hashed_name)
-
-    setattr(c10d, "_process_group_name", name)  # noqa: B010  # for mypy
-
-
-def split_from_none() -> None:
-    """Keep torch from handing C++ the backend of a default group of ours, bound to a GPU, to split new groups from.
-
-    C++ takes only its own, and groups of ours are made by their members.
-    """
-    stock = getattr(c10d, "_get_split_source", None)
-    if stock is None or "split" in STOCK:
-        return
-    STOCK["split"] = stock
-
-    def split_source(pg: Any) -> Any:
-        return None if isinstance(pg, ProcessGroup) else stock(pg)
-
-    setattr(c10d, "_get_split_source", split_source)  # noqa: B010  # for mypy
-
-
-def follow_aborts() -> None:
-    """Forget a world of ours that torch has aborted and forgotten: its groups know only that each of them was aborted.
-
-    torch's destroy ends the default group by ``shutdown``, which forgets it.
-    """
-    if "default" in STOCK:
-        return
-    stock = STOCK["default"] = c10d._update_default_pg
-
-    def update(pg: Any) -> None:
-        stock(pg)
-        default = WORLD.default
-        if pg is None and WORLD.mirror is None:
-            HOOKS["end beside"]()
-        elif pg is None and WORLD.mirror is not None and isinstance(default, ProcessGroup) and default.is_aborted():
-            WORLD.clear()
-
-    setattr(c10d, "_update_default_pg", update)  # noqa: B010  # for mypy
-
-
-def keep_recorder_away() -> None:
-    """Keep torch from attaching its flight recorder to groups of ours, which it cannot: ``watch`` records them."""
-    if "recorder" in STOCK or not has("a flight recorder attached to each group"):
-        return
-    stock = STOCK["recorder"] = getattr(c10d, "_maybe_attach_flight_recorder")  # noqa: B009  # for mypy
-
-    def attach(pg: Any, *args: Any) -> None:
-        if not isinstance(pg, ProcessGroup):
-            stock(pg, *args)
-
-    setattr(c10d, "_maybe_attach_flight_recorder", attach)  # noqa: B010  # for mypy
-
-
-def set_timeouts() -> None:
-    """Let torch's ``_set_pg_timeout`` set the limit of groups of ours; that of 2.13 sets only gloo's and NCCL's."""
-    if "timeout" in STOCK:
-        return
-    stock = STOCK["timeout"] = c10d._set_pg_timeout
-
-    @wraps(stock)
-    def set_timeout(timeout: Any, group: Any = None) -> None:
-        pg: Any = c10d._world.default_pg if group is None else group
-        if isinstance(pg, ProcessGroup):
-            pg.set_timeout(timeout)
-        else:
-            stock(timeout, group)
-
-    setattr(c10d, "_set_pg_timeout", set_timeout)  # noqa: B010  # for mypy
-
-
-def open_monitored_barrier() -> None:
-    """Let ``torch.distributed.monitored_barrier`` take groups of ours."""
-    if "monitored_barrier" in STOCK or not has("`monitored_barrier` only for gloo"):
-        return
-    stock = STOCK["monitored_barrier"] = c10d.monitored_barrier
-
-    @wraps(stock)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        pg: Any = c10d._world.default_pg if group is None else group
-        if isinstance(pg, ProcessGroup):
-            return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.monitored adds it
-        return stock(group, timeout, wait_all_ranks)
-
-    for module in (c10d, dist):
-        setattr(module, "monitored_barrier", monitored_barrier)  # noqa: B010  # for mypy
+    replaced.AFTER_ABORT.append(end_beside)
+    replaced.replace("_new_process_group_helper", make, c10d)
+    replaced.replace_all()
 
 
 def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> Iterator[Any]:
@@ -229,12 +96,12 @@ def warn_of_absent(asked: str) -> None:
     )
 
 
-def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a group as torch's ``_new_process_group_helper`` does; those that ask for MPI are ours.
 
     ``get_backend`` goes on to say what the script asked for.
     """
-    helper, asked = STOCK["helper"], str(backend)
+    asked = str(backend)
     name = cpu_backend(asked)
     is_subgroup, default = len(ranks) > 0, c10d._world.default_pg
     if name not in CARRIED or (name in DIVERTED and "meet" not in STOCK):
@@ -242,7 +109,7 @@ def make(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: A
     if is_subgroup and not isinstance(default, ProcessGroup):
         if name in DIVERTED:
             return helper(size, rank, ranks, backend, *args, **kwargs)
-        HOOKS["begin beside"](name, default, args[0], kwargs["timeout"])
+        BEGIN_BESIDE[-1](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
         launch = decision.launched()
         if name in DIVERTED and size > 1 and AT_START == [None]:  # the program starts its other processes itself

@@ -1,0 +1,140 @@
+"""Functions of torch that are replaced when hpcdist is imported, each with its reason.
+
+What takes a function's place is given torch's own first, and calls it for all that is not ours.
+
+====================================================  ==================================================  ==============
+what                                                  why                                                 checked
+====================================================  ==================================================  ==============
+``distributed_c10d._world`` (default_pg)              the group that is meant                             2.13.0, 2.15.0
+``distributed_c10d._set_pg_timeout``                  sets gloo's and NCCL's limits only                  2.13.0
+``distributed_c10d.monitored_barrier``                refuses what is not named "gloo"                    2.8.0, 2.13.0
+``distributed_c10d._process_group_name``              the name of a group that only its members make      2.13.0, 2.14.1
+``distributed_c10d._get_split_source``                hands C++ a backend made in Python                  2.13.0, 2.14.1
+``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                   2.15.0
+``distributed_c10d.batch_isend_irecv``                launches a message at a time on a group made in     2.8.0, 2.13.0
+                                                      Python: on NCCL they wait for each other
+``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
+====================================================  ==================================================  ==============
+
+Others are replaced beside what they need: ``_new_process_group_helper`` (``registration``; a program that has not
+imported hpcdist: ``hpcdist.autoload``), ``DeviceMesh._init_one_process_group`` (``meshes``), ``start_debug_server``
+(``hpcdist.c10d.debug_server``), and under ``hpcdist run`` ``rendezvous`` and ``is_mpi_available`` (``registration``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge.features import has
+
+Function = Callable[..., Any]
+AFTER_ABORT: list[Callable[[], None]] = []  # ends the world of groups beside torch's own default group
+
+
+def replace(name: str, function: Function, *owners: Any) -> None:
+    """Put a function in the place of torch's, which it is given first.
+
+    Args:
+        name: of the place; nothing happens if this torch has none of that name.
+        function: what is called.
+        owners: the modules that have it.
+    """
+    stock = getattr(owners[0], name, None)
+    if stock is None:
+        return
+
+    @wraps(stock)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    for owner in owners:
+        setattr(owner, name, replaced)
+
+
+def meant(group: Any) -> Any:
+    """Return the group that a caller of torch's means."""
+    return c10d._world.default_pg if group is None else group
+
+
+def batch_isend_irecv(stock: Function, p2p_op_list: Any) -> Any:
+    """Launch the messages on a group of ours together."""
+    group = meant(getattr(p2p_op_list[0], "group", None)) if p2p_op_list else None
+    with group.grouped() if isinstance(group, ProcessGroup) else nullcontext():
+        return stock(p2p_op_list)
+
+
+def monitored_barrier(stock: Function, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+    """Take groups of ours too."""
+    pg = meant(group)
+    if isinstance(pg, ProcessGroup):
+        return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.monitored adds it
+    return stock(group, timeout, wait_all_ranks)
+
+
+def set_timeout(stock: Function, timeout: Any, group: Any = None) -> None:
+    """Set the limit of a group of ours; that of 2.13 sets only gloo's and NCCL's."""
+    pg = meant(group)
+    if isinstance(pg, ProcessGroup):
+        pg.set_timeout(timeout)
+    else:
+        stock(timeout, group)
+
+
+def attach_recorder(stock: Function, pg: Any, *args: Any) -> None:
+    """Attach no flight recorder to groups of ours, which torch cannot: ``watch`` records them."""
+    if not isinstance(pg, ProcessGroup):
+        stock(pg, *args)
+
+
+def local_name(stock: Function, ranks: Any, use_hashed_name: bool) -> Any:
+    """Name a group that only its members make after its ranks, while its world is ours.
+
+    Its own name has the number of groups that the process has made, or has, in it, and torch 2.14 counts this one for
+    the names of groups that all make too: on members that are in different numbers of groups the names differ.
+    """
+    is_ours = use_hashed_name and isinstance(c10d._world.default_pg, ProcessGroup)
+    return WORLD.local_name(ranks) if is_ours else stock(ranks, use_hashed_name)
+
+
+def split_source(stock: Function, pg: Any) -> Any:
+    """Hand C++ no backend of a default group of ours, bound to a GPU, to split new groups from.
+
+    C++ takes only its own, and groups of ours are made by their members.
+    """
+    return None if isinstance(pg, ProcessGroup) else stock(pg)
+
+
+def update_default(stock: Function, pg: Any) -> None:
+    """Forget a world of ours that torch has aborted and forgotten: its groups know only that each of them was aborted.
+
+    torch's destroy ends the default group by ``shutdown``, which forgets it.
+    """
+    stock(pg)
+    default = WORLD.default
+    if pg is None and WORLD.mirror is None:
+        for end in AFTER_ABORT:
+            end()
+    elif pg is None and isinstance(default, ProcessGroup) and default.is_aborted():
+        WORLD.clear()
+
+
+def replace_all() -> None:
+    """Replace what this torch needs; called once a process."""
+    if has("`batch_isend_irecv` only for its own class"):
+        replace("batch_isend_irecv", batch_isend_irecv, c10d, dist)
+    if has("`monitored_barrier` only for gloo"):
+        replace("monitored_barrier", monitored_barrier, c10d, dist)
+    if has("a flight recorder attached to each group"):
+        replace("_maybe_attach_flight_recorder", attach_recorder, c10d)
+    replace("_set_pg_timeout", set_timeout, c10d)
+    replace("_process_group_name", local_name, c10d)
+    replace("_get_split_source", split_source, c10d)
+    replace("_update_default_pg", update_default, c10d)
