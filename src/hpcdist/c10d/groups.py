@@ -350,8 +350,7 @@ def add(
     device_id: torch.device | None,
 ) -> ProcessGroup:
     """Build a group from its communicators and make it known."""
-    rank = ranks.index(parent.ranks[parent.rank()])
     device = device_id or parent.bound_device_id
-    group = factory.make(ranks, rank, backends, config, name, description or "undefined", timeout, device)
+    group = factory.make(ranks, backends, config, name, description or "undefined", timeout, device)
     LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra=of(group))
     return group

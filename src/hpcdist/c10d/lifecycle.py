@@ -163,7 +163,7 @@ def begin(
         each.reset()
     first = next(iter(backends.values()))
     ranks = range(first.size)
-    group = factory.make(ranks, first.rank, backends, config, name, "default_pg", timeout, device, is_default=True)
+    group = factory.make(ranks, backends, config, name, "default_pg", timeout, device, is_default=True)
     WORLD.store = store
     try:
         hooks.reproducible = before or environment.is_reproducible()

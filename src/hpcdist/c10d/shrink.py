@@ -52,7 +52,6 @@ def shrink_group(
     aborts = shrink_flags == SHRINK_ABORT
     with old.journal.during("shrink_group"):
         by_device = old.derive(lambda each: each.shrink(sorted(excluded), name, aborts))
-    me = remaining.index(old.ranks[old.rank()])
     description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
     ranks = range(len(remaining)) if is_default else remaining
     gone = list(WORLD.groups.values()) if is_default else [old]
@@ -69,7 +68,7 @@ def shrink_group(
             for watchdog in RUNNING:
                 watchdog.renumber(remaining)
         device, config, limit = old.bound_device_id, old.config, old.timeout
-        new = factory.make(ranks, me, by_device, config, name, description, limit, device, is_default=is_default)
+        new = factory.make(ranks, by_device, config, name, description, limit, device, is_default=is_default)
     LOG.info("shrunk without ranks %s: %d ranks left", sorted(excluded), len(remaining), extra={"group": name})
     return new
 

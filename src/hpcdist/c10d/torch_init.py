@@ -90,10 +90,9 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
     members = [default.group_ranks[rank] for rank in ranks]
     name, limit = options.group_id, options.timeout
     by_device = default.create_backends(members, name, limit)
-    rank = ranks.index(default.ranks[default.rank()])
     WORLD.made = max(WORLD.made, int(name) + 1 if name.isdigit() else 0)
     device = default.bound_device_id  # torch enters the group in its tables itself
-    return factory.make(ranks, rank, by_device, default.config, name, "undefined", limit, device, is_shown=False)
+    return factory.make(ranks, by_device, default.config, name, "undefined", limit, device, is_shown=False)
 
 
 def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 def make(
     ranks: Sequence[int],
-    rank: int,
     backends: dict[str, Backend],
     config: str,
     name: str,
@@ -39,8 +38,7 @@ def make(
 
     Args:
         ranks: the global rank of each rank of the group, in order.
-        rank: this process's rank in the group.
-        backends: by device type.
+        backends: by device type; they know this process's rank.
         config: the backend string.
         name: the same on every rank of the group.
         description: what the group is for.
@@ -50,6 +48,7 @@ def make(
         is_shown: enter it in torch's tables too, if our world is torch's.
         is_own_world: the end of the default group does not end it.
     """
+    rank = next(iter(backends.values())).rank
     group = ProcessGroup(tuple(ranks), rank, backends, config, name, description, timeout)
     group.bound_device_id = device
     group.is_own_world = is_own_world
@@ -95,7 +94,6 @@ def split_group(
     limit = timeout or self.timeout
     return make(
         [self.ranks[rank] for rank in ranks],
-        ranks.index(self.rank()),
         self.create_backends(ranks, own_name, limit, kinds),
         self.config,
         group_name or own_name,

@@ -107,7 +107,6 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     ranks = range(made.size) if None in numbers else numbers  # the world's, by which the watchdog asks
     group = factory.make(
         ranks,
-        made.rank,
         {where.type: made},
         backend,
         name,
