@@ -62,7 +62,7 @@ class MPIBackend(Backend):
         self.collectives.check = self.check if self.size > 1 else None
         self.objects = CheckedObjects(objects, self.check)
         self.faults = MPIFaults(self.communicator, self.unfinished)
-        self.membership = MPIMembership(self)
+        self.membership = MPIMembership(self.communicator, self.over)
         self.windows = MPIWindows(self.communicator)
         self._bundler: Bundler | None = None
         self._is_closed = False

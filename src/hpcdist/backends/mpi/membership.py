@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.process import runtime, ulfm
+from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Membership
-
-if TYPE_CHECKING:
-    from hpcdist.backends.mpi.backend import MPIBackend
 
 
 class MPIMembership(Membership):
-    """Membership of the job, on a communicator of all its ranks."""
+    """Membership of the job.
 
-    def __init__(self, backend: MPIBackend) -> None:
-        self._over, self._communicator = backend.over, backend.communicator
+    Args:
+        communicator: of all its ranks.
+        over: makes the backend of another communicator.
+    """
 
-    def survivors(self) -> MPIBackend:
+    def __init__(self, communicator: Communicator, over: Callable[[MPI.Intracomm], Backend]) -> None:
+        self._communicator, self._over = communicator, over
+
+    def survivors(self) -> Backend:
         """Make a communicator of the ranks that live (MPI_Comm_shrink)."""
         return self._over(self._communicator.survivors())
 
