@@ -200,7 +200,7 @@ class Backend(ABC):
         """Whether a call made now is held back until ``grouped`` ends."""
         return False
 
-    def connect_device(self, device: torch.device) -> None:
+    def connect_device(self, device: torch.device) -> None:  # noqa: B027  # nothing to do is the answer of most
         """Connect on a GPU at once, where the library would do so at the first call; every rank calls it."""
 
     def on(self, device_type: str) -> Backend:
@@ -230,7 +230,7 @@ class Backend(ABC):
         """
         return None
 
-    def leave(self) -> None:  # noqa: B027  # nothing to do is the answer of most
+    def leave(self) -> None:  # noqa: B027  # as above
         """Say that this rank makes no more calls, once every rank of the job has made its last one.
 
         Raises:
@@ -238,7 +238,7 @@ class Backend(ABC):
             DistBackendError: a rank has died.
         """
 
-    def end_threads(self) -> None:  # noqa: B027  # nothing to do is the answer of most
+    def end_threads(self) -> None:  # noqa: B027  # as above
         """End the library's own threads, as the process ends and no call is under way; no other rank takes part."""
 
     def abort(self, status: int) -> None:

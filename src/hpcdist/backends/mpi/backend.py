@@ -48,6 +48,7 @@ class MPIBackend(Backend):
     name: ClassVar[str] = "mpi"
     has_lists: ClassVar[bool] = True
     objects: CheckedObjects
+    windows: MPIWindows
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
         self.communicator = Communicator(comm)

@@ -1,4 +1,4 @@
-"""Membership of an MPI job: the ranks that live go on without the dead (ULFM), and a rank leaves with or without all."""
+"""Membership of an MPI job: the ranks that live go on without the dead (ULFM), and a rank may leave without all."""
 
 from __future__ import annotations
 
