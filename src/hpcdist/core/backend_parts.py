@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from hpcdist.core.backend import Backend
     from hpcdist.core.errors import DistBackendError
     from hpcdist.core.remote_memory import RemoteMemory
 
@@ -62,8 +61,8 @@ class Membership(ABC):
     """How ranks leave the job, and how those that live go on."""
 
     @abstractmethod
-    def survivors(self) -> Backend:
-        """Make a communicator of the ranks that live, in order, also if this one is revoked; they all call."""
+    def survivors(self) -> Any:
+        """Make the Backend of the ranks that live, in order, also if this one is revoked; they all call."""
 
     @abstractmethod
     def agree(self, flag: bool) -> bool:
