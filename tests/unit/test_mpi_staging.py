@@ -16,6 +16,7 @@ pytest.importorskip("mpi4py.MPI", reason="no MPI library")
 
 from hpcdist.backends.mpi import cuda as staging
 from hpcdist.backends.mpi.backend import MPIBackend
+from hpcdist.core.backend_parts import Faults
 from hpcdist.core.call import Call
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
@@ -73,7 +74,7 @@ def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and
     steps: list[Any] = []
 
     class Inner:
-        rank, size, queue, unfinished, objects, has_threads = 0, 2, None, (), None, True
+        rank, size, queue, unfinished, objects, has_threads, faults = 0, 2, None, (), None, True, Faults()
 
         def run(self, call: Call) -> None:
             steps.append((call.row.name, call.send, call.recv))
