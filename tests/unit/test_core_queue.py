@@ -523,7 +523,7 @@ def test_a_c10d_group_is_dropped_without_waiting_for_a_rank_that_does_not_come(m
     queue = backend.queue
     queue.hasten()
     assert gate.has_begun.wait(20)
-    backend.drop("it was aborted")
+    backend.abort("it was aborted")
     assert queue.running is work
     with pytest.raises(DistBackendError, match="it was aborted"):
         work.wait()

@@ -131,7 +131,7 @@ class C10dBackend(Backend):
         if row.reduces:
             self.check_reduction(row, call.send.dtype, call.op)
             carry_out = self._reduce
-        held = self.inner  # if ``drop`` on another thread had the last reference, it would wait for this call
+        held = self.inner  # if ``abort`` on another thread had the last reference, it would wait for this call
         try:
             carry_out(call)
         except RuntimeError as error:
@@ -239,9 +239,9 @@ class C10dBackend(Backend):
         bootstrap = Bootstrap(list(ranks).index(self.rank), len(ranks), timeout, store=store)
         return type(self)(bootstrap)
 
-    def drop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End the queue with its calls, and close: no other rank takes part in that."""
-        super().drop(reason)
+        super().abort(reason)
         self.close()
 
     def end_threads(self) -> None:

@@ -411,7 +411,7 @@ def clear(reason: str) -> None:
     """Forget all groups of this process, torch's among them, without freeing what takes all their ranks."""
     revoke_groups(reason)
     for group in list(WORLD.groups.values()):
-        group.drop(reason)
+        group.abort(reason, ends_calls=False)
     if WORLD.default is not None:
         WORLD.clear()
 

@@ -184,7 +184,7 @@ def begin(
         if isinstance(error, errors.DistBackendError):
             group.close()
         else:
-            group.drop("init_process_group has failed")  # on this rank only, perhaps
+            group.abort("init_process_group has failed", ends_calls=False)  # on this rank only, perhaps
         WORLD.clear()
         raise
     return group

@@ -241,11 +241,11 @@ class Backend(ABC):
     def end_threads(self) -> None:  # noqa: B027  # as above
         """End the library's own threads, as the process ends and no call is under way; no other rank takes part."""
 
-    def abort(self, status: int) -> None:
+    def end_job(self, status: int) -> None:
         """End this process, and with it the job: the launcher ends the others."""
         os._exit(status)
 
-    def drop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End the queue, and leave the communicator as it is: to free it would take all its ranks."""
         queue, self.queue = self.queue, None
         if queue is not None:

@@ -44,7 +44,7 @@ class ParentsBackend:
     def close(self) -> None:
         """Leave the communicator as it is."""
 
-    def drop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Leave the communicator as it is."""
 
     def __getattr__(self, name: str) -> Any:
@@ -236,9 +236,20 @@ class Group:
                 for work in backend.pending():
                     work._interrupt(reason)
 
-    def drop(self, reason: str) -> None:
-        """Forget the communicators without freeing them: MPI_Comm_free is collective, and not all ranks are here."""
-        errors.end_all(partial(backend.drop, reason) for backend in self._forget())
+    def abort(self, reason: str = "", ends_calls: bool = True) -> None:
+        """End the group without the other ranks; ``destroy_process_group`` forgets it.
+
+        Calls under way raise: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM). The communicators
+        are not freed: MPI_Comm_free is collective.
+
+        Args:
+            reason: what the calls raise.
+            ends_calls: whether those of other ranks, and messages, raise too.
+        """
+        reason = reason or f"group {self._name!r} was aborted"
+        if ends_calls:
+            self.revoke(reason)
+        errors.end_all(partial(backend.abort, reason) for backend in self._forget())
 
     def end(self) -> None:
         """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
@@ -266,8 +277,7 @@ class Group:
                         backend.close for backend in reversed(backends)
                     )  # the CPU's last: others met over it
                 else:
-                    self.revoke(reason)
-                    self.drop(reason)
+                    self.abort(reason)
         finally:
             self._forget()
 

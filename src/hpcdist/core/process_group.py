@@ -75,16 +75,6 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         finally:
             WORLD.discard(self)
 
-    def abort(self) -> None:
-        """End the group and what is under way on it without the other ranks; ``destroy_process_group`` forgets it.
-
-        Calls under way raise: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM). The communicators
-        are not freed, which all ranks would have to take part in.
-        """
-        reason = f"group {self._name!r} was aborted"
-        self.revoke(reason)
-        self.drop(reason)
-
     def is_aborted(self) -> bool:
         """Tell whether the group has ended for good."""
         return not self.backends

@@ -116,6 +116,6 @@ def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: B
         for backend in made.values():
             if backend not in given:
                 with suppress(Exception):  # what could not be connected is raised
-                    backend.drop("another backend of the group could not be connected")
+                    backend.abort("another backend of the group could not be connected")
         raise
     return {device: made[name] for device, name in device_backends.items()}

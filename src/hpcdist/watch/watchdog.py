@@ -497,7 +497,7 @@ class Watchdog:
     def abort(self, backend: Backend, reason: str) -> None:
         """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
         self.announce_abort(reason)
-        backend.abort(ABORT_STATUS)
+        backend.end_job(ABORT_STATUS)
 
     def announce_abort(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
         """Write why the job is aborted, also to all its processes, which end by themselves after some seconds."""

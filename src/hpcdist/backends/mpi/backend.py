@@ -147,7 +147,7 @@ class MPIBackend(Backend):
         """Compare the number of this rank's calls with the others'."""
         self.check.leave()
 
-    def abort(self, status: int) -> None:
+    def end_job(self, status: int) -> None:
         """End the job."""
         runtime.abort(status)
 
@@ -173,9 +173,9 @@ class MPIBackend(Backend):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return type(self)(comm, self.collectives.plans.thresholds, self.check.is_wanted)
 
-    def drop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End the queue, and receives that wait for a message; the communicator stays."""
-        super().drop(reason)
+        super().abort(reason)
         self.faults.end_receives(reason)
         self.communicator.close_receives()
         keep(self.unfinished)

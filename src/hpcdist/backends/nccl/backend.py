@@ -404,12 +404,12 @@ class NCCLBackend(Backend):
         finally:
             self._forget(lambda peer: peer.close())
 
-    def drop(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Interrupt what is under way, and forget the communicators."""
-        super().drop(reason)
+        super().abort(reason)
         if self.communicators.interrupt(reason):
             self.communicators.close()
-        self._forget(lambda peer: peer.drop(reason))
+        self._forget(lambda peer: peer.abort(reason))
 
     def _forget(self, end: Callable[[Backend], None]) -> None:
         """Let go of what the calls needed; ``end`` is done with the communicator of MPI that is this group's own."""
