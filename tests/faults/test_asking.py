@@ -101,7 +101,7 @@ def test_another_rank_asks_where_the_one_that_asked_falls_silent(launcher: str) 
 
 @pytest.mark.parametrize("launcher", ULFM)
 def test_other_nodes_learn_at_once_that_a_process_has_ended(launcher: str) -> None:
-    """Rank 1 ends while its node-mate computes: nobody waits on the node where it can be seen."""
+    """Rank 1 ends while its node peer computes: nobody waits on the node where it can be seen."""
     settings = {"FAULT_NODES": TWO_NODES, "ASKING_TIMEOUT": "60", "ASKING_BUSY": "0"}
     with Job(launcher, 4, ["leave", "sync"], JOBS, **settings, is_forked=True) as job:
         start = job.wait("fault", 1, START_SECONDS)[0]["time"]

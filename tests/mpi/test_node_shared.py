@@ -24,7 +24,7 @@ def gathered(value):
 
 
 @pytest.fixture
-def mates(world):
+def peers(world):
     """The ranks of this rank's node."""
     places = gathered((os.uname().nodename, memory_file.device()))
     return [rank for rank, place in enumerate(places) if place == places[dist.get_rank()]]
@@ -40,17 +40,17 @@ def mappings():
     return pss, rss
 
 
-def test_all_ranks_of_a_node_see_what_one_writes(mates, rank, size):
-    tensor = dist.node_shared((len(mates), 3), torch.int64, fill=7)
-    assert tensor.shape == (len(mates), 3)
+def test_all_ranks_of_a_node_see_what_one_writes(peers, rank, size):
+    tensor = dist.node_shared((len(peers), 3), torch.int64, fill=7)
+    assert tensor.shape == (len(peers), 3)
     assert tensor.dtype == torch.int64
     assert bool((tensor == 7).all())
     dist.barrier()
-    tensor[mates.index(rank)] = rank
+    tensor[peers.index(rank)] = rank
     dist.barrier()
-    assert tensor[:, 0].tolist() == mates
+    assert tensor[:, 0].tolist() == peers
     dist.barrier()
-    dist.all_reduce(own := tensor[mates.index(rank)].clone())
+    dist.all_reduce(own := tensor[peers.index(rank)].clone())
     assert own.tolist() == [size * (size - 1) // 2] * 3
 
 
@@ -63,16 +63,16 @@ def test_shapes(world, shape):
     assert tensor.is_shared()
 
 
-def written_by_lowest(mates, rank):
+def written_by_lowest(peers, rank):
     def fill(tensor):
-        assert rank == mates[0]
+        assert rank == peers[0]
         torch.arange(tensor.numel(), out=tensor.view(-1))
 
     return fill
 
 
 @pytest.mark.parametrize("kind", ["none", "number", "complex", "bool", "tensor", "strided", "array", "function"])
-def test_fills(mates, rank, kind):
+def test_fills(peers, rank, kind):
     values = torch.arange(6.0).view(2, 3)
     fills = {
         "none": (None, torch.float32, torch.zeros(2, 3)),
@@ -82,10 +82,10 @@ def test_fills(mates, rank, kind):
         "tensor": (values, torch.bfloat16, values.bfloat16()),
         "strided": (torch.arange(6.0).view(3, 2).t(), torch.float32, torch.arange(6.0).view(3, 2).t()),
         "array": (values.numpy(), torch.float32, values),
-        "function": (written_by_lowest(mates, rank), torch.float32, values),
+        "function": (written_by_lowest(peers, rank), torch.float32, values),
     }
     fill, dtype, want = fills[kind]
-    got = dist.node_shared((2, 3), dtype, fill=fill if rank == mates[0] else np.zeros(1))  # theirs is not looked at
+    got = dist.node_shared((2, 3), dtype, fill=fill if rank == peers[0] else np.zeros(1))  # theirs is not looked at
     assert torch.equal(got, want)
 
 
@@ -106,7 +106,7 @@ def test_bad_arguments(world, arguments, error, text):
     assert len(set(gathered("still in step"))) == 1
 
 
-def test_what_is_wrong_on_one_rank_is_raised_on_all(mates, rank, size):
+def test_what_is_wrong_on_one_rank_is_raised_on_all(peers, rank, size):
     last = size - 1
     with pytest.raises(ValueError, match=f"failed on rank {last} of the group: ValueError: `shape` is"):
         dist.node_shared((-1 if rank == last else 1,))
@@ -119,11 +119,11 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(mates, rank, size):
 
     with pytest.raises(dist.DistBackendError, match=r"on rank 0 of the group: OSError: .*no such data") as caught:
         dist.node_shared((3,), fill=failing)
-    assert isinstance(caught.value.__cause__, OSError) is (rank == mates[0])
+    assert isinstance(caught.value.__cause__, OSError) is (rank == peers[0])
     assert dist.node_shared((3,), fill=1).tolist() == [1] * 3
 
 
-def test_a_full_folder_is_the_same_error_on_all_ranks(mates, rank, monkeypatch):
+def test_a_full_folder_is_the_same_error_on_all_ranks(peers, rank, monkeypatch):
     """If the room goes between the look and the allocation."""
 
     def full(descriptor, nbytes):
@@ -150,19 +150,19 @@ def test_no_name_and_no_memory_stay(world, rank):
     assert mappings() == before
 
 
-def test_one_rank_may_drop_its_tensor_while_others_go_on(mates, rank, size):
+def test_one_rank_may_drop_its_tensor_while_others_go_on(peers, rank, size):
     tensor = dist.node_shared((4,), fill=1)
-    if rank == mates[0]:
+    if rank == peers[0]:
         del tensor
         gc.collect()
     dist.barrier()
-    if rank != mates[0]:
+    if rank != peers[0]:
         tensor += 0
         assert tensor.tolist() == [1] * 4
     dist.barrier()
 
 
-def test_one_copy_a_node(mates, rank):
+def test_one_copy_a_node(peers, rank):
     nbytes = 32 << 20
     gc.collect()  # earlier tests' tensors
     dist.barrier()
@@ -175,7 +175,7 @@ def test_one_copy_a_node(mates, rank):
     dist.barrier()
     assert rss >= nbytes
     pss -= earlier
-    together = sum(gathered(pss)[mate] for mate in mates)
+    together = sum(gathered(pss)[peer] for peer in peers)
     assert 0.99 * nbytes < together < 1.01 * nbytes  # the kernel rounds down by page and rank
 
 
@@ -194,12 +194,12 @@ class Rows(Dataset):
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_of_a_data_loader_have_the_same_memory(mates, rank, start):
+def test_workers_of_a_data_loader_have_the_same_memory(peers, rank, start):
     if start == "spawn" and dist.get_world_size() > 1:
         pytest.skip("Python starts anew in each worker of each rank: 6 s a rank")
     data = dist.node_shared((8, 2), fill=lambda tensor: tensor.copy_(torch.arange(16.0).view(8, 2)))
-    read = dist.node_shared((len(mates), 8), torch.int32)
-    mine = read[mates.index(rank)]
+    read = dist.node_shared((len(peers), 8), torch.int32)
+    mine = read[peers.index(rank)]
     loader = DataLoader(Rows(data, mine), batch_size=4, num_workers=1, multiprocessing_context=start)
     assert torch.equal(torch.cat(list(loader)), data)
     dist.barrier()
@@ -220,7 +220,7 @@ def test_groups(world, rank, size):
         assert dist.node_shared((2,), group=dist.GroupMember.NON_GROUP_MEMBER) is None
 
 
-def test_several_nodes_have_copies_of_their_own(mates, rank, monkeypatch):
+def test_several_nodes_have_copies_of_their_own(peers, rank, monkeypatch):
     """Imitated on one machine; ``tests/cluster`` has real ones."""
     monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
     tensor = dist.node_shared((1,), torch.int64, fill=lambda tensor: tensor.fill_(rank))
@@ -228,19 +228,19 @@ def test_several_nodes_have_copies_of_their_own(mates, rank, monkeypatch):
     dist.barrier()
 
 
-def test_it_outlives_the_group_over_cycles_of_init_and_destroy(mates, rank, size):
+def test_it_outlives_the_group_over_cycles_of_init_and_destroy(peers, rank, size):
     kept = []
     for cycle in range(3):
-        tensor = dist.node_shared((len(mates),), fill=-1.0)
+        tensor = dist.node_shared((len(peers),), fill=-1.0)
         dist.barrier()
-        tensor[mates.index(rank)] = cycle
+        tensor[peers.index(rank)] = cycle
         dist.barrier()
-        assert tensor.tolist() == [cycle] * len(mates)
+        assert tensor.tolist() == [cycle] * len(peers)
         dist.barrier()  # all have looked
         kept.append(tensor)
         dist.destroy_process_group()
-        own = tensor[mates.index(rank)]
+        own = tensor[peers.index(rank)]
         own += 1
         assert own == cycle + 1
         dist.init_process_group(BACKEND)
-    assert [tensor[mates.index(rank)].item() for tensor in kept] == [1, 2, 3]
+    assert [tensor[peers.index(rank)].item() for tensor in kept] == [1, 2, 3]

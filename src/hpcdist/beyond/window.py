@@ -246,8 +246,8 @@ def check_offers(offers: list[Offer]) -> None:
                 "a tensor, of one dtype"
             )
     for ranks in by_value(each.node for each in offers).values():
-        mates = [offers[rank] for rank in ranks]
-        needed = 0 if first.is_tensor else sum(each.numel for each in mates) * first.dtype.itemsize
-        free = min((each.free for each in mates if each.free), default=needed)
+        peers = [offers[rank] for rank in ranks]
+        needed = 0 if first.is_tensor else sum(each.numel for each in peers) * first.dtype.itemsize
+        free = min((each.free for each in peers if each.free), default=needed)
         if free < needed:
-            raise DistBackendError(f"Window: {memory_file.too_little(mates[0].host, free, needed)}")
+            raise DistBackendError(f"Window: {memory_file.too_little(peers[0].host, free, needed)}")

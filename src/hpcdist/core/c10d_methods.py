@@ -41,7 +41,7 @@ REDUCING: frozenset[type[Any]] = frozenset({
 })  # fmt: skip
 
 
-def asked(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[Any, bool]:
+def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[Any, bool]:
     """Return the op and whether the call is asynchronous; ``opts`` may be an options object or the op itself.
 
     Raises:
@@ -163,7 +163,7 @@ class C10dMethods(Group):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
         given = [tensors] if tensors.__class__ is not list and isinstance(tensors, torch.Tensor) else tensors
-        how, is_async = asked("allreduce", given[0] if len(given) else None, opts, op)
+        how, is_async = parse_options("allreduce", given[0] if len(given) else None, opts, op)
         if len(given) == 1:
             return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
         return self._begin(several.all_reduce(self, list(given), how, is_async), list(given))
@@ -173,7 +173,7 @@ class C10dMethods(Group):
         """Combine each tensor of a list over all ranks, in place."""
         given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
-        op, is_async = asked("allreduce_coalesced", is_complex, opts)
+        op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
         return self._note(lists.reduce_together(self, given, op, is_async))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
@@ -181,7 +181,7 @@ class C10dMethods(Group):
         tensor = only("reduce", tensors, "tensor list")
         target = self._root("reduce", opts, root)
         check_root_tensor("reduce", opts, 1)
-        how, is_async = asked("reduce", tensor, None if isinstance(opts, int) else opts, op)
+        how, is_async = parse_options("reduce", tensor, None if isinstance(opts, int) else opts, op)
         recv = tensor if self.rank() == target else None
         return self._issue(table.REDUCE, tensor, recv, [tensor], how, target, is_async)
 
@@ -192,7 +192,7 @@ class C10dMethods(Group):
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("reduce_scatter", output_tensors, input_tensors)
-        how, is_async = asked("reduce_scatter", output_tensors[0], opts, op)
+        how, is_async = parse_options("reduce_scatter", output_tensors[0], opts, op)
         if len(output_tensors) == 1:
             issued = lists.reduce_scatter(self, output_tensors[0], input_tensors[0], how, is_async)
             return self._begin(issued, list(output_tensors))
@@ -204,7 +204,7 @@ class C10dMethods(Group):
     @as_torch
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks and leave each rank its share."""
-        op, is_async = asked("reduce_scatter_single", inputTensor, opts)
+        op, is_async = parse_options("reduce_scatter_single", inputTensor, opts)
         return self._issue(table.REDUCE_SCATTER_SINGLE, inputTensor, outputTensor, [outputTensor], op, None, is_async)
 
     @as_torch

@@ -100,31 +100,31 @@ class MPIWindow(RemoteMemory):
         self._communicator, self._places, self._during, self._forget = communicator, places, during, forget
         rank, size = communicator.rank, communicator.size
         self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
-        mates = places.ranks[places.here]
+        peers = places.ranks[places.here]
         own = self._begin + (sizes[rank] if tensor is None else 0)
         shared = allocate_shared(own, places.node)
         self._windows = [shared]
         # arrays, because they can be watched: a tensor on one that is in use when the window is closed keeps it open
-        queried: list[Any] = [shared.Shared_query(index)[0] for index in range(len(mates))]
+        queried: list[Any] = [shared.Shared_query(index)[0] for index in range(len(peers))]
         segments = [np.frombuffer(buffer, np.uint8) for buffer in queried]
         self._watched = [weakref.ref(segment) for segment in segments]
         self._signals = {
-            mate: segment.data[: self._begin].cast("q") for mate, segment in zip(mates, segments, strict=True)
+            peer: segment.data[: self._begin].cast("q") for peer, segment in zip(peers, segments, strict=True)
         }
         self._counters = [self._signals[rank][src : src + 1] for src in range(size)]
         for counter in self._counters:
             counter[0] = 0
         self._group = shared
         if places.nodes > 1:
-            place = segments[mates.index(rank)].ctypes.data  # the array itself would be in use as long as the window
+            place = segments[peers.index(rank)].ctypes.data  # the array itself would be in use as long as the window
             with alone(communicator.comm):
                 self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
             self._windows.append(self._group)
         self._mapped: dict[int, torch.Tensor] = {}
         if tensor is None:
             self._data, self._start = self._group, self._begin
-            for mate, segment in zip(mates, segments, strict=True):
-                self._mapped[mate] = torch.from_numpy(segment)[self._begin : self._begin + sizes[mate]]
+            for peer, segment in zip(peers, segments, strict=True):
+                self._mapped[peer] = torch.from_numpy(segment)[self._begin : self._begin + sizes[peer]]
             self.own = self._mapped[rank].zero_()
         else:
             self.own = self._mapped[rank] = tensor.view(-1).view(torch.uint8)
@@ -135,7 +135,7 @@ class MPIWindow(RemoteMemory):
             window.Lock_all(MPI.MODE_NOCHECK)
         self._sync = shared.Sync
         self._sent, self._taken = [0] * size, [0] * size
-        self._addresses = {mate: each.data_ptr() for mate, each in self._mapped.items()}
+        self._addresses = {peer: each.data_ptr() for peer, each in self._mapped.items()}
         self._sync()
         communicator.comm.Barrier()  # all is zero on all ranks
         if len(self._windows) > 1:  # what others do to this rank's memory may be messages to it

@@ -33,14 +33,14 @@ def look(comm: Any) -> Facts:
         return facts
     from mpi4py import MPI
 
-    mates = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    keys = mates.allgather(environment.node_key())
-    node = mates.Split(keys.index(environment.node_key()), mates.Get_rank())
+    peers = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    keys = peers.allgather(environment.node_key())
+    node = peers.Split(keys.index(environment.node_key()), peers.Get_rank())
     facts["ranks"] = node.Get_size()
     room = node.allreduce(memory_file.free() or 0, MPI.MIN)
     facts["tried"] = share(node) if room == 0 or room > NEED * node.Get_size() else "too little"
     node.Free()
-    mates.Free()
+    peers.Free()
     return facts
 
 

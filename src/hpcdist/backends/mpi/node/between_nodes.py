@@ -150,21 +150,21 @@ class BetweenNodes:
         if self._slots is None:
             self._fold(fold, [own], out)
             return
-        slots, mates = self._slots, self._slots.mates
+        slots, peers = self._slots, self._slots.peers
         chunk = min(longest, CHUNK_BYTES, SLOT_BYTES // self._size // LINE_BYTES * LINE_BYTES)
 
         def put(turn: int, offset: int, length: int) -> None:
             there = slots.addresses[turn][local]
-            for mate in mates:
-                low, high = parts[mate][0] + offset, min(parts[mate][0] + offset + length, parts[mate][1])
+            for peer in peers:
+                low, high = parts[peer][0] + offset, min(parts[peer][0] + offset + length, parts[peer][1])
                 if low < high:
-                    memmove(there + mate * chunk, source + low, high - low)
+                    memmove(there + peer * chunk, source + low, high - low)
 
         def get(turn: int, offset: int, length: int) -> None:
             size = min(length, end - begin - offset)
             if size > 0:
                 low, high = offset // item, (offset + size) // item
-                theirs = [slots.slots[turn][mate][local * chunk :][:size].view(own.dtype) for mate in mates]
+                theirs = [slots.slots[turn][peer][local * chunk :][:size].view(own.dtype) for peer in peers]
                 self._fold(fold, [own[low:high], *theirs], out[low:high])
 
         slots.exchange(longest, chunk, put, get)
@@ -182,9 +182,9 @@ class BetweenNodes:
             memmove(slots.addresses[turn][local], *piece(local, offset, length))
 
         def get(turn: int, offset: int, length: int) -> None:
-            for mate in slots.mates:
-                there, size = piece(mate, offset, length)
-                memmove(there, slots.addresses[turn][mate], size)
+            for peer in slots.peers:
+                there, size = piece(peer, offset, length)
+                memmove(there, slots.addresses[turn][peer], size)
 
         slots.exchange(longest, min(longest, CHUNK_BYTES), put, get)
 

@@ -8,7 +8,7 @@ other ranks of the node have published theirs, read.
 - Large all_reduce ("sliced", in `slices`): each rank reduces its own slice of every chunk.
 - broadcast, all_gather_single, reduce_scatter_single: put, publish, wait, read; one step a chunk.
 
-When may a slot be overwritten? `NodeSlots.free[slot]` is the step that every mate must have published first. A rank
+When may a slot be overwritten? `NodeSlots.free[slot]` is the step that every peer must have published first. A rank
 publishes step t + 1 only after the reads of step t, so this is t + 1 in the plain rhythm, t + 2 where a rank puts its
 next chunk before it reads. Slots are used in turn, also from one collective to the next, so a rank only ever waits for
 steps smaller than the one it is about to publish: no circle of waiting can arise.
@@ -142,7 +142,7 @@ class NodeShared:
 
         def get(turn: int, offset: int, length: int) -> None:
             slot = addresses[turn]
-            for r in self._slots.mates:
+            for r in self._slots.peers:
                 memmove(target + r * block + offset, slot[r], length)
 
         self._exchange(block, put, get, 1)
@@ -173,7 +173,7 @@ class NodeShared:
 
         def put(turn: int, offset: int, length: int) -> None:
             base = slots.addresses[turn][rank]
-            for r in slots.mates:
+            for r in slots.peers:
                 memmove(base + r * length, source + r * block + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
@@ -186,7 +186,7 @@ class NodeShared:
     def _plan_scattered(self, length: int, dtype: torch.dtype) -> Any:
         begin = self.rank * length
         slots = self._slots
-        return [[slot[r][begin : begin + length].view(dtype) for r in slots.mates] for slot in slots.slots]
+        return [[slot[r][begin : begin + length].view(dtype) for r in slots.peers] for slot in slots.slots]
 
     def _reduce_scatter_stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
         rank, addresses, block = self.rank, self._slots.addresses, recv.nbytes

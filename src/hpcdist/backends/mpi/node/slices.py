@@ -1,7 +1,7 @@
 """Large all_reduce on a node: who owns which slice, where the parts lie, and who waits for what.
 
 The tensor is reduced in chunks; rank r owns slice r of a chunk. Each rank puts what others own, reduces its own slice
-from everybody's parts, puts the result in its segment, and collects the other results. While mates still collect chunk
+from everybody's parts, puts the result in its segment, and collects the other results. While peers still collect chunk
 c-1, chunk c is being reduced and chunk c+1 already lies in the window. The parts lie in one of two ways:
 
 - Apart: each rank puts its part of every slice in its own segment, and an owner reads it there.
@@ -89,7 +89,7 @@ class SlicedAllReduce:
         slots = []
         for slot in self._slots.slots:
             views = [part[: numel * dtype.itemsize].view(dtype) for part in slot]
-            slots.append([views[r][begin:end] for r in self._slots.mates])
+            slots.append([views[r][begin:end] for r in self._slots.peers])
         sizes = [(r, bounds[r] * dtype.itemsize, (bounds[r + 1] - bounds[r]) * dtype.itemsize) for r in range(owners)]
         others = [piece for piece in sizes if piece[0] != rank and piece[2]]
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
@@ -134,7 +134,7 @@ class SlicedAllReduce:
             low, high = plan[2]
             if low < high:
                 # into the caller's own memory, whose lines this core has, and on from there: to write sums to lines
-                # that mates have read costs a tenth of the whole
+                # that peers have read costs a tenth of the whole
                 parts, result = [own_parts[c], *plan[4][slot]], own_results[c]
                 fold.reduce(parts, result, scratch)
                 memmove(addresses[slot][rank] + low, target + c * chunk + low, high - low)
@@ -150,7 +150,7 @@ class SlicedAllReduce:
 
     def _stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Chunks:
         slots, rank, ranks = self._slots, self._rank, self._size
-        mates, addresses = slots.mates, slots.addresses
+        peers, addresses = slots.peers, slots.addresses
         width = STACK_WIDTH * fold.dtype.itemsize
         largest = SLOT_BYTES // (ranks * width) * ranks * width
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
@@ -160,7 +160,7 @@ class SlicedAllReduce:
         source, target = send.data_ptr(), recv.data_ptr()
 
         def put(c: int, slot: int) -> None:
-            for owner in mates:
+            for owner in peers:
                 begin = c * chunk + owner * share
                 if begin < size:
                     memmove(addresses[slot][owner] + rank * share, source + begin, min(share, size - begin))
@@ -175,7 +175,7 @@ class SlicedAllReduce:
                 memmove(row, total.data_ptr(), length)
 
         def collect(c: int, slot: int) -> None:
-            for owner in mates:
+            for owner in peers:
                 begin = c * chunk + owner * share
                 if begin < size:
                     memmove(target + begin, addresses[slot][owner] + owner * share, min(share, size - begin))

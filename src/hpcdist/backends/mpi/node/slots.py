@@ -32,9 +32,9 @@ class NodeSlots:
     Attributes:
         slots: the bytes of each slot, by number and by node rank.
         addresses: where they begin.
-        free: of each slot, the step that every mate must have published before this rank writes to it.
+        free: of each slot, the step that every peer must have published before this rank writes to it.
         turn: the slot that is next.
-        mates: the other ranks of the node.
+        peers: the other ranks of the node.
 
     Raises:
         RuntimeError: shared memory could not be had on some rank; every rank raises.
@@ -58,7 +58,7 @@ class NodeSlots:
             [segment[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for segment in window.segments] for i in range(SLOTS)
         ]
         self.addresses = [[part.data_ptr() for part in slot] for slot in self.slots]
-        self.mates = [r for r in range(self.size) if r != self.rank]
+        self.peers = [r for r in range(self.size) if r != self.rank]
         self.free = [0] * SLOTS
         self.turn = 0
         self._plans: dict[Any, Any] = {}

@@ -1,7 +1,7 @@
 """Shared window of a node: memory that its ranks share, and the flags by which they know what has been written.
 
 Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
-imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its node mates
+imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its node peers
 map too. It is no window of MPI's, because MPI_Win_free waits for all ranks of the node, so that a rank which destroys a
 group would wait for one that keeps it, and because MPICH over libfabric ends in an error if a window is left.
 
@@ -11,14 +11,14 @@ A rank puts data in its own segment, which the others read, or each part in the 
 stacks of `slices`); never do two write to one place. The flag is one aligned 8-byte counter that the owner alone
 increments. All ranks of a group run the same collectives in the same order, so they count the same steps, and flag >= t
 says: "whatever I publish in step t lies in the window, and I have finished every read that I make before step t".
-Three slots, because a rank then writes chunk c+1 while a slower mate still reads chunk c-1 and the next one is due.
+Three slots, because a rank then writes chunk c+1 while a slower peer still reads chunk c-1 and the next one is due.
 
 Why this is correct memory ordering, as MPI_Win_sync would be (MPI-4.1 chapter 12.7, unified model):
 - publishing: data stores, `barrier` (a full one of the processor), flag store. No processor can show the flag before
   the data.
 - consuming: flag load until it reached the step, `barrier`, data loads. No load of data is taken before the flag.
-- reusing: a slot is written only after every node mate's flag passed the step that follows its reads of that slot; a
-  mate's loads are complete before its later `barrier`, hence before the flag that permits the overwrite.
+- reusing: a slot is written only after every node peer's flag passed the step that follows its reads of that slot; a
+  peer's loads are complete before its later `barrier`, hence before the flag that permits the overwrite.
 - tearing: the counter is written and read by one 8-byte move (memoryview of format "q" on an aligned address), and it
   only grows, so a stale value delays and never misleads.
 - the compiler cannot move any of it: each load, store and barrier is a separate call of the interpreter.
@@ -26,7 +26,7 @@ Why this is correct memory ordering, as MPI_Win_sync would be (MPI-4.1 chapter 1
 A waiting rank must keep driving MPI progress: another rank may be in a send to it that only its own MPI can complete.
 So the wait calls `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI;
 it calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps,
-because then a mate is late for reasons of its own and the core is better used by others. An asynchronous call naps at
+because then a peer is late for reasons of its own and the core is better used by others. An asynchronous call naps at
 once where the node has no second core a rank: it runs beside the computation that it was made asynchronous for.
 """
 
@@ -52,7 +52,7 @@ SLOT_BYTES = 2 << 20  # 3 slots and a page: 6 MiB a rank; measured best with mor
 SLOTS = 3
 LINE_BYTES = 64  # parts begin on cache lines, so that no line has two writers
 SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length of a short reduction
-CROWDED_SPINS = 5  # with more ranks than cores the mate most likely waits for this very core
+CROWDED_SPINS = 5  # with more ranks than cores the peer most likely waits for this very core
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
 
@@ -196,7 +196,7 @@ class NodeWindow:
         self.step = 0
 
     def publish(self) -> int:
-        """Count one step and tell the node mates that this rank's part of it lies in its segment.
+        """Count one step and tell the node peers that this rank's part of it lies in its segment.
 
         Returns:
             The step's number, the same on every rank.
@@ -207,7 +207,7 @@ class NodeWindow:
         return step
 
     def wait(self, step: int) -> None:
-        """Wait until every node mate has published `step`; its data may be read afterwards."""
+        """Wait until every node peer has published `step`; its data may be read afterwards."""
         for flag in self._mates:
             if flag[0] < step:
                 self._stall(flag, step)
