@@ -11,6 +11,7 @@ import os
 import pytest
 
 import hpcdist as dist
+from hpcdist.core import memory_file
 
 BACKEND = os.environ.get("HPCDIST_TEST_BACKEND")
 
@@ -55,6 +56,20 @@ def every(_default_group):
     if comm.size == 1:
         pytest.skip("needs two ranks")
     return comm
+
+
+@pytest.fixture
+def memory_files(monkeypatch):
+    """The paths of the memory files that this process makes; other programs on the machine make some too."""
+    made, create = [], memory_file.create
+
+    def note(nbytes):
+        descriptor, name = create(nbytes)
+        made.append(memory_file.FOLDER / name)
+        return descriptor, name
+
+    monkeypatch.setattr(memory_file, "create", note)
+    return made
 
 
 @pytest.fixture

@@ -136,12 +136,12 @@ def test_a_full_folder_is_the_same_error_on_all_ranks(peers, rank, monkeypatch):
     assert len(set(gathered(str(caught.value)))) == 1
 
 
-def test_no_name_and_no_memory_stay(world, rank):
+def test_no_name_and_no_memory_stay(world, rank, memory_files):
     gc.collect()  # earlier tests' tensors
     before = mappings()
     tensor = dist.node_shared((1 << 20,))
     view = tensor[5:7]
-    assert not [path for path in memory_file.FOLDER.iterdir() if path.name.startswith("hpcdist-")]
+    assert not any(path.exists() for path in memory_files)
     view.fill_(3)
     del tensor
     assert view.tolist() == [3, 3]
