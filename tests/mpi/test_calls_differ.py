@@ -141,7 +141,7 @@ def test_an_exchange_that_nothing_compares_overwrites_nothing(rank, size, monkey
             dist.all_to_all_single(whole[: sum(received)], torch.ones(sum(sent)), received, sent, made)
         assert not whole[sum(received) :].any()
         dist.barrier()
-        made.drop("its exchange has failed")
+        made.abort("its exchange has failed", ends_calls=False)
         dist.destroy_process_group(made)
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_makes_fewer_calls(are_apart, end, comm, rank, size, monkeyp
     assert told
     assert all("broadcast of 3 elements" in each and f"rank {size - 1}: {end}" in each for each in told), told
     dist.barrier()
-    made.drop("its calls differ")
+    made.abort("its calls differ", ends_calls=False)
 
 
 def test_a_new_group_that_one_rank_does_not_make(rank, size):

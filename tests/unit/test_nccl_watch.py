@@ -297,7 +297,7 @@ def test_a_communicator_that_is_made_between_two_looks_of_the_end_is_aborted(mon
     made, streams = fake.Communicator.init(2, 0, fake.get_unique_id()), communicators.Streams
 
     def interrupted(*args: Any) -> Any:
-        backend.interrupt("rank 1 never came")
+        backend.faults.interrupt("rank 1 never came")
         return streams(*args)
 
     monkeypatch.setattr(communicators, "Streams", interrupted)
