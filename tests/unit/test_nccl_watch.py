@@ -313,7 +313,7 @@ def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name: str) ->
     comm, threads = backend.communicators.group.comm, []
 
     def make(*args: Any, **more: Any) -> Any:
-        threads.append(threading.Thread(target=backend.interrupt, args=("it takes too long",)))
+        threads.append(threading.Thread(target=backend.faults.interrupt, args=("it takes too long",)))
         threads[0].start()
         threads[0].join(0.05)
         assert threads[0].is_alive()
