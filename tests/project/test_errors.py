@@ -28,7 +28,6 @@ SPEAKERS = {
     "revoke",
     "revoke_groups",
     "clear",
-    "drop",
     "interrupt",
     "_interrupt",
     "end_receives",
