@@ -107,7 +107,7 @@ def test_every_rank_raises_and_the_library_sees_equal_calls(seed):
 
     def run(rank):
         check = CallCheck(Communicator(rank, size), lambda call: library.make(rank, call), None, True)
-        check._is_open, check._board = True, CallBoard(memory, list(range(size)), rank, size)
+        check.is_open, check.board = True, CallBoard(memory, list(range(size)), rank, size)
         pick = random.Random(size * seed + rank)
         for ranks in rounds:
             failure = None

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.loopback import LoopbackBackend
-from hpcdist.core import lists
+from hpcdist.core import coalesced
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.self_messages import SelfMessages
@@ -23,9 +23,9 @@ def group():
 
 def test_buckets_follow_from_sizes_and_dtypes_only(group):
     def of(*lengths, layout=lambda tensor: tensor):
-        return lists.buckets(group, [layout(torch.zeros(length)) for length in lengths], ReduceOp.SUM)
+        return coalesced.buckets(group, [layout(torch.zeros(length)) for length in lengths], ReduceOp.SUM)
 
-    alone, whole = lists.ALONE_BYTES // 4, lists.BUCKET_BYTES // 4
+    alone, whole = coalesced.ALONE_BYTES // 4, coalesced.BUCKET_BYTES // 4
     assert of(1, 2, 3) == [[0, 1, 2]]
     assert of(alone, 1) == [[0, 1]]  # together they fit into one bucket
     assert of(whole, 1) == [[0], [1]]
@@ -37,10 +37,10 @@ def test_buckets_follow_from_sizes_and_dtypes_only(group):
         assert of(*lengths, layout=lambda tensor: torch.stack([tensor, tensor], 1)[:, 0]) == expected
         assert of(*lengths, layout=lambda tensor: tensor.requires_grad_()) == expected
     mixed = [torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2), torch.eye(2).to_sparse()]
-    assert lists.buckets(group, mixed, ReduceOp.SUM) == [[3], [0, 2], [1]]
+    assert coalesced.buckets(group, mixed, ReduceOp.SUM) == [[3], [0, 2], [1]]
     halves = [torch.zeros(1, dtype=torch.complex64), torch.zeros(2)]
-    assert lists.buckets(group, halves, ReduceOp.SUM) == [[0, 1]]  # another rank may give two real ones
-    assert lists.buckets(group, halves, ReduceOp.PRODUCT) == [[0], [1]]
+    assert coalesced.buckets(group, halves, ReduceOp.SUM) == [[0, 1]]  # another rank may give two real ones
+    assert coalesced.buckets(group, halves, ReduceOp.PRODUCT) == [[0], [1]]
 
 
 def test_plans_are_made_once_and_know_the_window():

@@ -29,10 +29,10 @@ from hpcdist.core import world
 from hpcdist.core.buffers import as_tensor, as_tensors
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import canonical, issue
+from hpcdist.core.issue import issue
 from hpcdist.core.point_to_point import dense
 from hpcdist.core.ranks import by_value, listed
-from hpcdist.core.reduction import AVG, SUM, name_of
+from hpcdist.core.reduction import AVG, SUM, canonical, name_of
 from hpcdist.core.table import (
     ALL_GATHER,
     ALL_GATHER_SINGLE,

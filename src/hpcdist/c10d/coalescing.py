@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.core import lists, world
+from hpcdist.core import coalesced, world
 from hpcdist.core.buffers import as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.issue import issue_any
+from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import HeldWork, Work
 
@@ -40,13 +41,13 @@ def all_reduce_coalesced(
     if pg is None:
         return None
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if not async_op and pg.coalescing is None and lists.reduce_plain(pg, listed, op):
+    if not async_op and pg.coalescing is None and coalesced.reduce_plain(pg, listed, op):
         return None
     given = as_tensors(listed, "tensors", writable=True)
     if given:
         same_dtype(*given)
     with pg.grouped():
-        work = lists.reduce_together(pg, given, op, async_op)
+        work = coalesced.reduce_together(pg, given, op, async_op)
     return begun_or_ended(work, async_op)
 
 
@@ -82,7 +83,7 @@ def all_gather_coalesced(
                 f"`input_tensor_list` {len(inputs)}"
             )
     with pg.grouped():
-        work = lists.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
+        work = coalesced.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
     return begun_or_ended(work, async_op)
 
 
@@ -145,8 +146,8 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> l
 
     def flush() -> None:
         begun: list[Work] = []
-        if alike and (async_ops or not lists.reduce_plain(pg, alike, op)):
-            begun.append(lists.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
+        if alike and (async_ops or not coalesced.reduce_plain(pg, alike, op)):
+            begun.append(coalesced.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
         works.extend(begun)
         for each in waiting:
             each._begin(begun)

@@ -16,13 +16,16 @@ from typing import Any
 from torch.distributed import ReduceOp
 
 from hpcdist.c10d.lists import rooted
-from hpcdist.core import lists, world
+from hpcdist.core import world
+from hpcdist.core.buffers import as_tensor
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import dispatch, issue
+from hpcdist.core.lists import splits_of
 from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
     BARRIER,
     BROADCAST,
     GATHER,
@@ -164,6 +167,8 @@ def gather_single(
     pg, root = way
     if pg.rank() != root:
         return issue(GATHER, pg, tensor, None, None, root, async_op)
+    if gather_tensor.__class__ is list:  # that is ``gather``
+        as_tensor(gather_tensor, "gather_tensor")
     if gather_tensor is None:
         raise ValueError(f"gather_tensor must be specified on the destination rank, rank {root} of the group")
     return issue(GATHER, pg, tensor, gather_tensor, None, root, async_op)
@@ -219,7 +224,10 @@ def all_to_all_single(
         RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
         ValueError: dtypes that differ.
     """
-    return lists.all_to_all_single(group, output, input, output_split_sizes, input_split_sizes, async_op)
+    splits = None
+    if output_split_sizes is not None or input_split_sizes is not None:
+        splits = splits_of(output_split_sizes, input_split_sizes)
+    return issue(ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op, splits)
 
 
 def barrier(

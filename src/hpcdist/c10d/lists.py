@@ -10,8 +10,11 @@ from typing import Any
 
 from torch.distributed import ReduceOp
 
-from hpcdist.core import lists, world
+from hpcdist.core import world
+from hpcdist.core.buffers import as_tensors
 from hpcdist.core.group import Group
+from hpcdist.core.issue import issue
+from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, GATHER, REDUCE_SCATTER, SCATTER
 from hpcdist.core.work import Work
 
 
@@ -31,8 +34,9 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
         TypeError: no list of tensors.
         ValueError: a list of another length than the group, or dtypes or sizes that do not fit.
     """
-    pg = world.joined(group, "all_gather")
-    return None if pg is None else lists.all_gather(pg, tensor_list, tensor, async_op)
+    if tensor_list.__class__ is not list:
+        tensor_list = as_tensors(tensor_list, "tensor_list", writable=True)
+    return issue(ALL_GATHER, group, tensor, tensor_list, None, None, async_op)
 
 
 def gather(
@@ -71,7 +75,11 @@ def gather(
         )
     if pg.rank() == root and not gather_list:
         raise ValueError(f"Argument ``gather_list`` must be specified on destination rank {root}")
-    return lists.gather(pg, tensor, gather_list, root, async_op)
+    if pg.rank() != root:
+        return issue(GATHER, pg, tensor, None, None, root, async_op)
+    if gather_list.__class__ is not list:
+        gather_list = as_tensors(gather_list, "gather_list", writable=True)
+    return issue(GATHER, pg, tensor, gather_list, None, root, async_op)
 
 
 def scatter(
@@ -110,7 +118,11 @@ def scatter(
         )
     if pg.rank() == root and not scatter_list:
         raise ValueError(f"Argument ``scatter_list`` must be specified on source rank {root}")
-    return lists.scatter(pg, tensor, scatter_list, root, async_op)
+    if pg.rank() != root:
+        return issue(SCATTER, pg, None, tensor, None, root, async_op)
+    if scatter_list.__class__ is not list:
+        scatter_list = as_tensors(scatter_list, "scatter_list")
+    return issue(SCATTER, pg, scatter_list, tensor, None, root, async_op)
 
 
 def reduce_scatter(
@@ -132,8 +144,9 @@ def reduce_scatter(
         TypeError: no tensor, or no list of tensors.
         ValueError: a list of another length than the group, or dtypes or sizes that do not fit.
     """
-    pg = world.joined(group, "reduce_scatter")
-    return None if pg is None else lists.reduce_scatter(pg, output, input_list, op, async_op)
+    if input_list.__class__ is not list:
+        input_list = as_tensors(input_list, "input_list")
+    return issue(REDUCE_SCATTER, group, input_list, output, op, None, async_op)
 
 
 def all_to_all(
@@ -154,8 +167,11 @@ def all_to_all(
         TypeError: no lists of tensors.
         ValueError: lists of another length than the group, or dtypes that differ.
     """
-    pg = world.joined(group, "all_to_all")
-    return None if pg is None else lists.all_to_all(pg, output_tensor_list, input_tensor_list, async_op)
+    if output_tensor_list.__class__ is not list:
+        output_tensor_list = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
+    if input_tensor_list.__class__ is not list:
+        input_tensor_list = as_tensors(input_tensor_list, "input_tensor_list")
+    return issue(ALL_TO_ALL, group, input_tensor_list, output_tensor_list, None, None, async_op)
 
 
 def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[Group, int] | None:

@@ -100,7 +100,7 @@ class Backend(ABC):
                 call.finish()
 
         size = max(0 if each is None else each.nbytes for each in (call.send, call.recv))
-        return self.open_queue().put(carry_out, call.result or [], size >= LARGE_BYTES)
+        return self.open_queue().put(carry_out, call.shown(), size >= LARGE_BYTES)
 
     def open_queue(self) -> Queue:
         """Return the queue of this communicator's asynchronous calls, which the first of them makes."""
@@ -113,13 +113,12 @@ class Backend(ABC):
         return Queue(self.name)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
-        """Return what runs a collective again, on two tensors that look like this call's (see ``core.call_cache``).
+        """Return what runs a collective again, on what looks like this call's (see ``core.call_cache``).
 
         A library that queues calls on its device also returns what begins one; None for others, whose asynchronous
         calls go to ``queue``.
         """
-        row, _, _, op, root, *_ = call
-        return lambda send, recv: self.run(Call(row, send, recv, op, root)), None
+        return lambda send, recv: self.run(call.on(send, recv)), None
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the elements of small contiguous CPU tensors in one, and what copies its values back to them.

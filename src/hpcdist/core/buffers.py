@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hpcdist.core.errors import MismatchError
+from hpcdist.core.reduction import canonical, is_done_by_parts, name_of
+
+if TYPE_CHECKING:
+    from hpcdist.core.table import Row
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 ORIGINAL = "_hpcdist_original"  # attribute of a tensor: the array whose values it holds, with strides below zero
@@ -54,6 +58,10 @@ class TensorList:
         if 0 in self.sizes:  # memory that is not there has no address
             place = max(self.addresses)
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
+
+    def places(self) -> Iterable[tuple[int, int]]:
+        """Return where each tensor lies, and its bytes."""
+        return zip(self.addresses, self.sizes, strict=True)
 
     def numel(self) -> int:
         """Return the elements of all."""
@@ -104,6 +112,8 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
         TypeError: neither tensor nor array, or a dtype that torch lacks.
         ValueError: an array to write to is read-only, or has negative strides and is viewed.
     """
+    if value.__class__ in PLAIN_TYPES and not value.requires_grad:
+        return value
     if isinstance(value, torch.Tensor):
         # what is written to a detached sparse tensor does not reach the original: its number of nonzeros may change
         return value.detach() if value.layout is torch.strided and not is_copy(value) else value
@@ -123,7 +133,7 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
 
 def is_copy(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor stands for an array that is written by ``put`` only."""
-    return hasattr(tensor, ORIGINAL)
+    return ORIGINAL in tensor.__dict__
 
 
 def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Tensor]:
@@ -142,6 +152,11 @@ def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Ten
     return [as_tensor(value, name, writable) for value in values]
 
 
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Tell whether a dense tensor's own memory is what a call reads or writes."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and ORIGINAL not in tensor.__dict__
+
+
 def for_reading(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with the same values."""
     return tensor.clone() if is_copy(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
@@ -149,7 +164,7 @@ def for_reading(tensor: torch.Tensor) -> torch.Tensor:
 
 def for_writing(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor to receive what is meant for ``tensor``: itself if it can be."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and not is_copy(tensor):
+    if is_direct(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
@@ -206,6 +221,15 @@ def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: tor
                 f"expected {like.nbytes // tensor.itemsize}, as the tensor of shape {tuple(like.shape)} that goes with "
                 "it"
             )
+
+
+def check_parts(row: Row, op: Any, given: torch.Tensor, output: torch.Tensor) -> None:
+    """Raise if a call on a complex tensor and a real one of its parts combines complex numbers as a whole."""
+    if row.reduces and not is_done_by_parts(canonical(op)):
+        raise MismatchError(
+            f"{row.name} by {name_of(op)} combines complex numbers as a whole; expected tensors of one dtype, "
+            f"found {given.dtype} and {output.dtype}"
+        )
 
 
 def as_splits(given: Any) -> list[int] | None:
@@ -294,14 +318,13 @@ def put(values: torch.Tensor, target: torch.Tensor) -> None:
         getattr(target, ORIGINAL)[...] = target.numpy()
 
 
-def do_overlap(one: TensorList, other: TensorList) -> bool:
-    """Tell whether a tensor of one list shares memory with one of another."""
-    ends = [0, 0]  # of what was met of each list
-    for place, size, index in sorted(
-        (place, size, index)
-        for index, each in enumerate((one, other))
-        for place, size in zip(each.addresses, each.sizes, strict=True)
-    ):
+Places = Iterable[tuple[int, int]]  # addresses, and bytes from there on
+
+
+def do_overlap(one: Places, other: Places) -> bool:
+    """Tell whether memory at some places is shared with memory at others."""
+    ends = [0, 0]  # of what was met of each
+    for place, size, index in sorted((*each, index) for index, places in enumerate((one, other)) for each in places):
         if size and place < ends[1 - index]:
             return True
         ends[index] = max(ends[index], place + size)

@@ -18,12 +18,13 @@ import torch
 import torch.distributed
 from torch.distributed import ReduceOp
 
-from hpcdist.core import issue, lists, several, table
+from hpcdist.core import coalesced, several, table
 from hpcdist.core.buffers import as_tensors
-from hpcdist.core.call import Call
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
+from hpcdist.core.issue import issue
+from hpcdist.core.lists import splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.reduction import PRODUCT, SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
@@ -131,18 +132,16 @@ class C10dMethods(Group):
     def _issue(
         self,
         row: Row,
-        send: torch.Tensor | None,
-        recv: torch.Tensor | None,
+        send: Any,
+        recv: Any,
         result: Tensors,
         op: Any = None,
         root: int | None = None,
         is_async: bool = True,
+        counts: Any = None,
     ) -> Work:
         """Issue a call; the result is never None for C++."""
-        if self.journal.asked:  # a call with a limit of its own goes the long way
-            work = issue.issue_any(Call(row, send, recv, op, root), self, is_async)
-        else:
-            work = issue.issue(row, self, send, recv, op, root, is_async)
+        work = issue(row, self, send, recv, op, root, is_async, counts)
         if work is None:
             work = DoneWork(result)
         if self._begun is not None:
@@ -174,7 +173,7 @@ class C10dMethods(Group):
         given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
-        return self._note(lists.reduce_together(self, given, op, is_async))
+        return self._note(coalesced.reduce_together(self, given, op, is_async))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
@@ -194,8 +193,8 @@ class C10dMethods(Group):
         check_pairs("reduce_scatter", output_tensors, input_tensors)
         how, is_async = parse_options("reduce_scatter", output_tensors[0], opts, op)
         if len(output_tensors) == 1:
-            issued = lists.reduce_scatter(self, output_tensors[0], input_tensors[0], how, is_async)
-            return self._begin(issued, list(output_tensors))
+            output = output_tensors[0]
+            return self._issue(table.REDUCE_SCATTER, list(input_tensors[0]), output, [output], how, None, is_async)
         check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
         return self._begin(
             several.reduce_scatter(self, output_tensors, input_tensors, how, is_async), list(output_tensors)
@@ -212,7 +211,7 @@ class C10dMethods(Group):
         """Combine and scatter each tensor of a list."""
         check_pairs("reduce_scatter_single_coalesced", outputs, inputs)
         works = (self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return lists.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
+        return coalesced.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
 
     # -- moving --------------------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class C10dMethods(Group):
         is_async = getattr(opts, "asyncOp", True)
         if len(input_tensors) == 1:
             outputs = list(output_tensors[0])
-            return self._begin(lists.all_gather(self, outputs, input_tensors[0], is_async), outputs)
+            return self._issue(table.ALL_GATHER, input_tensors[0], outputs, outputs, None, None, is_async)
         everything = [each for outputs in output_tensors for each in outputs]
         return self._begin(several.all_gather(self, output_tensors, input_tensors, is_async), everything)
 
@@ -248,7 +247,7 @@ class C10dMethods(Group):
                 f"the group has {self.size()} ranks"
             )
         check_lengths("allgather_coalesced", "output", output_lists, len(input_list))
-        return self._note(lists.gather_together(self, output_lists, list(input_list), is_async))
+        return self._note(coalesced.gather_together(self, output_lists, list(input_list), is_async))
 
     @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -261,7 +260,7 @@ class C10dMethods(Group):
         """Gather each tensor of a list into one."""
         check_pairs("all_gather_single_coalesced", outputs, inputs)
         works = (self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return lists.begin_all(self, "all_gather", inputs, works, list(outputs))
+        return coalesced.begin_all(self, "all_gather", inputs, works, list(outputs))
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
@@ -270,7 +269,8 @@ class C10dMethods(Group):
         target, is_async = self._root("gather", opts, root), getattr(opts, "asyncOp", True)
         given = only("gather", input_tensors, "input tensor list")
         outputs = self._only_list("gather", output_tensors, "output", target)
-        return self._begin(lists.gather(self, given, outputs, target, is_async), outputs)
+        recv = outputs if self.rank() == target else None
+        return self._issue(table.GATHER, given, recv, outputs, None, target, is_async)
 
     @as_torch
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -286,14 +286,14 @@ class C10dMethods(Group):
         target, is_async = self._root("scatter", opts, root), getattr(opts, "asyncOp", True)
         output = only("scatter", output_tensors, "output tensor list")
         inputs = self._only_list("scatter", input_tensors, "input", target)
-        return self._begin(lists.scatter(self, output, inputs, target, is_async), [output])
+        send = inputs if self.rank() == target else None
+        return self._issue(table.SCATTER, send, output, [output], None, target, is_async)
 
     @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
-        outputs = list(output_tensors)
-        issued = lists.all_to_all(self, outputs, list(input_tensors), getattr(opts, "asyncOp", True))
-        return self._begin(issued, outputs)
+        outputs, is_async = list(output_tensors), getattr(opts, "asyncOp", True)
+        return self._issue(table.ALL_TO_ALL, list(input_tensors), outputs, outputs, None, None, is_async)
 
     def all_to_all_single(
         self,
@@ -306,8 +306,8 @@ class C10dMethods(Group):
     ) -> Work:
         """Send a share to every rank and receive one from each; empty splits stand for equal shares."""
         is_async = getattr(opts, "asyncOp", True)
-        issued = lists.all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, is_async)
-        return self._begin(issued, [output])
+        splits = splits_of(output_split_sizes, input_split_sizes)
+        return self._issue(table.ALL_TO_ALL_SINGLE, input, output, [output], None, None, is_async, splits)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait until every rank has called this."""

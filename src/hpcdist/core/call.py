@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcdist.core.buffers import TensorList
+
 if TYPE_CHECKING:
     import torch
 
     from hpcdist.core.table import Counts, Row
     from hpcdist.core.work import Work
 
-Run = Callable[["torch.Tensor", "torch.Tensor"], None]  # runs a call again: what it reads and what it writes
-Start = Callable[["torch.Tensor", "torch.Tensor"], "Work"]  # begins it again
+# run a call again, or begin it: on what it reads and what it writes, each a tensor, a list of tensors or None
+Run = Callable[[Any, Any], None]
+Start = Callable[[Any, Any], "Work"]
 
 
 class Call(NamedTuple):
@@ -44,3 +47,27 @@ class Call(NamedTuple):
     def tensor(self) -> Any:
         """The input, or the output on a rank that does not send; None for a barrier."""
         return self.recv if self.send is None else self.send
+
+    def shown(self) -> list[torch.Tensor]:
+        """Return what the Work of the call shows."""
+        return self.result if self.result is not None else [] if self.recv is None else [self.recv]
+
+    def on(self, send: Any, recv: Any) -> Call:
+        """Return the same call on other tensors or lists of the same looks, without what follows it."""
+        if send.__class__ is list:
+            send = TensorList(send, self.send.dtype)
+        if recv.__class__ is list:
+            recv = TensorList(recv, self.recv.dtype)
+        return self._replace(send=send, recv=recv, finish=None)
+
+
+def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:
+    """Return what runs one step and then another, if there is one."""
+    if then is None:
+        return first
+
+    def run() -> None:
+        first()
+        then()
+
+    return run

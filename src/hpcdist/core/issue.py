@@ -1,7 +1,8 @@
 """Way of a collective from its public function to the backend: group, checks, buffers, Work, once for all of them.
 
-This is the path of every collective, and the only place where its arguments are checked. A synchronous
-call on plain CPU tensors takes the short way: no Work, no options object, no list.
+Every collective takes it, of the functions of ``hpcdist``, of torch's methods of a group and of lists alike, whether it
+blocks or not. A call that is like one of the last of its row runs at once (``core.call_cache``); any other is checked
+here, and nowhere else, and becomes one record that the backend carries out.
 """
 
 from __future__ import annotations
@@ -11,49 +12,46 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed import ReduceOp
 
-from hpcdist.core import hooks, profiling
+from hpcdist.core import hooks, lists, profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
-    COMPLEX_TYPES,
     PLAIN_TYPES,
     TensorList,
     as_real,
     as_tensor,
     check_dense,
+    check_parts,
     for_reading,
     for_writing,
     is_copy,
-    is_plain,
+    is_direct,
     joint,
     put,
     same_dtype,
     scattering,
 )
-from hpcdist.core.buffers import joined as concatenate
-from hpcdist.core.call import Call
-from hpcdist.core.call_cache import LOOKS, CachedCall
+from hpcdist.core.call import Call, in_turn
+from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import (
-    AVG,
     PREMUL_SUM,
-    SUM,
+    RedOpType,
+    canonical,
     factor_of,
     is_complex,
+    is_done_by_parts,
     multiplied_by,
-    name_of,
     terms,
 )
 from hpcdist.core.reproducible import Reproducible, carrier
 from hpcdist.core.sparse import all_reduce_sparse
-from hpcdist.core.table import ALL_REDUCE, Counts, Row
+from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row
 from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, joined
-
-RedOpType = ReduceOp.RedOpType
 
 
 def issue(
@@ -71,12 +69,13 @@ def issue(
     Args:
         row: which one.
         group: a Group, None for the default one, or NON_GROUP_MEMBER.
-        send: the tensor to read; the same object as ``recv`` for a call in place, None if this rank does not send.
-        recv: the tensor to write; None if this rank does not receive.
+        send: what to read, a tensor or a list of one a rank; the same object as ``recv`` for a call in place, None if
+            this rank does not send.
+        recv: what to write, likewise; None if this rank does not receive.
         op: how values are combined, for rows that reduce; None for others.
         root: a rank of the group, for rooted rows; None for others.
         async_op: begin only, and return a Work.
-        counts: elements to and from each rank, for rows of shape COUNTED.
+        counts: elements to and from each rank; of all_to_all_single rows of dimension 0.
 
     Returns:
         The Work if ``async_op``, else None; None too if this rank is not in the group.
@@ -87,199 +86,162 @@ def issue(
     pg = WORLD.default if group is None else group
     if (
         isinstance(pg, Group)
-        and pg.backends
         and pg.coalescing is None
         and hooks.compare is None
         and not hooks.reproducible
         and not hooks.is_profiled()
+        and not (journal := pg.journal).asked
     ):
-        journal = pg.journal
-        known = pg.known.get(row)
-        if (
-            known.__class__ is CachedCall
-            and known.op is op
-            and known.root == root
-            and counts is None
-            and known.in_place is (recv is send)
-            and (known.is_like(send) if recv is send else known.is_like(send, recv))
-        ):
-            is_known, shape, dtype, backend = True, known.shape, known.dtype, known.backend
-            if async_op and backend.has_threads:
+        for known in pg.known.get(row, ()):
+            if (
+                known.op is op
+                and known.root == root
+                and known.in_place is (recv is send)
+                and known.counts == counts
+                and (known.is_like(send) if recv is send else known.is_like(send, recv))
+            ):
+                backend = known.backend
+                if async_op:
+                    if not backend.has_threads:
+                        break
+                elif backend.queue is not None:
+                    backend.queue.drain()
                 journal.sequence = number = journal.sequence + 1
-                call = (journal, number, row, shape, dtype, root)
-                journal.push(call)
-                if known.start is not None:
-                    return begun(partial(known.start, send, recv), call)
-                queue = backend.queue if backend.queue is not None else backend.open_queue()
-                result = [recv] if row.buffers else []
-                return queue.put(partial(known.run, send, recv), result, known.is_large, call)
-        elif (
-            (cpu := pg.cpu) is not None
-            and send.__class__ in PLAIN_TYPES  # ``is_plain`` of this one, without a call
-            and send.is_contiguous()
-            and not send.requires_grad
-            and not send.is_neg()
-            and ((dtype := send.dtype) not in COMPLEX_TYPES or not (row.reduces or send.is_conj()))
-            and (recv is send or (is_plain(recv) and recv.dtype is dtype and recv.is_cpu))
-            and send.is_cpu
-            and (
-                (recv is send and row.is_in_place)
-                or (
-                    row.fits(send.numel(), recv.numel(), len(pg.ranks))  # ``is_shaped``, without a call
-                    if counts is None
-                    else is_shaped(row, pg, send, recv, counts)
-                )
-            )
-            and not hooks.has_modes()
-        ):
-            is_known, shape, backend = False, send.shape, cpu
-            if row.reduces and op.__class__ is not RedOpType:
-                op = canonical(op)
-        else:
-            work = issue_any(Call(row, send, recv, op, root, counts), group, async_op)
-            if journal.sequence % LOOKS == 0 and counts is None and is_on_one_device(send, recv):
-                pg.known.look(row, send, recv, op, root, pg.backend(send.device))
-            return work
-        if async_op:
-            work = issue_any(Call(row, send, recv, op, root, counts), group, True)
-            if not is_known and journal.sequence % LOOKS == 0 and counts is None:
-                pg.known.look(row, send, recv, op, root, backend)
-            return work
-        if backend.queue is not None:
-            backend.queue.drain()
-        journal.sequence = number = journal.sequence + 1
-        record = (journal, number, row, shape, dtype, root)
-        journal.push(record)
-        try:
-            with journal.blocking(record):
-                if is_known:
-                    known.run(send, recv)
-                else:
-                    backend.run(Call(row, send, recv, op, root, counts))
-        except DistError:
-            raise
-        except Exception:  # refused before anything was sent; the long way refuses before it counts
-            journal.retract(record)
-            raise
-        if not is_known and number % LOOKS == 0 and counts is None:
-            pg.known.look(row, send, recv, op, root, backend)
-        return None
-    return issue_any(Call(row, send, recv, op, root, counts), group, async_op)
-
-
-def is_shaped(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
-    """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
-    if counts is None:
-        return row.fits(send.numel(), recv.numel(), len(pg.ranks))
-    return send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
+                record = (journal, number, known.row, known.shape, known.dtype, root)
+                journal.push(record)
+                if async_op:
+                    if known.start is not None:
+                        return begun(partial(known.start, send, recv), record)
+                    queue = backend.queue if backend.queue is not None else backend.open_queue()
+                    result = recv if recv.__class__ is list else [] if recv is None else [recv]
+                    return queue.put(partial(known.run, send, recv), result, known.is_large, record)
+                mark = record, None, get_ident(), None  # as ``Journal.blocking`` does, for latency
+                is_first = journal.current is None and not journal.further
+                if is_first:
+                    journal.current = mark
+                try:
+                    if is_first:
+                        known.run(send, recv)
+                    else:
+                        with journal.blocking(record):
+                            known.run(send, recv)
+                except DistError:
+                    raise
+                except Exception:  # refused before anything was sent
+                    journal.retract(record)
+                    raise
+                finally:
+                    if is_first:
+                        journal.current = None
+                return None
+    return issue_any(Call(row, send, recv, op, root, counts), pg if group is None else group, async_op)
 
 
 def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
-    """Run or begin a collective on anything that a caller may give: the long way of ``issue``.
-
-    A call on lists works on one tensor of all: its ``finish`` copies the output to them, and ``result`` is the list.
-    """
-    row, send, recv, op, root, counts, then, result, _ = call
-    pg = joined(group, row.name)
+    """Run or begin a collective on anything that a caller may give: the general way of ``issue``."""
+    row, send, recv, *_ = made = call
+    pg = group if isinstance(group, Group) and group.backends else joined(group, row.name)
     if pg is None:
         return None
+    if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
+        made = lists.arranged(pg, call, async_op)
+    elif send.__class__ is np.ndarray or recv.__class__ is np.ndarray:
+        target = None if recv is None else as_tensor(recv, "tensor", writable=True)
+        source = target if send is recv else None if send is None else as_tensor(send, "tensor")
+        if not any(each is not None and is_copy(each) for each in (source, target)):
+            return issue(row, pg, source, target, call.op, call.root, async_op, call.counts)
+        made = call = call._replace(send=source, recv=target)
     if pg.coalescing is not None:
         held = HeldWork()
-        pg.coalescing.append((call, held))
+        pg.coalescing.append((made, held))
         return held if async_op else None
-    if send.__class__ is TensorList or recv.__class__ is TensorList:
-        return issue_list(call, pg, async_op)
-    if hooks.has_modes() or (row.buffers and hooks.has_wrapper((send, recv))):
-        return hooks.dispatch(call, pg, async_op)
-    if row.buffers == 0:
+    if made.send.__class__ is TensorList or made.recv.__class__ is TensorList:
+        backend = pg.backend("cpu")
+    elif hooks.has_modes() or (
+        row.buffers and not {made.send.__class__, made.recv.__class__} <= PLAIN_TYPES and hooks.has_wrapper(made[1:3])
+    ):
+        return hooks.dispatch(made, pg, async_op)
+    elif row.buffers == 0:
         backend = pg.any_backend()
-        work = dispatch(pg, backend, call, async_op)
-        if backend is pg.cpu and not async_op:
-            pg.known.keep(row, backend)
-        return work
+    elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
+        op = canonical(call.op)
+        pg.backend(send.device).check_reduction(row, send.dtype, op)
+        return all_reduce_sparse(issue, pg, send, op, async_op)
+    else:
+        backend, made = staged(pg, made, async_op)
+    work = dispatch(pg, backend, made, async_op)
+    if call.finish is None and (pg.journal.sequence % LOOKS == 0 or row.buffers == 0):
+        pg.known.look(call, made, backend)
+    return work
+
+
+def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
+    """Check a call on tensors, and return its backend and the call on contiguous memory."""
+    row, send, recv, op, root, counts, then, result, _ = call
     in_place = send is recv
     # only a rooted call leaves one side out, on some ranks
-    output = None if recv is None and row.rooted else as_tensor(recv, "tensor", writable=True)
-    given = output if in_place else None if send is None and row.rooted else as_tensor(send, "tensor")
-    either = given if given is not None else as_tensor(output, "tensor")
+    output = recv
+    if not (recv.__class__ in PLAIN_TYPES and not recv.requires_grad) and not (recv is None and row.rooted):
+        output = as_tensor(recv, "tensor", writable=True)
+    given = output if in_place else send
+    if not in_place and not (send.__class__ in PLAIN_TYPES and not send.requires_grad):
+        given = None if send is None and row.rooted else as_tensor(send, "tensor")
+    either = given if given is not None else output
+    if either is None:  # of a rooted call, of which no rank leaves both sides out
+        as_tensor(None, "tensor")
     dtype = either.dtype
     if given is not None and output is not None and not in_place:
-        dtype = same_dtype(given, output)
-        if given.device.type != output.device.type:
+        if output.dtype is not dtype:
+            dtype = same_dtype(given, output)
+        if not (given.is_cpu and output.is_cpu) and given.device.type != output.device.type:
             raise MismatchError(
                 f"{row.name}: tensors must be on one device type, found {given.device} and {output.device}"
             )
-    backend = pg.backend(either.device)
+    backend = pg.cpu if either.is_cpu and pg.cpu is not None else pg.backend(either.device)
     if row.reduces:
-        op = canonical(op)
+        if op.__class__ is not RedOpType:
+            op = canonical(op)
         backend.check_reduction(row, either.dtype, op)
-    if either.layout is torch.sparse_coo and row is ALL_REDUCE:
-        return all_reduce_sparse(issue, pg, either, op, async_op)
-    check_dense(row.name, *(each for each in (given, output) if each is not None))
-    if not async_op:
-        backend.settle()  # a call that is queued may still write what is copied here
-    if result is None:
-        result = [output] if output is not None else []
+    for each in (given, output):
+        if each is not None and each.layout is not torch.strided:
+            check_dense(row.name, each)
+    if row is ALL_TO_ALL_SINGLE:
+        assert given is not None
+        assert output is not None
+        counts = lists.shares(pg, given, output, dtype, counts)
     if given is not None and output is not None:
         if given.dtype is not output.dtype:  # one is complex, the other holds real and imaginary parts
             check_parts(row, op, given, output)
             flat = joint([output], dtype)
+            result = [output] if result is None else result
             given, output, then = as_real(given), flat, in_turn(scattering(flat, [output]), then)
         if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):
             raise size_error(row, pg, given, output, counts)
 
-    finish = then
-    sendbuf = for_reading(given) if given is not None else None
-    recvbuf = output
+    finish, sendbuf, recvbuf = then, given, output
+    if given is not None and not is_direct(given):
+        if not async_op:
+            backend.settle()  # a call that is queued may still write what is copied here
+        sendbuf = for_reading(given)
     if output is not None:
         recvbuf = sendbuf if in_place else for_writing(output)
         if recvbuf is not output:
             assert recvbuf is not None
+            result = [output] if result is None else result
             finish = in_turn(partial(put, recvbuf, output), then)
     if row.reduces and dtype.is_complex and is_done_by_parts(op):
         assert sendbuf is not None
+        if result is None:
+            result = [] if output is None else [output]
         recvbuf = None if recvbuf is None else torch.view_as_real(recvbuf)
         if op == PREMUL_SUM and is_complex(factor_of(op)):
             sendbuf, op = torch.view_as_real(terms(sendbuf, op).to(dtype)), multiplied_by(1.0)
         else:
             sendbuf = recvbuf if in_place and recvbuf is not None else torch.view_as_real(sendbuf)
         counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
-    return dispatch(pg, backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result), async_op)
-
-
-def issue_list(call: Call, pg: Group, async_op: bool) -> Work | None:
-    """Run or begin a collective of which one side is a list that the library takes; ``core.lists`` has checked it."""
-    row, send, recv, op, _, counts, then, result, _ = call
-    backend = pg.backend("cpu")
-    if result is None:
-        result = [recv]
-    if row.reduces:
-        op = canonical(op)
-        dtype = send.dtype
-        if dtype.is_complex and is_done_by_parts(op):
-            if op == PREMUL_SUM and is_complex(factor_of(op)):
-                return issue_any(call._replace(send=concatenate(send.tensors, dtype)), pg, async_op)
-            send = TensorList(send.tensors, dtype.to_real())
-            counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
-        target = for_writing(recv)
-        if target is not recv:
-            then = in_turn(partial(put, target, recv), then)
-        recv = torch.view_as_real(target) if target.is_complex() and not send.dtype.is_complex else target
-    elif send.__class__ is not TensorList and not is_plain(send):
-        if not async_op:
-            backend.settle()  # a call that is queued may still write what is copied here
-        send = for_reading(send)
-    elif recv.__class__ is not TensorList and (not is_plain(recv) or is_copy(recv)):
-        target = for_writing(recv)
-        if target is not recv:
-            then = in_turn(partial(put, target, recv), then)
-        recv = target
-    if send.dtype is not recv.dtype:  # one is complex, the list holds real and imaginary parts
-        send, recv = (
-            each if each.__class__ is TensorList or not each.is_complex() else torch.view_as_real(each)
-            for each in (send, recv)
-        )
-    return dispatch(pg, backend, Call(row, send, recv, op, call.root, counts, then, result), async_op)
+    if sendbuf is send and recvbuf is recv and op is call.op and counts is call.counts:
+        return backend, call
+    return backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result)
 
 
 def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | None:
@@ -290,21 +252,22 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
         carries = carrier(backend, call)
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
-    record = journal.collective(call.row, call.tensor, call.root)
+    tensor = call.recv if call.send is None else call.send
+    record = journal.collective(call.row, tensor, call.root)
     if journal.asked and (limit := journal.asked.get(get_ident())) is not None:
         journal.set_limit(record, limit)
         call = call._replace(limit=limit)
-    event, is_async = None, (async_op and backend.has_threads) or backend.is_grouped
+    event, is_async = None, (async_op and backend.has_threads) or (backend.has_groups and backend.is_grouped)
     if hooks.is_profiled():
-        given = call.tensor
-        inputs = [] if given is None else given.tensors if given.__class__ is TensorList else [given]
+        inputs = [] if tensor is None else tensor.tensors if tensor.__class__ is TensorList else [tensor]
         event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)
     if is_async:
         work = begun(partial(carries.start, call), record)
         if event is not None:
             work._ends(event)
         return work if async_op else None
-    backend.settle()
+    if backend.queue is not None:
+        backend.queue.drain()
     try:
         with journal.blocking(record):
             carries.run(call)
@@ -313,7 +276,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
             event.__exit__(None, None, None)
     if call.finish is not None:
         call.finish()
-    return DoneWork(call.result or []) if async_op else None
+    return DoneWork(call.shown()) if async_op else None
 
 
 def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
@@ -324,56 +287,11 @@ def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
     return work
 
 
-def is_on_one_device(send: Any, recv: Any) -> bool:
-    """Tell whether a call's tensors are plain and on one device that is not the CPU."""
-    return is_plain(send) and not send.is_cpu and (recv is send or (is_plain(recv) and recv.device == send.device))
-
-
-def is_done_by_parts(op: Any) -> bool:
-    """Tell whether an op combines the real and the imaginary parts of complex numbers by themselves.
-
-    It is then done on real numbers, as ``torch.distributed`` has it done: to a library that cuts a buffer by its number
-    of elements, so many complex numbers and twice as many real ones are two different calls. A PREMUL_SUM is a sum of
-    what each rank has multiplied by a factor of its own, real or complex.
-    """
-    return bool(op in (SUM, AVG, PREMUL_SUM))
-
-
-def check_parts(row: Row, op: Any, given: torch.Tensor, output: torch.Tensor) -> None:
-    """Raise if a call on a complex tensor and a real one of its parts combines complex numbers as a whole."""
-    if row.reduces and not is_done_by_parts(canonical(op)):
-        raise MismatchError(
-            f"{row.name} by {name_of(op)} combines complex numbers as a whole; expected tensors of one dtype, "
-            f"found {given.dtype} and {output.dtype}"
-        )
-
-
-def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:
-    """Return what runs one step and then another, if there is one."""
-    if then is None:
-        return first
-
-    def run() -> None:
-        first()
-        then()
-
-    return run
-
-
-def canonical(op: Any) -> Any:
-    """Return an op as backends know it: a plain member of ReduceOp, or the ReduceOp of a PREMUL_SUM.
-
-    Raises:
-        TypeError: not an op.
-    """
-    if isinstance(op, RedOpType):
-        return op
-    if isinstance(op, ReduceOp):
-        kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
-        return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
-    raise TypeError(
-        f"op is {op!r} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
-    )
+def is_shaped(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
+    """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
+    if counts is None:
+        return row.fits(send.numel(), recv.numel(), len(pg.ranks))
+    return send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
 
 
 def size_error(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> MismatchError:

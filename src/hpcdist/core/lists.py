@@ -1,23 +1,20 @@
 """Collectives on lists of tensors: each is one call of the library.
 
 MPI takes the tensors of a list where they are (``TensorList``), other libraries one tensor that holds all of them.
-The facade (``hpcdist.c10d``) and c10d's methods of a group call the same functions, so a rank that uses the one and a
-rank that uses the other make the same MPI or NCCL call. Which call that is follows from what every rank knows: which
-function was called, dtypes, and sizes that c10d makes equal on all ranks. How a tensor of one rank lies in memory
-decides only how it is copied.
+Which call that is follows from what every rank knows: which function was called, dtypes, and sizes that c10d makes
+equal on all ranks. How a tensor of one rank lies in memory decides only how it is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from hpcdist.core import hooks, profiling, world
+from hpcdist.core import hooks
 from hpcdist.core.buffers import (
     PLAIN_TYPES,
     TensorList,
@@ -27,38 +24,35 @@ from hpcdist.core.buffers import (
     as_tensors,
     check_dense,
     check_length,
+    check_parts,
     check_sizes,
     for_reading,
     for_writing,
+    is_direct,
     is_plain,
     joined,
     joint,
     put,
-    real,
     rows_of,
     same_dtype,
     scattering,
 )
-from hpcdist.core.call import Call
-from hpcdist.core.call_cache import Likeness
+from hpcdist.core.call import Call, in_turn
 from hpcdist.core.group import Group
-from hpcdist.core.issue import canonical, check_parts, is_done_by_parts, issue, issue_any
+from hpcdist.core.reduction import PREMUL_SUM, canonical, factor_of, is_complex, is_done_by_parts
 from hpcdist.core.table import (
     ALL_GATHER,
     ALL_GATHER_SINGLE,
-    ALL_REDUCE,
     ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
     GATHER,
     REDUCE_SCATTER,
     REDUCE_SCATTER_SINGLE,
     SCATTER,
+    Counts,
+    Row,
 )
-from hpcdist.core.work import AllWork, Work
 
-BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
-ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it would cost more than a call
-DTYPE, NBYTES, IS_CPU = map(attrgetter, ("dtype", "nbytes", "is_cpu"))
+IS_CPU = attrgetter("is_cpu")
 
 
 def in_one(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op: bool) -> torch.Tensor:
@@ -121,8 +115,9 @@ def check_alike(call: str, *tensors: torch.Tensor) -> torch.dtype:
     return same_dtype(*tensors)
 
 
-def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work | None:
+def all_gather(pg: Group, call: Call, async_op: bool) -> Call:
     """Gather the tensors of all ranks into a list on every rank; entry r has the size of rank r's tensor."""
+    tensor_list, tensor = call.recv, call.send
     recv: Any = as_list(tensor_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
     if recv is not None and len(recv.sizes) == len(pg.ranks) and recv.sizes[pg.rank()] == tensor.nbytes:
         send, then, sizes, outputs = tensor, None, recv.sizes, tensor_list
@@ -140,43 +135,42 @@ def all_gather(pg: Group, tensor_list: Any, tensor: Any, async_op: bool) -> Work
         counts = [send.nbytes // dtype.itemsize], [size // dtype.itemsize for size in sizes]
     elif not pg.backend(send.device).has_lists:
         row = ALL_GATHER_SINGLE
-    return issue_any(Call(row, send, recv, counts=counts, finish=then, result=outputs), pg, async_op)
+    return call._replace(row=row, send=send, recv=recv, counts=counts, finish=then, result=outputs)
 
 
-def gather(pg: Group, tensor: Any, gather_list: Any, root: int, async_op: bool) -> Work | None:
-    """Gather the tensors of all ranks into a list on the root; ``gather_list`` is not looked at elsewhere."""
-    if pg.rank() != root:
-        return issue_any(Call(GATHER, tensor, root=root), pg, async_op)
+def gather(pg: Group, call: Call, async_op: bool) -> Call:
+    """Gather the tensors of all ranks into a list on the root."""
+    tensor, gather_list = call.send, call.recv
     recv: Any = as_list(gather_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
     if recv is not None and recv.sizes == [tensor.nbytes] * len(pg.ranks):
-        return issue_any(Call(GATHER, tensor, recv, root=root, result=gather_list), pg, async_op)
+        return call._replace(recv=recv, result=gather_list)
     given = as_tensor(tensor, "tensor")
     outputs = as_tensors(gather_list, "gather_list", writable=True)
     check_length("gather", "gather_list", outputs, len(pg.ranks))
     dtype = check_alike("gather", given, *outputs)
     check_sizes("gather", "gather_list", outputs, given)
     recv, then = to_write(outputs, dtype, are_taken(pg, [given, *outputs]))
-    return issue_any(Call(GATHER, given, recv, root=root, finish=then, result=outputs), pg, async_op)
+    return call._replace(send=given, recv=recv, finish=then, result=outputs)
 
 
-def scatter(pg: Group, tensor: Any, scatter_list: Any, root: int, async_op: bool) -> Work | None:
-    """Hand each rank its tensor of the root's list; ``scatter_list`` is not looked at elsewhere."""
-    if pg.rank() != root:
-        return issue_any(Call(SCATTER, None, tensor, root=root), pg, async_op)
+def scatter(pg: Group, call: Call, async_op: bool) -> Call:
+    """Hand each rank its tensor of the root's list."""
+    scatter_list, tensor = call.send, call.recv
     send: Any = as_list(scatter_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
     if send is not None and send.sizes == [tensor.nbytes] * len(pg.ranks):
-        return issue_any(Call(SCATTER, send, tensor, root=root), pg, async_op)
+        return call._replace(send=send)
     output = as_tensor(tensor, "tensor", writable=True)
     inputs = as_tensors(scatter_list, "scatter_list")
     check_length("scatter", "scatter_list", inputs, len(pg.ranks))
     dtype = check_alike("scatter", output, *inputs)
     check_sizes("scatter", "scatter_list", inputs, output)
     send = to_read(pg, inputs, dtype, are_taken(pg, [output, *inputs]), async_op)
-    return issue_any(Call(SCATTER, send, output, root=root), pg, async_op)
+    return call._replace(send=send, recv=output)
 
 
-def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: bool) -> Work | None:
+def reduce_scatter(pg: Group, call: Call, async_op: bool) -> Call:
     """Combine the lists of all ranks and leave each rank its entry; entry r has one size on all ranks."""
+    input_list, output = call.send, call.recv
     send: Any = as_list(input_list, output.dtype) if takes_lists(pg) and is_plain(output) and output.is_cpu else None
     target = output
     if send is None or len(send.sizes) != len(pg.ranks) or send.sizes[pg.rank()] != output.nbytes:
@@ -186,20 +180,21 @@ def reduce_scatter(pg: Group, output: Any, input_list: Any, op: Any, async_op: b
         dtype = check_alike("reduce_scatter", target, *inputs)
         for each in inputs:
             if each.dtype is not target.dtype:
-                check_parts(REDUCE_SCATTER, op, each, target)
+                check_parts(REDUCE_SCATTER, call.op, each, target)
         check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
         sizes = [each.nbytes for each in inputs]
         send = to_read(pg, inputs, dtype, are_taken(pg, [target, *inputs]), async_op)
     else:
         dtype, sizes = output.dtype, send.sizes
     if sizes.count(sizes[0]) == len(sizes):  # the sizes are the same on every rank
-        return issue_any(Call(REDUCE_SCATTER_SINGLE, send, target, op), pg, async_op)
+        return call._replace(row=REDUCE_SCATTER_SINGLE, send=send, recv=target)
     counts = [size // dtype.itemsize for size in sizes], [target.nbytes // dtype.itemsize]
-    return issue_any(Call(REDUCE_SCATTER, send, target, op, counts=counts), pg, async_op)
+    return call._replace(send=send, recv=target, counts=counts)
 
 
-def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> Work | None:
+def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
     """Send one tensor to every rank and receive one from each; sizes may differ from rank to rank and pair to pair."""
+    input_list, output_list = call.send, call.recv
     send: Any = None
     recv: Any = None
     if takes_lists(pg) and input_list.__class__ is list and input_list and input_list[0].__class__ in PLAIN_TYPES:
@@ -219,162 +214,78 @@ def all_to_all(pg: Group, output_list: Any, input_list: Any, async_op: bool) -> 
         sent, received = ([each.nbytes for each in side] for side in (inputs, outputs))
     each = dtype.itemsize
     counts = [size // each for size in sent], [size // each for size in received]
-    return issue_any(Call(ALL_TO_ALL, send, recv, counts=counts, finish=then, result=outputs), pg, async_op)
+    return call._replace(send=send, recv=recv, counts=counts, finish=then, result=outputs)
 
 
-def all_to_all_single(
-    group: Any, output: Any, input: Any, output_splits: Any, input_splits: Any, async_op: bool
-) -> Work | None:
-    """Send a share of one tensor to every rank and receive one from each.
+def shares(
+    pg: Group, given: torch.Tensor, output: torch.Tensor, dtype: torch.dtype, splits: Counts | None
+) -> Counts | None:
+    """Return the elements that an all_to_all_single sends to each rank and receives; None for equal shares.
 
     Splits are rows of dimension 0, None or empty for equal shares. Some ranks may give them and others not: the same
     call of the library carries both.
     """
-    if (
-        output_splits is None
-        and input_splits is None
-        and output.__class__ is input.__class__ is Tensor
-        and output.dim() == input.dim() == 1
-    ):  # elements are rows, which ``issue`` counts
-        return issue(ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op)
-    pg = world.joined(group, "all_to_all_single")
-    if pg is None:
+    if splits is None and given.dim() == output.dim() == 1:  # elements are rows, which are counted with all sizes
         return None
-    size = len(pg.ranks)
-    output_splits, input_splits = as_splits(output_splits), as_splits(input_splits)
-    given, target = as_tensor(input, "input"), as_tensor(output, "output")
-    width = check_alike("all_to_all_single", given, target).itemsize  # counts are of the dtype that both travel in
-    sent = [each * given.itemsize // width for each in rows_of(given, input_splits, size, "input")]
-    received = [each * target.itemsize // width for each in rows_of(target, output_splits, size, "output")]
-    counts = (sent, received) if output_splits or input_splits else None
-    return issue(ALL_TO_ALL_SINGLE, pg, input, output, None, None, async_op, counts)
+    size, width = len(pg.ranks), dtype.itemsize  # counts are of the dtype that both travel in
+    to, of = (as_splits(each) for each in splits or (None, None))
+    sent = [each * given.itemsize // width for each in rows_of(given, to, size, "input")]
+    received = [each * output.itemsize // width for each in rows_of(output, of, size, "output")]
+    return (sent, received) if to or of else None
 
 
-# -- many small all_reduces in few calls -----------------------------------------------------------------
+def splits_of(received: Any, sent: Any) -> Counts | None:
+    """Return the splits of an all_to_all_single, as its callers give them, as ``issue`` takes them."""
+    if sent.__class__ is not list:
+        sent = as_splits(sent)
+    if received.__class__ is not list:
+        received = as_splits(received)
+    return (sent, received) if sent or received else None
 
 
-class Bundle(NamedTuple):
-    """What a group's small tensors looked like when it saw them twice, and the bytes of each."""
-
-    is_like: Likeness
-    sizes: list[int]
-
-
-def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[int]]:
-    """Return which tensors are reduced by one call, as indices into the list.
-
-    Only dtypes, device types and numbers of elements are looked at, which are the same on all ranks. Dense tensors of
-    one kind that fit into one bucket go together; of more, the small ones fill buckets in their order. Complex tensors
-    are of the kind of their parts if an op combines these, because another rank may give the parts.
-    """
-    by_parts = is_done_by_parts(canonical(op))
-    kinds: dict[tuple[torch.dtype, str], list[int]] = {}
-    made: list[list[int]] = []
-    for index, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
-            made.append([index])
-        else:
-            kinds.setdefault((real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type), []).append(index)
-    for alike in kinds.values():
-        sizes = [tensors[index].nbytes for index in alike]
-        if sum(sizes) <= BUCKET_BYTES:
-            made.append(alike)
-            continue
-        bucket: list[int] = []
-        filled = 0
-        for index, nbytes in zip(alike, sizes, strict=True):
-            if nbytes >= ALONE_BYTES:
-                made.append([index])
-                continue
-            if filled + nbytes > BUCKET_BYTES:
-                made.append(bucket)
-                bucket, filled = [], 0
-            bucket.append(index)
-            filled += nbytes
-        if bucket:
-            made.append(bucket)
-    return made
+ARRANGED: dict[Row, Callable[[Group, Call, bool], Call]] = {
+    ALL_GATHER: all_gather,
+    GATHER: gather,
+    SCATTER: scatter,
+    REDUCE_SCATTER: reduce_scatter,
+    ALL_TO_ALL: all_to_all,
+}
 
 
-def sizes_of_plain(pg: Group, tensors: list[Any]) -> list[int] | None:
-    """Return the bytes of each tensor; None unless they are contiguous CPU tensors of one dtype and fit one bucket."""
-    known = pg.known.get("all_reduce_coalesced")
-    if known.__class__ is Bundle and len(known.sizes) == len(tensors) and known.is_like(*tensors):
-        sizes: list[int] = known.sizes
-        return sizes
-    if not tensors or not all(map(is_plain, tensors)) or not all(map(IS_CPU, tensors)):
-        return None
-    if len(set(map(DTYPE, tensors))) > 1:
-        return None
-    sizes = list(map(NBYTES, tensors))
-    if sum(sizes) > BUCKET_BYTES:
-        return None
-    if known != sizes:
-        pg.known["all_reduce_coalesced"] = sizes
-    elif hooks.likeness is not None:
-        pg.known["all_reduce_coalesced"] = Bundle(hooks.likeness(*tensors), sizes)
-    return sizes
+def arranged(pg: Group, call: Call, async_op: bool) -> Call:
+    """Check a call on lists, and return it on what the library takes: lists of memory, or one tensor of all."""
+    made = ARRANGED[call.row](pg, call, async_op)
+    is_taken = made.send.__class__ is TensorList or made.recv.__class__ is TensorList
+    return contiguous(pg, made, async_op) if is_taken else made
 
 
-def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
-    """Reduce contiguous CPU tensors of one bucket at once, copied by the library; False unless they are such.
-
-    The call is the one that ``reduce_together`` makes of the same sizes on a rank whose tensors are not contiguous.
-    """
-    if pg.cpu is None or pg.cpu.has_groups:  # a library that makes many calls one needs no copies for it
-        return False
-    if hooks.is_profiled():  # its event has the shape of each
-        return False
-    sizes = sizes_of_plain(pg, tensors)
-    if sizes is None:
-        return False
-    pg.cpu.settle()  # an asynchronous call may still write what is read here
-    flat, copy = pg.cpu.bundle(tensors, sizes)
-    issue(ALL_REDUCE, pg, flat, flat, op)
-    copy()
-    return True
-
-
-def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Work:
-    """Run or begin the all_reduces of many tensors, one for each bucket, as one Work."""
-    return begin_all(pg, "all_reduce", tensors, reductions(pg, tensors, op, async_op), tensors)
-
-
-def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Iterator[Work | None]:
-    """Run or begin the all_reduce of each bucket."""
-    for bucket in buckets(pg, tensors, op):
-        together = [tensors[index] for index in bucket]
-        is_begun = async_op or pg.backend(together[0].device).has_groups  # such a library launches all of them at once
-        if len(together) == 1:
-            yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun)
-            continue
-        flat = in_one(pg, together, same_dtype(*together), is_begun)
-        then = scattering(flat, together)
-        yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun)
-
-
-def gather_together(
-    pg: Group, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], async_op: bool
-) -> Work:
-    """Run or begin the all_gather of each tensor as one Work; ``output_lists`` has for each rank a list of outputs."""
-    calls = (
-        all_gather(pg, [outputs[index] for outputs in output_lists], each, async_op)
-        for index, each in enumerate(inputs)
-    )
-    return begin_all(pg, "all_gather", inputs, calls, [each for outputs in output_lists for each in outputs])
-
-
-def begin_all(
-    pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[torch.Tensor]
-) -> Work:
-    """Make calls that are one for the caller: one Work, and one event of a profiler with the shape of each input."""
-    event = None
-    if inputs and hooks.is_profiled():
-        event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
-    with nullcontext() if event is None else profiling.joined(event):
-        work = AllWork([work for work in calls if work is not None], result)
-    if event is not None:
-        work._ends(event)
-        if not work.is_completed():
-            work._pursue()  # the event ends though nobody waits
-    return work
+def contiguous(pg: Group, call: Call, async_op: bool) -> Call:
+    """Return a call of which one side is a list that the library takes, with the other side as the library takes it."""
+    row, send, recv, op, _, counts, then, result, _ = call
+    if result is None:
+        result = [recv]
+    backend = pg.backend("cpu")
+    if row.reduces:
+        op = canonical(op)
+        dtype = send.dtype
+        backend.check_reduction(row, dtype, op)
+        if dtype.is_complex and is_done_by_parts(op):
+            if op == PREMUL_SUM and is_complex(factor_of(op)):
+                return call._replace(send=joined(send.tensors, dtype))
+            send = TensorList(send.tensors, dtype.to_real())
+            counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
+    if send.__class__ is not TensorList and not is_direct(send):
+        if not async_op:
+            backend.settle()  # a call that is queued may still write what is copied here
+        send = for_reading(send)
+    if recv.__class__ is not TensorList:
+        target = for_writing(recv)
+        if target is not recv:
+            then = in_turn(partial(put, target, recv), then)
+        recv = target
+    if send.dtype is not recv.dtype:  # one is complex, the list holds real and imaginary parts
+        send, recv = (
+            each if each.__class__ is TensorList or not each.is_complex() else torch.view_as_real(each)
+            for each in (send, recv)
+        )
+    return call._replace(send=send, recv=recv, op=op, counts=counts, finish=then, result=result)

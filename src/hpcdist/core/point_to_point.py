@@ -12,7 +12,7 @@ from hpcdist.core import hooks, profiling
 from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Message
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
-from hpcdist.core.call_cache import LOOKS, CachedCall
+from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.work import Work
@@ -98,16 +98,21 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     is_send = what == "isend"
     finish = None
     rank: Any  # in the group; None for anyone
-    pg = WORLD.default if group is None else group
+    pg: Any = WORLD.default if group is None else group
+    known = None
     if (
         isinstance(pg, Group)
-        and (known := pg.known.get(what)).__class__ is CachedCall
-        and known.is_like(tensor)
         and group_peer is None
         and (rank := pg.group_ranks.get(peer)) is not None
         and hooks.check_message is None
     ):
-        is_known, backend, data, shape, dtype = True, known.backend, tensor, known.shape, known.dtype
+        for each in pg.known.get(what, ()):
+            if each.is_like(tensor):
+                known = each
+                break
+    if known is not None:
+        data = tensor
+        _, backend, shape, dtype = known
     else:
         way = (route if is_send else origin)(group, what, peer, group_peer)
         if way is None:
@@ -119,7 +124,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
                 hooks.check_message(pg, what, rank, data)
         else:
             backend, data, finish = incoming(pg, tensor)
-        is_known, shape, dtype = False, data.shape, data.dtype
+        shape, dtype = data.shape, data.dtype
     journal = pg.journal
     call = journal.message(what, shape, dtype, rank)
     event = None
@@ -130,8 +135,8 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     work._call = call
     if event is not None:
         work._ends(event)
-    if not is_known and call[1] % LOOKS == 0 and data is tensor:
-        pg.known.look_at_message(what, data, backend)
+    if known is None and call[1] % LOOKS == 0 and data is tensor:
+        pg.known.look_at_message(what, tensor, backend)
     return work
 
 

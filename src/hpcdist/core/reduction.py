@@ -61,12 +61,39 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 }
 
 
+RedOpType = ReduceOp.RedOpType
 LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # what an op is on bool
 
 
 def name_of(op: Any) -> str:
     """Return an op's name in torch, such as ``SUM``; one with a factor is named by its kind."""
     return NAMES[getattr(op, "op", op)]
+
+
+def canonical(op: Any) -> Any:
+    """Return an op as backends know it: a plain member of ReduceOp, or the ReduceOp of a PREMUL_SUM.
+
+    Raises:
+        TypeError: not an op.
+    """
+    if isinstance(op, RedOpType):
+        return op
+    if isinstance(op, ReduceOp):
+        kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
+        return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
+    raise TypeError(
+        f"op is {op!r} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
+    )
+
+
+def is_done_by_parts(op: Any) -> bool:
+    """Tell whether an op combines the real and the imaginary parts of complex numbers by themselves.
+
+    It is then done on real numbers, as ``torch.distributed`` has it done: to a library that cuts a buffer by its number
+    of elements, so many complex numbers and twice as many real ones are two different calls. A PREMUL_SUM is a sum of
+    what each rank has multiplied by a factor of its own, real or complex.
+    """
+    return bool(op in (SUM, AVG, PREMUL_SUM))
 
 
 def combining(dtype: torch.dtype, name: str) -> str:

@@ -18,8 +18,9 @@ from hpcdist.core.buffers import check_dense, joined, put, scattering
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import canonical, issue_any
+from hpcdist.core.issue import issue_any
 from hpcdist.core.lists import in_one
+from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE, Row
 from hpcdist.core.work import Work
 

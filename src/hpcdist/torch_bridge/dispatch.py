@@ -260,7 +260,7 @@ def in_place(call: Call) -> list[torch.Tensor]:
 def exchange(pg: Any, call: Call, opts: Any) -> Work:
     """Begin an all_to_all of shares of one tensor."""
     sent, received = call.counts or ((), ())
-    work: Work = pg.all_to_all_single(call.recv, call.send, list(received), list(sent), opts)
+    work: Work = pg.all_to_all_single(call.recv, call.send, list(received or ()), list(sent or ()), opts)
     return work
 
 
@@ -293,7 +293,7 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     work.wait()
     if call.finish is not None:
         call.finish()
-    return DoneWork(call.result or []) if async_op else None
+    return DoneWork(call.shown()) if async_op else None
 
 
 hooks.has_modes, hooks.has_wrapper, hooks.dispatch = _len_torch_dispatch_stack, has_wrapper, dispatch

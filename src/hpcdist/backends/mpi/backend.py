@@ -69,6 +69,7 @@ class MPIBackend(Backend):
         self._is_closed = False
         # calls go to the parts themselves, not through a method here
         self.run = self.collectives.run  # type: ignore[method-assign]
+        self.check_reduction = self.collectives.plans.of  # type: ignore[assignment,method-assign]
         self.send = self.point_to_point.send  # type: ignore[method-assign]
         self.recv = self.point_to_point.recv  # type: ignore[method-assign]
         self.isend = self.point_to_point.isend  # type: ignore[method-assign]

@@ -56,7 +56,7 @@ from hpcdist.backends.mpi.node.call_board import (
     what,
 )
 from hpcdist.core import hooks
-from hpcdist.core.call import Call, Run
+from hpcdist.core.call import Call
 from hpcdist.core.call_log import TELLS, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
 from hpcdist.core.objects import Objects
@@ -111,8 +111,8 @@ class CallCheck:
         self.handled = 0  # how many decisions were followed
         self._is_leaving = self._has_decided = False
         self._start = 0  # the number of the first call after the last error
-        self._is_open = communicator.size == 1
-        self._board: CallBoard | None = None
+        self.is_open = communicator.size == 1
+        self.board: CallBoard | None = None
         self.log: CallLog | None = None  # of a group on several boards
 
     def _open(self) -> None:
@@ -121,22 +121,22 @@ class CallCheck:
             board, self.is_wanted, token, nodes = open_board(communicator.comm, self.is_wanted)
         if board is not None and len(nodes) > 1:
             self.log = board.log(token, nodes, communicator.rank, self._last)
-        self._board = board
-        self._is_open = True
+        self.board = board
+        self.is_open = True
 
     @property
     def is_on(self) -> bool:
         """Whether calls are compared; known from the first one on."""
-        return self._board is not None
+        return self.board is not None
 
     @property
     def compares_shares(self) -> bool:
         """Whether the ranks of an exchange compare their shares by MPI: the board does not have them all."""
-        return self._board is not None and (self.log is not None or not self._board.has_counts)
+        return self.board is not None and (self.log is not None or not self.board.has_counts)
 
     def _last(self) -> int:
         """Return the number of the last call whose words are written."""
-        number, board = self.number, self._board
+        number, board = self.number, self.board
         assert board is not None
         return number if board.has(board.own, number) else number - 1
 
@@ -149,22 +149,22 @@ class CallCheck:
             call: the collective.
             base: its first word without root.
         """
-        if not self._is_open:
+        if not self.is_open:
             self._open()
-        if self._board is None:
+        if self.board is None:
             self._carry_out(call)
             return
         communicator = self._communicator
         size = size_of(call, communicator.rank, communicator.size)
         counts = counted(call) if size < 0 or size >= COUNTED else None
         first = base if call.root is None else base + (call.root << 32)
-        self.make(first, size, lambda: self._carry_out(call), counts)
+        self.make(first, size, partial(self._carry_out, call), counts)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
         """Make a call, given its words and what makes it."""
-        if not self._is_open:
+        if not self.is_open:
             self._open()
-        board = self._board
+        board = self.board
         if board is None:
             return make()
         log = self.log
@@ -187,23 +187,23 @@ class CallCheck:
         is_due = board.are_many or not number % HALF
         for theirs, their_sizes in board.others:
             if is_due or theirs[at] != word or their_sizes[at] != size:
-                if not self._is_clear(number):
-                    self._fail(number, make)
+                if not self.is_clear(number):
+                    self.fail(number, make)
                 break
         if log is not None and (log.is_new(first, size) or first == SPLIT_SAID):
             self._compare_first(log, number, make)
         try:
             return make()
         except DistBackendError:
-            self._compare_failed()
+            self.compare_failed()
             raise
         finally:  # if it fails, because another rank took part with memory of its own, the difference is the reason
             if board.decided[0] != self.handled:
-                self._look_back(number)
+                self.look_back(number)
             if log is not None:
                 log.check()
 
-    def _compare_failed(self) -> None:
+    def compare_failed(self) -> None:
         """Find out whether other nodes' calls are why MPI has failed."""
         if self.log is not None and not self._communicator.is_revoked():
             hooks.compare_calls(self.log, FAILED_SECONDS)
@@ -214,15 +214,15 @@ class CallCheck:
         Meanwhile this rank is not in MPI, whatever another one of its node decides. What makes such a decision is a
         word that was written before it. So this rank looks again when it has said that it goes on.
         """
-        board = self._board
+        board = self.board
         assert board is not None
         board.failing[board.own] = number
         hooks.compare_calls(log, NEW_SECONDS)
         log.check()
         board.failing[board.own] = 0
         board.fence()
-        if not self._is_clear(number):
-            self._fail(number, make)
+        if not self.is_clear(number):
+            self.fail(number, make)
 
     def differ(self, ways: list[str]) -> None:
         """Raise because an exchange has found other ranks' calls to differ; on several nodes the others are told."""
@@ -233,59 +233,6 @@ class CallCheck:
         hooks.compare_calls(self.log, 0.0)
         self.log.check()
 
-    def repeated(self, call: Call, base: int, run: Run) -> Run:
-        """Return what runs a collective again, checked; arguments as for ``run``, and what runs it unchecked."""
-        board, communicator = self._board, self._communicator
-        if not self._is_open:
-            return lambda send, recv: self.run(call._replace(send=send, recv=recv), base)
-        if board is None:
-            return run
-        size = size_of(call, communicator.rank, communicator.size)
-        first = base if call.root is None else base + (call.root << 32)
-        if self.compares_shares and call.row in EXCHANGES:
-            return lambda send, recv: self.run(call._replace(send=send, recv=recv), base)
-        if board.are_many:
-            return lambda send, recv: self.make(first, size, lambda: run(send, recv))
-        whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
-        acquire, release, others, log = board.acquire, board.release, board.others, self.log
-        is_first = True
-
-        def run_checked(send: Any, recv: Any) -> None:  # as ``make``, for latency
-            nonlocal is_first
-            if log is not None and (is_first or log.failure is not None):
-                is_first = False
-                self.make(first, size, partial(run, send, recv))
-                return
-            self.number = number = self.number + 1
-            if log is not None and not number % HALF:
-                log.turn(number)
-            at = number & LAST
-            word = first + (number & NUMBER)
-            sizes[at] = size
-            whats[at] = word
-            acquire()
-            release()
-            for theirs, their_sizes in others:
-                seen = theirs[at]
-                if (
-                    (seen != word or their_sizes[at] != size)
-                    and (not number % HALF or not (seen - number) & NUMBER)
-                    and not self._is_clear(number)
-                ):
-                    self._fail(number, partial(run, send, recv))
-            try:
-                run(send, recv)
-            except DistBackendError:
-                self._compare_failed()
-                raise
-            finally:
-                if decided[0] != self.handled:
-                    self._look_back(number)
-                if log is not None:
-                    log.check()
-
-        return run_checked
-
     def leave(self) -> None:
         """Say that this rank makes no more calls.
 
@@ -295,7 +242,7 @@ class CallCheck:
         log = self.log
         if log is not None:
             log.is_ending = True
-        if self._board is not None and not (log is not None and log.was_raised) and not self._communicator.is_revoked():
+        if self.board is not None and not (log is not None and log.was_raised) and not self._communicator.is_revoked():
             self._is_leaving = True
             self.make(LEAVE_SAID, 0, bool)
         if log is not None and not self._communicator.is_revoked():
@@ -307,13 +254,13 @@ class CallCheck:
         """Give the board's memory back; there are no more calls."""
         if self.log is not None:
             self.log.close()
-        self._board = None
+        self.board = None
 
     # -- looking at the others -----------------------------------------------------------------------
 
-    def _is_clear(self, number: int) -> bool:
+    def is_clear(self, number: int) -> bool:
         """Tell whether no other rank that has come has made another call."""
-        board = self._board
+        board = self.board
         assert board is not None
         if not number % HALF and not self._is_leaving:
             self._keep_pace(max(number - HALF + 1, self._start))
@@ -328,13 +275,13 @@ class CallCheck:
 
     def _begun(self, number: int) -> list[int]:
         """Return the other ranks that have begun a call."""
-        board = self._board
+        board = self.board
         assert board is not None
         return [r for r in range(len(board.ranks)) if r != board.own and board.has(r, number)]
 
     def _keep_pace(self, number: int) -> None:
         """Wait until all others have begun a call, so that no words are lost that they have not compared."""
-        board = self._board
+        board = self.board
         assert board is not None
         for r in range(len(board.ranks)):
             if r != board.own and not board.has_come_to(r, number):
@@ -342,7 +289,7 @@ class CallCheck:
 
     def _have_all_followed(self) -> bool:
         """Tell whether all ranks have carried out the last decision, and so read what it is about."""
-        board = self._board
+        board = self.board
         assert board is not None
         return all(followed >= self.handled for followed in board.followed)
 
@@ -355,9 +302,9 @@ class CallCheck:
 
     # -- a difference --------------------------------------------------------------------------------
 
-    def _fail(self, number: int, make: Callable[[], Any]) -> None:
+    def fail(self, number: int, make: Callable[[], Any]) -> None:
         """Have it decided what becomes of a call that differs from another rank's, do that, and raise."""
-        board = self._board
+        board = self.board
         assert board is not None
         if self._communicator.is_revoked():
             return  # MPI refuses the call
@@ -375,7 +322,7 @@ class CallCheck:
         self._follow(index, number, make)
 
     def _decide(self, index: int, number: int) -> None:
-        board = self._board
+        board = self.board
         assert board is not None
         # until then a slower rank may read what the words are about to replace
         self._wait(self._have_all_followed)
@@ -402,11 +349,11 @@ class CallCheck:
         ((last, leader),) = found
         board.decide(index, number, last, leader)
 
-    def _look_back(self, number: int) -> None:
+    def look_back(self, number: int) -> None:
         """Raise after a call that others have found to differ from theirs."""
-        assert self._board is not None
+        assert self.board is not None
         index = self.handled + 1
-        if self._board.decision(index)[0] <= number:
+        if self.board.decision(index)[0] <= number:
             self._follow(index, number, None)
 
     def _follow(self, index: int, number: int, make: Callable[[], Any] | None) -> None:
@@ -417,7 +364,7 @@ class CallCheck:
             number: of this rank's call.
             make: makes it; None if it was made.
         """
-        board = self._board
+        board = self.board
         assert board is not None
         differs, last, leader = board.decision(index)
         error = self._error(differs, number)
@@ -441,7 +388,7 @@ class CallCheck:
 
     def _makers(self, leader: int, number: int) -> list[int]:
         """Return the ranks that carry out a call by themselves, while others take part in it by ``_stand_in``."""
-        board = self._board
+        board = self.board
         assert board is not None
         if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # whose shares are those of two ranks
             for r in range(len(board.ranks)):
@@ -455,7 +402,7 @@ class CallCheck:
 
     def _stand_in(self, leader: int, number: int) -> None:
         """Take part in a call of another rank's with memory of its own, so that the ranks in it return."""
-        board, communicator = self._board, self._communicator
+        board, communicator = self.board, self._communicator
         assert board is not None
         said, rank, ranks = board.said(leader, number), communicator.rank, communicator.size
         if said.name in OBJECTS:
@@ -486,7 +433,7 @@ class CallCheck:
 
     def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]] | None:
         """Return what this rank sends and receives to take part in an exchange; None if it does not know."""
-        board, me, ranks = self._board, self._communicator.rank, self._communicator.size
+        board, me, ranks = self.board, self._communicator.rank, self._communicator.size
         assert board is not None
         sent, received = [0] * ranks, [0] * ranks
         for maker in self._makers(leader, number):
@@ -498,7 +445,7 @@ class CallCheck:
 
     def _error(self, number: int, own: int) -> CallsDifferError:
         """Return the error that names who makes which call."""
-        board = self._board
+        board = self.board
         assert board is not None
         calls: dict[str, list[int]] = {}
         for index, rank in enumerate(board.ranks):

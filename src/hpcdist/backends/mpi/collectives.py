@@ -9,7 +9,6 @@ about copies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,15 +21,18 @@ from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, PIECE, address
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
-from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import Reduction
+from hpcdist.backends.mpi.repetition import Prepared, repeated
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
-from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST, EXCHANGES, REDUCE, ROWS, Row, Shape
+from hpcdist.core.reduction import average
+from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
 
 IN_PLACE = MPI.IN_PLACE
+KEPT_MAX = 1 << 20  # bytes of a prepared call's own memory
 BARRIER_SAID = what(BARRIER.name)
 
 
@@ -65,13 +67,11 @@ class Collectives:
         """
         if self.check is None:
             self.carry_out(call)
-        else:
-            self.check.run(call, self._said(call))
-
-    def _said(self, call: Call) -> int:
-        """Return what the call board has of a call, without root."""
-        tensor = call.tensor
-        return BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
+            return
+        row, send, recv, op, *_ = call
+        tensor = recv if send is None else send
+        # what the call board has of it, without root
+        self.check.run(call, BARRIER_SAID if tensor is None else self.plans.of(row, tensor.dtype, op).said)
 
     def carry_out(self, call: Call) -> None:
         """Run one collective that was checked."""
@@ -87,7 +87,8 @@ class Collectives:
                 if row.reduces and send.__class__ is TensorList:
                     send = self._vectors.flatten(send)
                     call = call._replace(send=send)
-                if plan.shared_from != NEVER and self._is_shared(row, send, recv, plan.shared_from, op):
+                nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
+                if nbytes >= plan.shared_from and self._can_share(row, send.dtype, op, nbytes):
                     self._share(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
                     if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:
@@ -110,11 +111,8 @@ class Collectives:
         """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
         return nbytes >= self.plans.of(row, dtype, op).shared_from
 
-    def _is_shared(self, row: Row, send: torch.Tensor, recv: torch.Tensor | None, least: int, op: Any) -> bool:
-        """Tell whether hpcdist carries a call out itself, and make what the first one needs."""
-        nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
-        if nbytes < least:
-            return False
+    def _can_share(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
+        """Make what the first call through node-shared memory needs; tell whether one of so many bytes still is one."""
         if self.node.shared is not None:
             return True
         if not self.plans.nodes:
@@ -123,7 +121,7 @@ class Collectives:
             return True
         else:
             self.plans.give_up_window()
-        return self._is_shared(row, send, recv, self.plans.of(row, send.dtype, op).shared_from, op)
+        return self.is_shared(row, dtype, op, nbytes) and self._can_share(row, dtype, op, nbytes)
 
     # -- reducing ------------------------------------------------------------------------------------
 
@@ -195,7 +193,7 @@ class Collectives:
             return
         if row in EXCHANGES:
             if isinstance(send, TensorList) and isinstance(recv, TensorList):
-                send = self._vectors.flatten(send) if do_overlap(send, recv) else send
+                send = self._vectors.flatten(send) if do_overlap(send.places(), recv.places()) else send
             elif overlap(send, recv):
                 send = send.clone()
             check = self.check
@@ -213,82 +211,115 @@ class Collectives:
     # -- calls that come again -------------------------------------------------------------------------
 
     def prepare(self, call: Call) -> Run:
-        """Return what runs a collective on tensors that look like this call's.
+        """Return what runs a collective on what looks like this call's.
 
-        What follows from their looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
-        What is left is where the memory lies, and loops use the same memory again: to describe it to mpi4py takes
-        0.15 µs a buffer, to see that it is the same 0.06.
+        What follows from the looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
         """
-        row, send, recv, op, root, *_ = call
-        run: Run | None
-        if row.buffers == 0:
-            run = self._barrier
-        elif self.is_shared(row, send.dtype, op, max(send.nbytes, recv.nbytes)):
-            run = self._through_window(row, op, root) if recv is send else None
-        elif recv is send:
-            run = self._in_place(row, send, op, root)
-        elif row in EXCHANGES and not (CUTS or self.check is None or self.check.is_on):
-            run = None  # described anew each time, so that MPI writes nothing past a share
-        elif row in EXCHANGES and self._size == 2:
-            run = self._exchange.between_two(row.name)
-        else:
-            run = self._between_two(row, send.dtype, op)
-        if run is None:
-            return lambda send, recv: self.run(Call(row, send, recv, op, root))
+        prepared = self._prepared(call) or Prepared(lambda send, recv: self.carry_out(call.on(send, recv)))
         if self._communicator.is_checked:
-            run = self._checked(row, run)
-        return run if self.check is None else self.check.repeated(call, self._said(call), run)
+            prepared = prepared._replace(function=self._followed_by_check(call.row, prepared.function))
+        tensor = call.tensor
+        said = BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
+        return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
 
-    def _checked(self, row: Row, run: Run) -> Run:
-        def run_and_check(send: torch.Tensor, recv: torch.Tensor) -> None:
-            run(send, recv)
+    def _followed_by_check(self, row: Row, function: Callable[..., Any]) -> Callable[..., None]:
+        def run_and_check(*args: Any) -> None:
+            function(*args)
             self._communicator.check(row.name)
 
         return run_and_check
 
-    def _barrier(self, _: Any, __: Any) -> None:
-        try:
-            self._comm.Barrier()
-        except MPI.Exception as error:
-            raise self._communicator.failure("barrier", error) from error
-
-    def _in_place(self, row: Row, tensor: torch.Tensor, op: Any, root: int | None) -> Run | None:
-        """Return what runs a call whose input is its output; None if it is more than one call of MPI."""
-        nbytes = tensor.nbytes
-        if nbytes > COUNT_MAX:
+    def _prepared(self, call: Call) -> Prepared | None:
+        """Return what carries a call out by one function of MPI and little else; None if there is more to do."""
+        row, send, recv, op, root, counts, *_ = call
+        if row.buffers == 0:
+            return Prepared(lambda _, __: self._comm.Barrier())
+        if recv is send and not row.is_in_place:
             return None
-        failure = self._communicator.failure
-        call: Callable[..., Any] = self._comm.Bcast
-        datatype = BYTE
-        last: Any = root  # what MPI takes after the buffer
-        if row is ALL_REDUCE:
-            how = self.plans.of(row, tensor.dtype, op).reduction
-            if how is None or not how.is_direct:
+        if max(each.nbytes for each in (send, recv) if each is not None) > COUNT_MAX:
+            return None
+        if row in VECTORS:
+            return self._vectors.prepared(call)
+        if row in EXCHANGES:
+            if not (CUTS or self.check is None or self.check.is_on):
+                return None  # described anew each time, so that MPI writes nothing past a share
+            return self._exchange.prepared(send, recv, counts)
+        plan = self.plans.of(row, send.dtype, op)
+        if max(send.nbytes, 0 if recv is None else recv.nbytes) >= plan.shared_from:
+            if send is not recv or self.node.shared is None:
                 return None
-            call, datatype, last = partial(self._comm.Allreduce, IN_PLACE), how.datatype, how.op
-        elif row is not BROADCAST:
+            return Prepared(lambda send, recv: self._share(row, send, recv, op, root))
+        function, how = self._calls[row], plan.reduction
+        last = () if root is None else (root,)
+        if how is None:
+            return Prepared(function, described(send, recv, BYTE, last))
+        last = (how.op, *last) if counts is None else (counts[0], how.op, *last)
+        if send.__class__ is TensorList:
+            return self._flattened(call, how, last)
+        if how.is_direct:
+            return Prepared(function, described(send, recv, how.datatype, last))
+        if how.factor is not None or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
-        known: tuple[int, Any] = (-1, None)
+        return self._averaged(call, how, last) if how.in_memory else self._widened(call, how, last)
 
-        def run(send: torch.Tensor, _: torch.Tensor) -> None:
-            nonlocal known
-            place, buffer = known
-            here = send.data_ptr()
-            if here != place:
-                buffer = (address(here, nbytes), datatype)
-                known = here, buffer
-            try:
-                call(buffer, last)
-            except MPI.Exception as error:
-                raise failure(row.name, error) from error
-
-        return run
-
-    def _through_window(self, row: Row, op: Any, root: int | None) -> Run | None:
-        """Return what runs a call whose input is its output through node-shared memory."""
-        if self.node.shared is None:
+    def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared | None:
+        """Return what reduces the tensors of a list, copied to memory that is kept."""
+        send, received = call.send, call.recv.nbytes
+        if not how.is_direct or send.nbytes > KEPT_MAX:
             return None
-        return lambda send, recv: self._share(row, send, recv, op, root)
+        function, flatten, sizes, sent, datatype = (
+            self._calls[call.row], self._vectors.copy_in, send.sizes, send.nbytes, how.datatype
+        )  # fmt: skip
+
+        def run(send: Any, recv: Any) -> None:
+            flat = flatten(map(torch.Tensor.data_ptr, send), sizes, sent)
+            function((flat, datatype), (address(recv.data_ptr(), received), datatype), *last)
+
+        return Prepared(run)
+
+    def _averaged(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared:
+        """Return what reduces a tensor in its own memory and divides the sum."""
+        function, size, is_one = self._calls[call.row], self._size, call.recv is call.send or call.recv is None
+        describe = described(call.send, call.recv, how.datatype, last)
+
+        def run(send: Any, recv: Any) -> None:
+            arguments = describe(send.data_ptr() if is_one else (send.data_ptr(), recv.data_ptr()))
+            if arguments is None:
+                self.carry_out(call.on(send, recv))
+                return
+            function(*arguments)
+            if recv is not None:
+                average(recv, size)
+
+        return Prepared(run)
+
+    def _widened(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared | None:
+        """Return what reduces a tensor in memory of a wider dtype, which is kept."""
+        row, send, recv, *_ = call
+        wide = how.wide
+        assert wide is not None
+        if max(send.numel(), 0 if recv is None else recv.numel()) * wide.itemsize > KEPT_MAX:
+            return None
+        function, size = self._calls[row], self._size
+        with torch.inference_mode(False):  # it is written in both modes
+            values = reduced = torch.empty(send.shape, dtype=wide, device="cpu")
+            if recv is None:
+                reduced = None  # type: ignore[assignment]
+            elif row.shape is not Shape.SAME:
+                reduced = torch.empty(recv.shape, dtype=wide, device="cpu")
+        places = [each.data_ptr() for each in (values, reduced) if each is not None]
+        is_one = reduced is None or reduced is values
+        arguments = described(values, reduced, how.datatype, last)(places[0] if is_one else tuple(places))
+        if arguments is None:  # of no elements
+            return None
+
+        def run(send: Any, recv: Any) -> None:
+            values.copy_(send)
+            function(*arguments)
+            if recv is not None:
+                how.after(reduced, recv, size)
+
+        return Prepared(run)
 
     def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run a collective through node-shared memory."""
@@ -304,39 +335,27 @@ class Collectives:
                 raise communicator.failure(row.name, error) from error
             raise
 
-    def _between_two(self, row: Row, dtype: torch.dtype, op: Any) -> Run | None:
-        """Return what runs a call that reads one tensor and writes another; None as for ``_in_place``."""
-        if row.rooted:
-            return None
-        datatype = BYTE
-        last: tuple[Any, ...] = ()  # what MPI takes after the buffers
-        if row.reduces:
-            how = self.plans.of(row, dtype, op).reduction
-            if how is None or not how.is_direct:
-                return None
-            datatype, last = how.datatype, (how.op,)
-        call, failure = self._calls[row], self._communicator.failure
-        describe = self._exchange.describe if row in EXCHANGES else partial(apart, datatype=datatype)
-        known: tuple[int, int, Any] = (-1, -1, None)
-
-        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            nonlocal known
-            first, second, buffers = known
-            source, target = send.data_ptr(), recv.data_ptr()
-            if source != first or target != second:
-                buffers = describe(send, recv)
-                known = source, target, buffers
-            if buffers is None:
-                self.carry_out(Call(row, send, recv, op))
-                return
-            try:
-                call(*buffers, *last)
-            except MPI.Exception as error:
-                raise failure(row.name, error) from error
-
-        return run
-
     def close(self) -> None:
         """Leave the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
+
+
+def described(
+    send: torch.Tensor, recv: torch.Tensor | None, datatype: MPI.Datatype, last: tuple[Any, ...]
+) -> Callable[[Any], tuple[Any, ...] | None]:
+    """Return what makes the arguments of a function of MPI of where a call's tensors lie: of two, or of one."""
+    sent, received = send.nbytes, 0 if recv is None else recv.nbytes
+    if recv is send:
+        first = () if datatype is BYTE else (IN_PLACE,)  # MPI_Bcast has one buffer
+        return lambda place: (*first, (address(place, sent), datatype), *last)
+    if recv is None:
+        return lambda place: ((address(place, sent), datatype), None, *last)
+
+    def describe(places: tuple[int, int]) -> tuple[Any, ...] | None:
+        one, other = places
+        if one < other + received and other < one + sent:
+            return None
+        return (address(one, sent), datatype), (address(other, received), datatype), *last
+
+    return describe

@@ -215,7 +215,7 @@ class StagedBackend(Backend):
                     call.finish()
                 side.synchronize()
 
-        return self.inner.open_queue().put(carry_out, call.result or [], is_large=True)
+        return self.inner.open_queue().put(carry_out, call.shown(), is_large=True)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""

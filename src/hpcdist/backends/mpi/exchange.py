@@ -18,16 +18,16 @@ from contextlib import ExitStack
 from ctypes import memmove
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, address, fold, memory, run, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, address, fold, memory, run, shifted, starts_of
 from hpcdist.backends.mpi.receives import PROBES
-from hpcdist.core.buffers import TensorList, overlap
-from hpcdist.core.call import Run
+from hpcdist.backends.mpi.repetition import Prepared
+from hpcdist.core.buffers import TensorList, do_overlap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import Counts
 from hpcdist.core.waiting import wait_until
@@ -168,64 +168,64 @@ class Exchange:
         if is_long:
             raise self._communicator.too_long("all_to_all", status, nbytes, f"{length:,}")
 
-    def describe(self, send: torch.Tensor, recv: torch.Tensor) -> tuple[Any, ...] | None:
-        """Describe equal shares in two tensors to MPI_Alltoallw; None if they overlap or are too large."""
-        if overlap(send, recv) or send.nbytes > COUNT_MAX:
+    def prepared(self, send: Any, recv: Any, counts: Counts | None) -> Prepared | None:
+        """Return what exchanges shares as one call of MPI, with a copy of a rank's own if there are two; None else."""
+        size, rank, itemsize = self._size, self._rank, send.itemsize
+        if counts is None:
+            sent, received = ([side.nbytes // size] * size for side in (send, recv))
+        else:
+            sent, received = ([count * itemsize for count in side] for side in counts)
+        if size == 1 or len(sent) < size or sent[rank] != received[rank] or 0 in sent or 0 in received:
             return None
-        layout = equal_small(send.nbytes // self._size, self._size)
-        return [memory(send), *layout], [memory(recv), *layout]
+        if size == 2 and sent[rank] > COPY_MAX:
+            return None
+        are_lists = isinstance(send, TensorList), isinstance(recv, TensorList)
+        other = 1 - rank
 
-    def between_two(self, name: str) -> Run:
-        """Return what exchanges equal shares between two ranks for a row's calls, on memory that is described once."""
-        other, known = 1 - self._rank, Swap()
+        def describe(places: Any) -> tuple[Any, ...] | None:
+            if all(are_lists):
+                sources, targets = list(places[:size]), list(places[size:])
+            else:
+                sources, targets = shifted(places[0], sent), shifted(places[1], received)
+            if do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):
+                return None
+            if size > 2:
+                read, written = together(sources, sent), together(targets, received)
+                return None if read is None or written is None else (list(read), list(written))
+            return (
+                self._communicator.open_private().Sendrecv,  # which the first exchange makes
+                (address(sources[other], sent[other]), BYTE), (address(targets[other], received[other]), BYTE),
+                address(sources[rank], sent[rank]), address(targets[rank], sent[rank]),
+            )  # fmt: skip
 
-        def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            nonlocal known
-            source, target, sendrecv, sent, received, own, copied = known
-            if send.data_ptr() != source or recv.data_ptr() != target:
-                with self._communicator.translating(name):
-                    if (is_copied := overlap(send, recv)) or send.nbytes > COPY_MAX:
-                        self.run(send.clone() if is_copied else send, recv, None, False, True)
-                        return
-                    known = self._described(send, recv)
-                _, _, sendrecv, sent, received, own, copied = known
-            try:
-                sendrecv(sent, other, TAG, received, other, TAG)
-            except MPI.Exception as error:
-                raise self._communicator.failure(name, error) from error
+        if any(are_lists) and not all(are_lists):
+            return None
+        if size > 2:
+            return Prepared(self._comm.Alltoallw, describe)
+
+        def swap(sendrecv: Any, sent: Any, received: Any, own: Any, copied: Any) -> None:
+            sendrecv(sent, other, TAG, received, other, TAG)
             copied[:] = own
 
-        return run
-
-    def _described(self, send: torch.Tensor, recv: torch.Tensor) -> Swap:
-        rank, nbytes, source, target = self._rank, send.nbytes // 2, send.data_ptr(), recv.data_ptr()
-        sent, received = ([address(start, nbytes), address(start + nbytes, nbytes)] for start in (source, target))
-        sendrecv = self._communicator.open_private().Sendrecv
-        return Swap(
-            source, target, sendrecv, (sent[1 - rank], BYTE), (received[1 - rank], BYTE), sent[rank], received[rank]
-        )
+        return Prepared(swap, describe)
 
 
-class Swap(NamedTuple):
-    """An exchange between two ranks: where its tensors lie, MPI's call, what it takes, and a rank's own shares."""
-
-    source: int = -1
-    target: int = -1
-    sendrecv: Any = None
-    sent: Any = None
-    received: Any = None
-    own: Any = None
-    copied: Any = None
-
-
-def spread(addresses: Sequence[int], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
-    """Return the memory in which shares lie that begin at some addresses, and their layout in it."""
+def together(addresses: Sequence[int], lengths: list[int]) -> tuple[Any, ...] | None:
+    """Return the memory in which shares lie that begin at some addresses, and their layout; None if it is too large."""
     low = min(addresses)
     offsets = [place - low for place in addresses]
     span = max(map(add, offsets, lengths))
-    if span <= COUNT_MAX:
-        return address(low, span), lengths, offsets, [BYTE] * len(lengths)
-    return address(low, span), *typed(lengths, offsets, made)
+    return (address(low, span), lengths, offsets, [BYTE] * len(lengths)) if span <= COUNT_MAX else None
+
+
+def spread(addresses: Sequence[int], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
+    """Return the same of shares of any size."""
+    small = together(addresses, lengths)
+    if small is not None:
+        return small
+    low = min(addresses)
+    offsets = [place - low for place in addresses]
+    return address(low, max(map(add, offsets, lengths))), *typed(lengths, offsets, made)
 
 
 @lru_cache(LAYOUTS)

@@ -8,7 +8,7 @@ a page for the first time can take longer than to copy it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import memmove
 from operator import add
 from typing import Any
@@ -19,6 +19,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, run, shifted, starts_of
 from hpcdist.backends.mpi.exchange import TAG
+from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, GATHER, SCATTER, Row
@@ -70,6 +71,48 @@ class Vectors:
             self._flat = memory, flat
         copy_in(memory.address, tensors.addresses, tensors.sizes)
         return flat
+
+    def copy_in(self, addresses: Iterable[int], sizes: Sequence[int], nbytes: int) -> MPI.buffer:
+        """Copy tensors one after another to memory that the next call uses again, and return it."""
+        memory = self._all.of(nbytes)
+        copy_in(memory.address, addresses, sizes)
+        return address(memory.address, nbytes)
+
+    def prepared(self, call: Call) -> Prepared | None:
+        """Return the vector call of an all_gather, gather or scatter; None if it is more than that."""
+        row, send, recv, _, root, counts, *_ = call
+        is_read = row is SCATTER
+        one, each = (recv, send) if is_read else (send, recv)
+        nbytes, itemsize = one.nbytes, one.itemsize
+        sizes = [nbytes] * self._size if counts is None else [count * itemsize for count in counts[1]]
+        total = sum(sizes)
+        if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX) or 0 in sizes:
+            return None
+        is_list = each.__class__ is TensorList
+        unit = itemsize // 2 if one.dtype.is_complex else itemsize
+        count, datatype = nbytes // unit, UNITS[unit]
+        function = getattr(self._comm, row.mpi)
+        last = () if root is None else (root,)
+
+        def describe(places: Any) -> tuple[Any, ...] | None:
+            if each is None:
+                shares = None
+                own = places
+            else:
+                if is_list:
+                    own, *addresses = places
+                else:
+                    start, own = places if is_read else places[::-1]
+                    addresses = shifted(start, sizes)
+                if not are_apart(addresses, sizes, own, nbytes):
+                    return None
+                if is_list and not can_be_displaced(addresses, sizes, unit, is_read):
+                    return None
+                shares = described(addresses, sizes, unit, datatype)
+            with_one = [address(own, nbytes), count, datatype]
+            return (shares, with_one, *last) if is_read else (with_one, shares, *last)
+
+        return Prepared(function, describe)
 
     def move(self, call: Call) -> None:
         """Run an all_gather, gather or scatter; the side with a share for each rank is one tensor or a list."""
@@ -152,7 +195,7 @@ def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatyp
     ]  # fmt: skip
 
 
-def copy_in(target: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+def copy_in(target: int, addresses: Iterable[int], sizes: Sequence[int]) -> None:
     """Copy tensors to memory, one after another."""
     for place, size in zip(addresses, sizes, strict=True):
         memmove(target, place, size)

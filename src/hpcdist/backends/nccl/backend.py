@@ -146,16 +146,17 @@ class NCCLBackend(Backend):
             link = self.communicators.group or self._connect(self.device)
             if self._token is None:
                 self._token = torch.zeros(1, device=link.streams.device)
-            call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.result)
+            call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.shown())
         link = self._link_for(call)
         queue = self._queued(link, call)
-        return self._launch(link, queue, call.finish, call.result or [], call.row.name, size_of(call), None, is_barrier)
+        return self._launch(link, queue, call.finish, call.shown(), call.row.name, size_of(call), None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what queues a collective again, on the current stream and on the side stream."""
         row, send, _, op, root, *_ = call
         link = self.communicators.group
-        if link is None or row in EXCHANGES or send.dtype not in self._types or not send.numel():
+        is_plain = send is not None and call.recv is not None and call.counts is None and row not in EXCHANGES
+        if link is None or not is_plain or send.dtype not in self._types or not send.numel():
             return super().prepare(call)
         streams, launch, name = link.streams, self.communicators.launch, row.name
         number = self._reductions.prepare(send, op)[1] if row.reduces else None

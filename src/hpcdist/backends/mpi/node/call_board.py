@@ -109,7 +109,9 @@ def size_of(call: Call, rank: int, ranks: int) -> int:
         share = divided.numel() if divided is not None else whole.numel() // ranks
     else:
         share = send.numel() // ranks if row.shape is Shape.EXCHANGE else send.numel()
-    return _parts(share, send if send is not None else recv, op)
+    if op is None and (send if send is not None else recv).dtype.is_complex:
+        share *= 2
+    return share
 
 
 def counted(call: Call) -> Counts | None:

@@ -1,0 +1,147 @@
+"""Repeated calls: MPI's function at once, on memory that is described once, between the two looks of the call check.
+
+Loops use the same memory again. To describe a tensor to mpi4py takes 0.15 µs, to see that it is the same 0.06. All of
+it stands in one function, because each further one costs as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.call_check import HALF, CallCheck
+from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, size_of
+from hpcdist.core.buffers import TensorList
+from hpcdist.core.call import Call, Run
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.table import EXCHANGES
+
+data_ptr = torch.Tensor.data_ptr
+
+
+class Prepared(NamedTuple):
+    """What carries a call out.
+
+    Attributes:
+        function: MPI's, or one of ours.
+        describe: makes its arguments of where the call's tensors lie, or None if these have to take the general way, as
+            those that share memory. Without it the function takes what the call reads and what it writes.
+    """
+
+    function: Callable[..., Any]
+    describe: Callable[[Any], tuple[Any, ...] | None] | None = None
+
+
+def where(call: Call) -> Callable[[Any, Any], Any] | None:
+    """Return what tells where a call's tensors lie, in order; of a tensor and a list, the tensor first.
+
+    None for two tensors, or one.
+    """
+    is_read, is_written = call.send.__class__ is TensorList, call.recv.__class__ is TensorList
+    if is_read and is_written:
+        return lambda send, recv: (*map(data_ptr, send), *map(data_ptr, recv))
+    if is_read:
+        return lambda send, recv: (recv.data_ptr(), *map(data_ptr, send))
+    if is_written:
+        return lambda send, recv: (send.data_ptr(), *map(data_ptr, recv))
+    return (lambda _, recv: recv.data_ptr()) if call.send is None else None
+
+
+def repeated(
+    call: Call,
+    said: int,
+    prepared: Prepared,
+    carry_out: Callable[[Call], None],
+    check: CallCheck | None,
+    communicator: Communicator,
+) -> Run:
+    """Return what runs a collective again, checked.
+
+    Args:
+        call: the collective.
+        said: its first word without root (``call_check``).
+        prepared: carries it out.
+        carry_out: does so in general, unchecked.
+        check: of the group; None if there is none.
+        communicator: the group's.
+    """
+    function, describe = prepared
+    name, failure, places_of = call.row.name, communicator.failure, where(call)
+    is_one = call.recv is call.send or call.recv is None
+    known: tuple[Any, tuple[Any, ...] | None] = (None, None)
+    is_new = True
+    board = None if check is None else check.board
+    is_checked = board is not None and not board.are_many
+    checks: Any = check
+    log = None if check is None else check.log
+    if check is not None:
+        size = size_of(call, communicator.rank, communicator.size)
+        # counts that are to be written, or shares that MPI is to compare
+        if not check.is_open or not 0 <= size < COUNTED or (check.compares_shares and call.row in EXCHANGES):
+            return lambda send, recv: check.run(call.on(send, recv), said)
+        first = said if call.root is None else said + (call.root << 32)
+    if board is not None:
+        whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
+        acquire, release, others = board.acquire, board.release, board.others
+
+    def run(send: Any, recv: Any) -> None:
+        nonlocal known, is_new
+        arguments: Any = (send, recv)
+        if describe is not None:
+            if places_of is not None:
+                places = places_of(send, recv)
+            else:
+                places = send.data_ptr() if is_one else (send.data_ptr(), recv.data_ptr())
+            before, arguments = known
+            if places != before:
+                arguments = describe(places)
+                known = places, arguments
+        if is_checked:
+            if log is not None and (is_new or log.failure is not None):
+                is_new = False
+                checks.make(first, size, lambda: carry_out(call.on(send, recv)))
+                return
+            checks.number = number = checks.number + 1
+            if log is not None and not number % HALF:
+                log.turn(number)
+            at = number & LAST
+            word = first + (number & NUMBER)
+            sizes[at] = size
+            whats[at] = word
+            acquire()
+            release()
+            for theirs, their_sizes in others:
+                seen = theirs[at]
+                if (
+                    (seen != word or their_sizes[at] != size)
+                    and (not number % HALF or not (seen - number) & NUMBER)
+                    and not checks.is_clear(number)
+                ):
+                    checks.fail(number, lambda: carry_out(call.on(send, recv)))
+        try:
+            if arguments is None:
+                carry_out(call.on(send, recv))
+            else:
+                function(*arguments)
+        except (MPI.Exception, DistBackendError) as error:
+            translated = failure(name, error) if isinstance(error, MPI.Exception) else error
+            if is_checked:
+                checks.compare_failed()
+            if translated is error:
+                raise
+            raise translated from error
+        finally:  # if it failed because another rank took part with memory of its own, the difference is the reason
+            if is_checked:
+                if decided[0] != checks.handled:
+                    checks.look_back(number)
+                if log is not None:
+                    log.check()
+
+    if board is not None and board.are_many:
+        return lambda send, recv: checks.make(first, size, partial(run, send, recv))
+    return run
