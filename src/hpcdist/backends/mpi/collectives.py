@@ -31,6 +31,7 @@ from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
 from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
 
+Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
 KEPT_MAX = 1 << 20  # bytes of a prepared call's own memory
 BARRIER_SAID = what(BARRIER.name)
@@ -260,7 +261,18 @@ class Collectives:
             return Prepared(function, described(send, recv, how.datatype, last))
         if how.factor is not None or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
-        return self._averaged(call, how, last) if how.in_memory else self._widened(call, how, last)
+        divide = self._division(how.wide or send.dtype) if how.averages else None
+        if not how.in_memory:
+            return self._widened(call, how, last, divide)
+        return Prepared(function, described(send, recv, how.datatype, last), None if recv is None else divide)
+
+    def _division(self, dtype: torch.dtype) -> Divide:
+        """Return what divides a sum by the number of ranks; by a tensor it takes half the time."""
+        size = self._size
+        if not dtype.is_floating_point:
+            return lambda total: average(total, size)
+        divisor = torch.tensor(size, dtype=dtype, device="cpu")
+        return lambda total: total.div_(divisor)
 
     def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared | None:
         """Return what reduces the tensors of a list, copied to memory that is kept."""
@@ -277,23 +289,7 @@ class Collectives:
 
         return Prepared(run)
 
-    def _averaged(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared:
-        """Return what reduces a tensor in its own memory and divides the sum."""
-        function, size, is_one = self._calls[call.row], self._size, call.recv is call.send or call.recv is None
-        describe = described(call.send, call.recv, how.datatype, last)
-
-        def run(send: Any, recv: Any) -> None:
-            arguments = describe(send.data_ptr() if is_one else (send.data_ptr(), recv.data_ptr()))
-            if arguments is None:
-                self.carry_out(call.on(send, recv))
-                return
-            function(*arguments)
-            if recv is not None:
-                average(recv, size)
-
-        return Prepared(run)
-
-    def _widened(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared | None:
+    def _widened(self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None) -> Prepared | None:
         """Return what reduces a tensor in memory of a wider dtype, which is kept."""
         row, send, recv, *_ = call
         wide = how.wide
@@ -312,11 +308,18 @@ class Collectives:
         arguments = described(values, reduced, how.datatype, last)(places[0] if is_one else tuple(places))
         if arguments is None:  # of no elements
             return None
+        is_float = send.is_floating_point()
 
         def run(send: Any, recv: Any) -> None:
             values.copy_(send)
             function(*arguments)
-            if recv is not None:
+            if recv is None:
+                return
+            if is_float:
+                if divide is not None:
+                    divide(reduced)
+                recv.copy_(reduced)
+            else:
                 how.after(reduced, recv, size)
 
         return Prepared(run)

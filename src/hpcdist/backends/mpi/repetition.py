@@ -31,10 +31,12 @@ class Prepared(NamedTuple):
         function: MPI's, or one of ours.
         describe: makes its arguments of where the call's tensors lie, or None if these have to take the general way, as
             those that share memory. Without it the function takes what the call reads and what it writes.
+        follow: what is then done to what the call writes.
     """
 
     function: Callable[..., Any]
     describe: Callable[[Any], tuple[Any, ...] | None] | None = None
+    follow: Callable[[Any], Any] | None = None
 
 
 def where(call: Call) -> Callable[[Any, Any], Any] | None:
@@ -70,7 +72,7 @@ def repeated(
         check: of the group; None if there is none.
         communicator: the group's.
     """
-    function, describe = prepared
+    function, describe, follow = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
     known: tuple[Any, tuple[Any, ...] | None] = (None, None)
@@ -128,6 +130,8 @@ def repeated(
                 carry_out(call.on(send, recv))
             else:
                 function(*arguments)
+                if follow is not None:
+                    follow(recv)
         except (MPI.Exception, DistBackendError) as error:
             translated = failure(name, error) if isinstance(error, MPI.Exception) else error
             if is_checked:

@@ -47,7 +47,11 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
     comm, size, mpi = bench.comm, bench.size, runtime.load()
     is_root = bench.rank == 0
     one, other, whole = torch.ones(count), torch.ones(count), torch.ones(count * size)
-    half, pairs, strided = one.bfloat16(), one.to(torch.complex64), torch.ones(count, 2)[:, 0]
+    half, pairs, strided = (
+        one.bfloat16(),
+        one.to(torch.complex64),
+        torch.ones(max(2, count), 2)[:, 0],
+    )  # one is contiguous
     inputs, outputs = ([torch.ones(count) for _ in range(size)] for _ in range(2))
     split, everything = [count] * size, torch.ones(count * size)
     a, b, all_a, all_b = (each.numpy() for each in (one, other, whole, everything))
