@@ -63,18 +63,22 @@ QUIET = """
 import os, sys
 from pathlib import Path
 case, rank = sys.argv[1], int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-if case == "several nodes": os.environ["HPCDIST_NODE_KEY"] = str(rank)
+if "several nodes" in case: os.environ["HPCDIST_NODE_KEY"] = str(rank)
 import torch
 import hpcdist as dist
 dist.init_process_group()
 if case == "lists":
     dist.new_group([0, 1] if rank == 0 else [0, 1, 2], use_local_synchronization=True)
+dist.new_group()  # a later one is not the first of its kind
 for _ in range(3 if rank == 2 else 4):
     dist.broadcast(torch.ones(3), 0)  # its root waits for nobody
+if "new group" in case:
+    dist.new_group()
 """
 NAMED = {
     "one node": r"ranks 0, 1: broadcast of 3 elements.*rank 2: destroy_process_group",
     "several nodes": r"rank [01]: broadcast of 3 elements.*rank 2: destroy_process_group",
+    "several nodes, a new group": r"rank [01]: broadcast of 3 elements.*rank 2: new_group",
     "lists": r"new_group: rank \d gave the ranks \[0, 1(, 2)?\], and rank \d gave \[0, 1(, 2)?\]",
 }
 

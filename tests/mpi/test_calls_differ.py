@@ -146,15 +146,9 @@ def test_an_exchange_that_nothing_compares_overwrites_nothing(rank, size, monkey
 
 
 @pytest.mark.parametrize("end", ["destroy_process_group", "new_group"])
-@pytest.mark.parametrize("are_apart", [False, True], ids=["one node", "a node each"])
-def test_a_rank_that_makes_fewer_calls(are_apart, end, comm, rank, size, monkeypatch):
-    """Nobody waits for it: a broadcast's root goes on."""
-    if are_apart:
-        if size > 3:
-            pytest.skip("a rank asks two others, and who makes the group meanwhile is ended with the job")
-        monkeypatch.setattr(call_board, "sight", lambda: (str(rank), "", 0))
+def test_a_rank_that_makes_fewer_calls(end, comm, rank, size):
+    """Nobody waits for it: a broadcast's root goes on. Of several nodes: ``tests/faults/test_call_check.py``."""
     made, failure = dist.new_group(), None
-    dist.destroy_process_group(dist.split_group(made, [list(range(size))]))  # the next is not the first of its kind
     try:
         for _ in range(3 if rank == size - 1 else 4):
             dist.broadcast(torch.ones(3), 0, made)  # a late rank raises here
@@ -169,6 +163,30 @@ def test_a_rank_that_makes_fewer_calls(are_apart, end, comm, rank, size, monkeyp
     assert all("broadcast of 3 elements" in each and f"rank {size - 1}: {end}" in each for each in told), told
     dist.barrier()
     made.abort("its calls differ", ends_calls=False)
+
+
+OBJECTS = {
+    "scatter": lambda n, root, group: dist.scatter_object_list(
+        [None], [0] * n if group.rank() == root else None, None, group, group_src=root
+    ),
+    "gather": lambda n, root, group: dist.gather_object(
+        0, [None] * n if group.rank() == root else None, None, group, group_dst=root
+    ),
+    "broadcast": lambda n, root, group: dist.broadcast_object_list([0], None, group, group_src=root),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_two_roots(name, group, rank, size):
+    """Each rank says that another one is the root, so that nobody gives a list."""
+    for root in (size - 1, 0):
+        mine = (root + 1) % size if rank == size - 1 else root
+
+        def run(root=mine):
+            OBJECTS[name](size, root, group)
+            dist.barrier(group)  # where a rank is told that has not waited for others before
+
+        refused(f"{name}_object, root .*{name}_object, root", run)
 
 
 def test_a_new_group_that_one_rank_does_not_make(rank, size):

@@ -406,7 +406,7 @@ class CallCheck:
         assert board is not None
         said, rank, ranks = board.said(leader, number), communicator.rank, communicator.size
         if said.name in OBJECTS:
-            stand_in_for_object(self._objects, said)
+            stand_in_for_object(self._objects, said, ranks)
         elif said.name == SPLIT:
             communicator.split([])
         elif said.name in ROWS:
@@ -463,8 +463,8 @@ class CallCheck:
         return CallsDifferError(calls_differ(self._communicator.size, ways))
 
 
-def stand_in_for_object(objects: Objects, said: Said) -> None:
-    """Take part in an object collective with nothing."""
+def stand_in_for_object(objects: Objects, said: Said, ranks: int) -> None:
+    """Take part in an object collective of so many ranks with nothing."""
     name, root = said.name.removesuffix("_object"), said.root
     if name == "all_gather":
         objects.all_gather(None)
@@ -473,7 +473,7 @@ def stand_in_for_object(objects: Objects, said: Said) -> None:
     elif name == "broadcast":
         objects.broadcast(None, root)
     else:
-        objects.scatter(None, root)
+        objects.scatter([None] * ranks, root)  # read on the root, which others wait for
 
 
 class CheckedObjects(Objects):
