@@ -52,8 +52,11 @@ def refused(match, call, *args, **kwargs):
         call(*args, **kwargs)
 
 
-def test_a_rank_that_ran_ahead_is_stopped(group, rank, size):
+@pytest.mark.parametrize("late", [(), (1, 2)], ids=["", "the others late"])
+def test_a_rank_that_ran_ahead_is_stopped(late, group, rank, size):
     """The root of broadcasts does not wait; the 10th call is another one on the last rank, which comes late."""
+    dist.barrier(group)
+    time.sleep(0.1 * (size - rank) * (rank in late))  # the last one comes first
 
     def run():
         for number in range(200):

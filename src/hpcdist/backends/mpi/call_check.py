@@ -176,6 +176,8 @@ class CallCheck:
         if counts is not None:
             if number - COUNTS_KEPT >= self._start:
                 self._keep_pace(number - COUNTS_KEPT + 1)
+                if board.decided[0] != self.handled:  # whose counts these would replace
+                    self._follow(self.handled + 1, number - 1, None)
             else:  # since the last error nobody has read counts that these replace, but for that error itself
                 self._wait(self._have_all_followed)
             board.write_counts(number, counts)
@@ -280,12 +282,21 @@ class CallCheck:
         return [r for r in range(len(board.ranks)) if r != board.own and board.has(r, number)]
 
     def _keep_pace(self, number: int) -> None:
-        """Wait until all others have begun a call, so that no words are lost that they have not compared."""
+        """Wait until all others have begun a call, so that no words are lost that they have not compared.
+
+        A decision ends the wait: ranks that have carried it out begin none of these calls any more.
+        """
         board = self.board
         assert board is not None
         for r in range(len(board.ranks)):
             if r != board.own and not board.has_come_to(r, number):
-                self._wait(partial(board.has_come_to, r, number))
+                self._wait(partial(self._has_come_to, r, number))
+
+    def _has_come_to(self, index: int, number: int) -> bool:
+        """Tell whether a rank has begun a call, or something was decided that this one has not carried out."""
+        board = self.board
+        assert board is not None
+        return board.has_come_to(index, number) or board.decided[0] != self.handled
 
     def _have_all_followed(self) -> bool:
         """Tell whether all ranks have carried out the last decision, and so read what it is about."""
