@@ -103,7 +103,7 @@ test-pythons:
 environment: $(TOOLS)
 
 test-python: $(TOOLS)
-	$(BIN)/python $(PYTEST) tests/unit
+	$(BIN)/python $(PYTEST) $(BESIDE) tests/unit
 	$(MPIRUN) -n 2 $(BIN)/python $(PYTEST) --with-mpi tests/mpi
 
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
@@ -138,7 +138,7 @@ gpu-tests: $(GPU)/.ready
 	HPCDIST_TEST_BACKEND=cpu:mpi,cuda:nccl $(GPU)/bin/mpirun --oversubscribe -n 2 \
 	  $(GPU)/bin/python $(GPU_PYTEST) -p tests.emulated_gpu.cuda_default $(GPU_MPI)
 	@echo "== tests/unit, tests/mpi and tests/torch on 2 ranks, on the torch that this environment has"
-	$(GPU)/bin/python $(PYTEST) tests/unit
+	$(GPU)/bin/python $(PYTEST) $(BESIDE) tests/unit
 	$(GPU)/bin/mpirun --oversubscribe -n 2 $(GPU)/bin/python $(PYTEST) --with-mpi tests/mpi tests/torch
 	$(GPU)/bin/python -m torch.distributed.run --nproc-per-node=2 --no-python \
 	  $(GPU)/bin/python -m tests.emulated_gpu tests/gpu/torchrun_job.py
