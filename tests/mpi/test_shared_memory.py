@@ -129,6 +129,18 @@ def test_all_reduce_at_every_edge(node, comm, numel, in_place, dtype):
     assert_same(recv, expected("SUM", comm.size, numel, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rank_that_comes_late(node, comm, dtype):
+    """The others wait for its part, where an earlier call's still lies."""
+    numel = 4 * slices.CHUNK_BYTES_OF_TWO // dtype.itemsize
+    for late in range(comm.size):
+        send = torch.full((numel,), float(late + 1), dtype=dtype)
+        if comm.rank == late:
+            time.sleep(0.05)
+        node.all_reduce(send, send, ReduceOp.SUM)
+        assert (send == (late + 1) * comm.size).all()
+
+
 @settings(max_examples=12, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     numel=st.one_of(st.sampled_from(EDGES[:-10]), st.integers(1, 1 << 18)),

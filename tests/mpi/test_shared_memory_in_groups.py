@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from hpcdist.backends.mpi.node import thresholds
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
 from hpcdist.backends.mpi.process import runtime
+from hpcdist.core.errors import CallsDifferError
 from tests.mpi.test_shared_memory import node_shared
 
 SEED = 21
@@ -150,6 +153,36 @@ def test_poll_leaves_a_wait(of_host):
         assert time.monotonic() - began < 1
     of_host.Barrier()
     shared.close()
+
+
+def test_a_call_left_midway_ends_the_group(comm, always):
+    """Its data still lies in the window, where the others would take them for those of the next call."""
+
+    class Left(Exception):
+        pass
+
+    def leave(*_):
+        raise Left
+
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(10), group=group)  # the first call makes the window
+    if comm.size > 1 and comm.rank == 0:
+        before = signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(Left):
+                dist.all_reduce(torch.ones(10), group=group)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(RuntimeError, match="Left has ended an earlier call of this rank on the group in its middle"):
+            dist.all_reduce(torch.ones(10), group=group)
+    comm.Barrier()
+    if comm.rank == 0:  # whose own end finds the difference if the others come first
+        with suppress(CallsDifferError):
+            dist.destroy_process_group(group)
+    else:
+        with pytest.raises(CallsDifferError, match="rank 0: a call that an exception has ended in its middle"):
+            dist.destroy_process_group(group)
 
 
 def test_waiting_lets_other_threads_run(of_host):

@@ -42,6 +42,7 @@ from hpcdist.backends.mpi.node.call_board import (
     COUNTS_KEPT,
     LAST,
     LEAVE,
+    NO_CALLS,
     NUMBER,
     OBJECTS,
     RING,
@@ -196,8 +197,8 @@ class CallCheck:
             self._compare_first(log, number, make)
         try:
             return make()
-        except DistBackendError:
-            self.compare_failed()
+        except BaseException as error:
+            self.ended_by(error, number)
             raise
         finally:  # if it fails, because another rank took part with memory of its own, the difference is the reason
             if board.decided[0] != self.handled:
@@ -205,9 +206,11 @@ class CallCheck:
             if log is not None:
                 log.check()
 
-    def compare_failed(self) -> None:
-        """Find out whether other nodes' calls are why MPI has failed."""
-        if self.log is not None and not self._communicator.is_revoked():
+    def ended_by(self, error: BaseException, number: int) -> None:
+        """Say that this rank has left a call, and find out whether other nodes' calls are why MPI has failed."""
+        if self._communicator.left_by is not None and self._board is not None:
+            self._board.withdraw(number)
+        if isinstance(error, DistBackendError) and self.log is not None and not self._communicator.is_revoked():
             hooks.compare_calls(self.log, FAILED_SECONDS)
 
     def _compare_first(self, log: CallLog, number: int, make: Callable[[], Any]) -> None:
@@ -344,7 +347,7 @@ class CallCheck:
         def is_known() -> bool:
             last, leader, each = number - 1, board.own, number
             while each < number + RING:
-                begun = [r for r in self._begun(each) if board.said(r, each).name != STOP]
+                begun = [r for r in self._begun(each) if board.said(r, each).name not in NO_CALLS]
                 inside = [r for r in begun if board.failing[r] != each]
                 if not all(board.fit(*pair, each) for pair in combinations(inside, 2)):
                     return False  # one of them is about to see the difference

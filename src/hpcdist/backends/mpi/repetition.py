@@ -18,7 +18,6 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, size_of
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call, Run
-from hpcdist.core.errors import DistBackendError
 from hpcdist.core.table import EXCHANGES
 
 data_ptr = torch.Tensor.data_ptr
@@ -132,10 +131,10 @@ def repeated(
                 function(*arguments)
                 if follow is not None:
                     follow(recv)
-        except (MPI.Exception, DistBackendError) as error:
+        except BaseException as error:
             translated = failure(name, error) if isinstance(error, MPI.Exception) else error
             if is_checked:
-                checks.compare_failed()
+                checks.ended_by(translated, number)
             if translated is error:
                 raise
             raise translated from error

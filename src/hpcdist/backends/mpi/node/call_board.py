@@ -42,7 +42,9 @@ COUNTED = 1 << 48  # sizes at and above are a hash of counts, below zero the cou
 LEAVE, SPLIT = "destroy_process_group", "new_group"
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object", "scatter_object")
 STOP = "stop"  # no call: an earlier one has failed
-CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, STOP)
+LEFT = "a call that an exception has ended in its middle"
+NO_CALLS = (STOP, LEFT)  # which no other rank takes part in
+CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, *NO_CALLS)
 CODES = {name: code for code, name in enumerate(CALLS)} | {
     row.name: CALLS.index("all_to_all_single") for row in EXCHANGES
 }
@@ -216,6 +218,11 @@ class CallBoard:
         mine, word = self.whats[self.own], what(STOP)
         for each in range(number + 1, number + RING):
             mine[each & LAST] = word + (each & NUMBER)
+
+    def withdraw(self, number: int) -> None:
+        """Say that this rank has left a call, so that it is in MPI no more."""
+        self.whats[self.own][number & LAST] = what(LEFT) + (number & NUMBER)
+        self.fence()
 
     # -- counts --------------------------------------------------------------------------------------
 
