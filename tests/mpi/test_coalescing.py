@@ -100,6 +100,14 @@ def test_coalescing_manager(is_async, rank, size):
     assert output.item() == size
 
 
+def test_a_manager_keeps_the_order_of_its_calls(rank, size):
+    tensor, flat = torch.full((3,), float(rank)), torch.empty(3 * size)
+    with dist._coalescing_manager():
+        dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(flat, tensor)
+    assert flat.tolist() == [sum(range(size))] * 3 * size
+
+
 def test_a_manager_that_fails_leaves_the_group_usable(rank, size):
     def fail():
         with dist._coalescing_manager():

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi import retired
 from hpcdist.core import hooks
+from hpcdist.core.supervised import Unfinished
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
 
@@ -157,6 +159,34 @@ def test_a_duplicate_that_mpi_refuses(rank, size):
     with pytest.raises(dist.DistBackendError, match="init_process_group failed in MPI"):
         dist.init_process_group(comm=Refusing(MPI.COMM_WORLD))
     assert not dist.is_initialized()
+
+
+def test_a_communicator_with_messages_under_way_is_not_freed(rank, size):
+    """Its context would be given to a group whose receives took them."""
+    from mpi4py import MPI
+
+    if size == 1:
+        pytest.skip("needs two ranks")
+    group = dist.new_group()
+    comm = MPI.Intracomm(dist.get_mpi_comm(group).Dup())
+    if rank == 0:
+        comm.send("nobody receives this", 1)
+    comm.Barrier()
+    if rank == 1:
+        work = dist.irecv(torch.ones(1), 0, group)
+        unfinished = Unfinished()
+        unfinished.hold(work)
+        assert not retired.free(unfinished, comm)  # it receives still
+        assert work in unfinished
+        assert retired.free(Unfinished(), comm)
+        assert comm.recv(source=0) == "nobody receives this"
+    elif rank == 0:
+        dist.send(torch.ones(1), 1, group)
+    if rank == 1:
+        work.wait()
+    assert retired.free(Unfinished(), comm)
+    assert comm == MPI.COMM_NULL
+    dist.destroy_process_group(group)
 
 
 def test_null_communicator(rank, size):
