@@ -6,6 +6,7 @@ fail the tests that stand beside it; what survives is printed, and the exit stat
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,10 @@ from tests.programs import mpirun_command, output, start
 ROOT = Path(__file__).parents[1]
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no", "--timeout", "60")
 SECONDS = 200
-NO_TESTS = 5  # pytest's exit status
+NO_TESTS, NOTHING_CHOSEN = (
+    5,
+    re.compile(r"no tests ran|^\d+ deselected", re.MULTILINE),
+)  # pytest's
 RANKS = 3
 ON_RANKS = ("mpi", "parity", "torch")  # folders whose tests run under mpirun
 
@@ -210,7 +214,7 @@ MUTANTS = [
         "            if False:\n",
         "mpi/test_point_to_point.py mpi/test_groups.py unit/test_mpi_progress.py faults/test_threads.py",
     ),
-    Mutant(
+    Mutant(  # Open MPI copes with memory that overlaps; with MPICH's environment the test notices
         f"{MPI_BACKEND}/collectives.py",
         "            if recv is not None and overlap(send, recv):\n                send = send.clone()\n",
         "",
@@ -394,7 +398,8 @@ def run(folder: Path, ranks: int, *arguments: str, python: list[str] | None = No
         return f"no end within {SECONDS} s"
     if process.returncode == 0:
         return None
-    assert process.returncode != NO_TESTS, f"no test is chosen by {arguments}"
+    # which is MPI_ERR_COMM too, with which MPI ends a job
+    assert process.returncode != NO_TESTS or not NOTHING_CHOSEN.search(out), f"no test is chosen by {arguments}"
     failures = (line for line in out.splitlines() if line.startswith(("FAILED", "ERROR")) or "+ Timeout +" in line)
     return next(failures, f"status {process.returncode}")
 
