@@ -95,14 +95,10 @@ def is_held_by_cpp(kept: object) -> bool:
     return not _READABLE or _count_owners(kept) > 1
 
 
-def _count_own() -> int:
-    probe = object()
-    return sys.getrefcount(probe)
-
-
-_OWN = (
-    _count_own()
-)  # references to what only a variable of the function that asks has: they differ by version of Python
+# references to what only a list holds. A variable would not do: whether its value on the way to a call is one more
+# reference depends on the version of Python, and from 3.14 on (LOAD_FAST_BORROW) on the code around it
+_PROBE = [object()]
+_OWN = sys.getrefcount(_PROBE[0])
 
 
 class KeptAlive:
@@ -147,11 +143,11 @@ def release(at_once: bool = False) -> None:
         return
     for _ in range(len(_kept) if at_once else min(_LOOKS, len(_kept))):
         try:
-            kept = _kept.popleft()
+            looked_at = [_kept.popleft()]
         except IndexError:  # another thread has looked, or the end of an object that others depended on
             return
-        if sys.getrefcount(kept) > _OWN or _count_owners(kept) > 1:
-            _kept.append(kept)
+        if sys.getrefcount(looked_at[0]) > _OWN or _count_owners(looked_at[0]) > 1:
+            _kept.append(looked_at[0])
 
 
 def _after_collection(
