@@ -331,7 +331,9 @@ MUTANTS = [
     Mutant(f"{WATCH}/liveness.py", " if error == errno.ECONNREFUSED}", " if error}", "unit/test_proof_of_death.py"),
     Mutant(f"{WATCH}/liveness.py", " if found.get(each) == 0]", "]", "unit/test_proof_of_death.py"),
     # -- stores
-    Mutant("stores/keep_alive.py", "sys.getrefcount(looked_at[0]) > _OWN or ", "", "stores/test_keep_alive.py:stays_kept"),
+    Mutant(
+        "stores/keep_alive.py", "sys.getrefcount(looked_at[0]) > _OWN or ", "", "stores/test_keep_alive.py:stays_kept"
+    ),
     Mutant(
         f"{TCP}/session.py",
         "            self.connection = None\n            if connection is not None:\n",

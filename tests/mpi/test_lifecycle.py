@@ -11,7 +11,7 @@ import torch
 import hpcdist as dist
 from hpcdist.backends.mpi import retired
 from hpcdist.core import hooks
-from hpcdist.core.supervised import Unfinished
+from hpcdist.core.unfinished import Unfinished
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
 
