@@ -208,8 +208,8 @@ class CallCheck:
 
     def ended_by(self, error: BaseException, number: int) -> None:
         """Say that this rank has left a call, and find out whether other nodes' calls are why MPI has failed."""
-        if self._communicator.left_by is not None and self._board is not None:
-            self._board.withdraw(number)
+        if self._communicator.left_by is not None and self.board is not None:
+            self.board.withdraw(number)
         if isinstance(error, DistBackendError) and self.log is not None and not self._communicator.is_revoked():
             hooks.compare_calls(self.log, FAILED_SECONDS)
 
