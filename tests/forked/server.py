@@ -22,12 +22,17 @@ MOST_FILES = 64
 PR_SET_PDEATHSIG = 1
 
 
-def read(client: socket.socket, count: int) -> bytes:
-    """Return so many bytes from a client."""
-    data = b""
-    while len(data) < count:
-        data += client.recv(count - len(data)) or sys.exit("a client has ended")
-    return data
+def request_of(client: socket.socket) -> tuple[list[Any], list[int]] | None:
+    """Return what a client asks for, and its files; None if it was killed meanwhile."""
+    files: list[int] = []
+    try:
+        head, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
+        return json.loads(client.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)), files
+    except (OSError, ValueError):
+        for each in files:
+            os.close(each)
+        client.close()
+        return None
 
 
 def serve(path: str) -> tuple[list[str], dict[str, str]]:
@@ -47,8 +52,9 @@ def serve(path: str) -> tuple[list[str], dict[str, str]]:
                 os._exit(0)  # the kernel ends the children
             elif key.fileobj is listener:
                 client, _ = listener.accept()
-                head, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
-                request = json.loads(read(client, int.from_bytes(head, "little")))
+                if (asked := request_of(client)) is None:
+                    continue
+                request, files = asked
                 if (child := os.fork()) == 0:
                     events.close()  # now: Python would close them later, when the program has files of these numbers
                     for each in (listener, client, *children):
@@ -69,7 +75,7 @@ def serve(path: str) -> tuple[list[str], dict[str, str]]:
                     events.unregister(client)
                     with_client(client.sendall, status.to_bytes(4, "little", signed=True))
                 client.close()
-            else:
+            elif key.fileobj in children:  # whose child has not ended since the look
                 client = key.fileobj
                 child, _ = children[client]
                 sent = with_client(client.recv, 64)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from hpcdist.core.readiness import readable
-from tests import programs
+from tests import forked, programs
 
 STARTS = """
 import subprocess, sys, time
@@ -36,3 +38,19 @@ def test_the_fork_server_and_its_children_end_with_the_process_that_started_it()
     for end in ends:
         assert readable([end], 30) == [end]
         end.close()
+
+
+def test_a_client_that_is_killed_when_its_program_ends_does_not_end_the_server():
+    """The server finds both at one look: it is stopped meanwhile."""
+    code = "import os, time; print(os.getppid(), flush=True); time.sleep(0.2)"
+    client = subprocess.Popen([*forked.python(), "-c", code], stdout=subprocess.PIPE)
+    server = int(client.stdout.readline())
+    os.kill(server, signal.SIGSTOP)
+    time.sleep(0.6)
+    asking = subprocess.Popen([*forked.python(), "-c", ""])
+    time.sleep(0.2)
+    for each in (client, asking):
+        each.kill()
+        each.wait()
+    os.kill(server, signal.SIGCONT)
+    assert subprocess.run([*forked.python(), "-c", ""], timeout=60).returncode == 0
