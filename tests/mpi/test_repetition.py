@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -314,6 +315,7 @@ def frames(call):
     return len(names)
 
 
+@pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")
 def test_functions_of_python_in_a_call(group, size):
     if size > FEW:
         pytest.skip("the call board compares many ranks in another way")
@@ -389,7 +391,8 @@ def by_turns(group, rank, size):
 
 def test_calls_of_every_form_by_turns(group, rank, size):
     by_turns(group, rank, size)
-    assert all(group.known.get(row) for row in (REDUCE, ALL_TO_ALL_SINGLE, *LISTED))
+    if "HPCDIST_TEST_BACKEND" not in os.environ:  # others prepare fewer
+        assert all(group.known.get(row) for row in (REDUCE, ALL_TO_ALL_SINGLE, *LISTED))
     assert len(group.known[ALL_REDUCE]) == KEPT
 
 
