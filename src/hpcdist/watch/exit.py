@@ -6,7 +6,7 @@ one, and until all have come asks the others where they are. If one is in a call
 process ends without MPI_Finalize and with its own status, upon which the launcher ends the others; they were sent a
 message, and end by themselves if it does not. Once a process has ended before the barrier, that may never end: then
 this rank leaves when all others have ended or answered that they leave. A process that is stopped, or that answers
-nobody, is waited for until the timeout. A forked child is no rank, and leaves at once.
+nobody, is waited for until the timeout. A forked child is not a rank, and leaves at once.
 """
 
 from __future__ import annotations

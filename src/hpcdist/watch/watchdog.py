@@ -532,7 +532,7 @@ def after_fork() -> None:
 
 
 def leave_to_parent() -> None:
-    """After a fork, in the child: it is no rank, and has no watchdog."""
+    """After a fork, in the child: it is not a rank, and has no watchdog."""
     try:
         hooks.explain = hooks.explain_nothing
         hooks.compare_calls = hooks.compare_nothing

@@ -243,7 +243,7 @@ class Collectives:
             return self._vectors.prepared(call)
         if row in EXCHANGES:
             if not (CUTS or self.check is None or self.check.is_on):
-                return None  # described anew each time, so that MPI writes nothing past a share
+                return None  # described again each time, so that MPI writes nothing past a share
             return self._exchange.prepared(send, recv, counts)
         plan = self.plans.of(row, send.dtype, op)
         if max(send.nbytes, 0 if recv is None else recv.nbytes) >= plan.shared_from:
