@@ -56,6 +56,25 @@ def test_the_second_that_open_mpi_sleeps_is_advice(has_btl_ofi, seconds, is_name
     assert [("1.3 s" in each.text, "OMPI_MCA_btl=^ofi" in each.remedy) for each in advice] == [(True, True)] * is_named
 
 
+@pytest.mark.parametrize(
+    ("processor", "found", "level", "text"),
+    [
+        ("AMD EPYC 9654", {}, OK, "the built-in table"),
+        ("aarch64 0x41 0xd40", {}, ADVICE, "not on aarch64 0x41 0xd40"),
+        ("aarch64 0x41 0xd40", {"setting": "64K"}, NOTE, "HPCDIST_SHM=64K"),
+        ("aarch64 0x41 0xd40", {"setting": "a.json"}, ADVICE, "not on aarch64"),
+        ("AMD EPYC 9654", {"file": "/etc/hpcdist/thresholds.json"}, OK, "/etc/hpcdist/thresholds.json"),
+        ("AMD EPYC 9654", {"error": "thresholds in 'a.json': not JSON"}, PROBLEM, "not JSON"),
+    ],
+)
+def test_a_processor_that_was_not_measured_is_named(processor, found, level, text):
+    facts = {"processor": processor, "thresholds": {"setting": "", "file": "", "error": "", **found}}
+    finding = memory.judge_thresholds(facts, 1)
+    assert finding.level == level
+    assert text in finding.text
+    assert ("hpcdist tune" in finding.remedy) == (level in (ADVICE, PROBLEM))
+
+
 def test_more_ranks_than_cores_is_advice():
     cores = {"cores": [0, 1], "quota": None, "threads": 1, "launcher_size": None}
     ranks = of_ranks("placement", placement.look, *[cores] * 3)
@@ -93,7 +112,8 @@ def test_lists_of_cpus(text, numbers):
 
 
 def test_too_little_shared_memory_is_a_problem():
-    ranks = [{"memory": {"free": 64 << 20, "limit": None, "locked": None, "tried": "too little", "ranks": 32}}] * 32
+    changes = {"free": 64 << 20, "limit": None, "locked": None, "tried": "too little", "ranks": 32}
+    ranks = of_ranks("memory", lambda: memory.look(None), *[changes] * 32)
     problem = found(memory.judge(ranks), "/dev/shm has 64 MiB free, but 32 ranks a node need 256 MiB")
     assert problem.level == PROBLEM
     assert "--shm-size" in problem.remedy

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.backends.mpi.node.thresholds import HALF_BETWEEN
 from tests.cluster import launch
 from tests.cluster.hosts import Cluster
 from tests.faults.launch import LIBRARY, SOURCE
@@ -150,15 +151,14 @@ def test_bench_runs_across_hosts_and_counts_what_they_send(debian: Cluster) -> N
 
 
 @needs_mpi
-def test_bench_crossover_measures_several_hosts(cluster: Cluster) -> None:
-    file = cluster.shared / "crossovers.json"
-    bench = [sys.executable, "-m", "hpcdist", "bench"]
-    options = ["crossover", "--rounds", "1", "--seconds", "0.01", "--json", str(file)]
-    done = launch.run(cluster, (1, 1, 1), [*bench, *options], seconds=120)
-    assert "3 ranks on 3 nodes: time of hpcdist's own way over MPI's" in done.stdout, done.stdout + done.stderr
-    (found,) = json.loads(file.read_text()).values()
-    assert list(found) == ["nodes of one rank"]
-    assert len(found["nodes of one rank"]) == 4
-    options = ["--explain", "--sizes", "4", "--rounds", "1", "--seconds", "0.01"]
-    done = launch.run(cluster, (1, 1, 1), [*bench, *options], seconds=120, HPCDIST_SHM=str(file))
-    assert "crossovers.json" in done.stdout, done.stdout + done.stderr
+def test_tune_measures_several_hosts(cluster: Cluster) -> None:
+    file = cluster.shared / "thresholds.json"
+    hpcdist = [sys.executable, "-m", "hpcdist"]
+    options = ["--rounds", "1", "--seconds", "0.01", "--output", str(file)]
+    done = launch.run(cluster, (1, 1, 1), [*hpcdist, "tune", *options], seconds=120)
+    assert "3 ranks on 3 nodes: time through shared memory over" in done.stdout, done.stdout + done.stderr
+    ((places,),) = (known.values() for known in json.loads(file.read_text()).values())
+    assert list(places) == ["nodes of one rank"]
+    assert set(places["nodes of one rank"]) == set(HALF_BETWEEN)
+    done = launch.run(cluster, (1, 1, 1), [*hpcdist, "bench", "--explain"], seconds=120, HPCDIST_SHM=str(file))
+    assert f"measured on this processor: {file}" in " ".join(done.stdout.split()), done.stdout + done.stderr

@@ -16,11 +16,13 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi.node import thresholds
+from hpcdist.backends.mpi.node import threshold_file
 from hpcdist.backends.mpi.node.collectives import NodeShared
-from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF_ROWS, Thresholds
 from hpcdist.backends.mpi.process import runtime
+from hpcdist.cli import tune
 from hpcdist.core.errors import CallsDifferError
+from hpcdist.launch import topology
 from tests.mpi.test_shared_memory import node_shared
 
 SEED = 21
@@ -52,51 +54,37 @@ def shared_files() -> int:
     )
 
 
-def test_override():
-    known = {"0": 1, "64K": 65536, "4M": 4 << 20, "off": NEVER, "OFF": NEVER, "": None, "a.json": None}
-    assert {text: thresholds.override(text) for text in known} == known
-    with pytest.raises(ValueError, match="number of bytes such as 65536"):
-        Thresholds("lots")
+def test_all_ranks_use_what_rank_0_reads(comm, rank, size, tmp_path, monkeypatch):
+    """Its own file, which the others do not have; an unreadable one is an error on all of them."""
+    library = runtime.load().get_vendor()[0]
+    monkeypatch.delenv(threshold_file.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    if rank == 0:
+        threshold_file.write(threshold_file.users_file(), library, 2, {"broadcast": 12345})
+    found = Thresholds.of_rank_0(comm)
+    assert found.of("broadcast", torch.float32, None, 1, 2, 2, library) == 12345
+    if rank == 0:
+        threshold_file.users_file().write_text("not JSON")
+    with pytest.raises(ValueError, match="expected the file that `python -m hpcdist tune` wrote"):
+        Thresholds.of_rank_0(comm)
 
 
-def test_a_file_stands_in_for_the_table(tmp_path):
-    path = str(tmp_path / "crossovers.json")
-    thresholds.write(path, "Some MPI", 2, dict.fromkeys(thresholds.COLLECTIVES, 1 << 14))
-    thresholds.write(path, "Some MPI", 8, dict.fromkeys(thresholds.COLLECTIVES, NEVER))
-    thresholds.write(path, "Some MPI", thresholds.SEVERAL, {"all_reduce": 1 << 13})
-    measured = Thresholds(path)
-
-    def of(name, dtype=torch.float32, op="SUM", nodes=1, ranks_per_node=0, ranks=2, library="Some MPI"):
-        return measured.of(name, dtype, op, nodes, ranks_per_node, ranks, library)
-
-    for ranks, at in ((2, 1 << 14), (3, 1 << 14), (5, NEVER), (64, NEVER)):
-        assert of("all_reduce", ranks=ranks) == at
-    assert of("all_reduce", nodes=2, ranks_per_node=2, ranks=4) == 1 << 13
-    assert of("broadcast", op=None, nodes=2, ranks_per_node=2, ranks=4) == NEVER
-    assert of("all_reduce", nodes=2, ranks_per_node=0, ranks=3) == NEVER
-    assert of("all_reduce", torch.bfloat16) == thresholds.HALF_ROWS["all_reduce of half types"]  # not in the file
-    assert of("broadcast", op=None, library="Open MPI") == thresholds.BYTES["Open MPI", 2]["broadcast"]
-    assert of("all_reduce", op="PREMUL_SUM") == NEVER
-    assert of("all_reduce", ranks=1) == NEVER
-    for content in ("not JSON", "[]", '{"Some MPI": {"two": {}}}'):
-        wrong = tmp_path / "wrong.json"
-        wrong.write_text(content)
-        thresholds.read.cache_clear()
-        with pytest.raises(ValueError, match="expected the file that"):
-            Thresholds(str(wrong))
-    with pytest.raises(ValueError, match="No such file"):
-        Thresholds(str(tmp_path / "absent.json"))
-
-
-def test_fingerprints_tell_settings_apart(tmp_path):
-    path = tmp_path / "crossovers.json"
-    thresholds.write(str(path), "Some MPI", 2, {"all_reduce": 5})
-    settings = ["", "off", "64K", str(path)]
-    assert len({Thresholds(text).fingerprint() for text in settings}) == len(settings)
-    assert Thresholds("65536").fingerprint() == Thresholds("64k").fingerprint()
-    copy = tmp_path / "copy.json"  # on another node: what it holds counts, not where it is
-    copy.write_text(path.read_text())
-    assert Thresholds(str(copy)).fingerprint() == Thresholds(str(path)).fingerprint()
+def test_tune_writes_a_file_that_later_groups_read(rank, size, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tune, "SIZES", [1 << 14, 1 << 16])
+    path = tmp_path / "folder" / "thresholds.json"
+    arguments = ["--output", str(path), "--rounds", "1", "--seconds", "0.001"]
+    if size == 1:
+        with pytest.raises(SystemExit):
+            tune.run(arguments)
+        return
+    assert tune.run(arguments) == 0
+    if rank == 0:
+        ((of, known),) = threshold_file.read(path).items()
+        assert of == topology.processor()
+        ((library, places),) = known.items()
+        assert library == runtime.load().get_vendor()[0]
+        assert places[str(size)].keys() == {*COLLECTIVES, *HALF_ROWS}
+        assert str(path) in capfd.readouterr().out
 
 
 def test_a_window_is_made_only_on_first_use(comm, monkeypatch):

@@ -55,6 +55,7 @@ ORDER = (
 EXCEPTIONS = {
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
+    ("hpcdist.backends.mpi.node.threshold_file", "hpcdist.launch.topology"): "what the processor is called",
     ("hpcdist.backends.mpi.process.runtime", "hpcdist.launch.arrival"): "which ranks have not come to the start of MPI",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
     (

@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": Command("hpcdist.cli.demo", "train a small network on some ranks of this machine"),
     "doctor": Command("hpcdist.cli.doctor", "test what a job needs here, and say how to fix what fails"),
     "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
+    "tune": Command("hpcdist.cli.tune", "measure from which size on shared memory is faster here"),
     "explain": Command("hpcdist.cli.explain", "say what a message means, what causes it and how to fix it"),
     "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
     "run": Command("hpcdist.cli.run", "run an unmodified script of torch.distributed on hpcdist"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import platform
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -105,6 +108,17 @@ def read(root: Path = SYS, groups: str | None = None) -> Topology:
         usable,
         len({min(siblings(cpu, root)) for cpu in usable}),
     )
+
+
+def processor(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of this node's processor; on ARM the architecture and the numbers of its maker and its part."""
+    with contextlib.suppress(OSError), info.open() as file:
+        lines = itertools.takewhile(str.strip, file)  # of the first core: the kernel takes a while for all of many
+        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        named = (fields.get("model name"), fields.get("CPU implementer"), fields.get("CPU part"))
+        if found := [each for each in named if each]:
+            return found[0] if named[0] else " ".join([platform.machine(), *found])
+    return platform.processor() or platform.machine()
 
 
 def text(path: Path) -> str:

@@ -5,6 +5,7 @@ It is composed of the communicator, its collectives, its messages and its object
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,7 +21,8 @@ from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.faults import MPIFaults
 from hpcdist.backends.mpi.membership import MPIMembership
-from hpcdist.backends.mpi.node.thresholds import VARIABLE, Thresholds
+from hpcdist.backends.mpi.node.threshold_file import VARIABLE
+from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
@@ -81,12 +83,12 @@ class MPIBackend(Backend):
         given = bootstrap.comm if bootstrap.comm is not None else runtime.world(bootstrap.timeout)
         comm = runtime.duplicate(given, bootstrap.timeout)
         ulfm.is_tolerant()  # found out now, while no call is stuck
-        return cls(comm, Thresholds.from_environment(), is_wanted())
+        return cls(comm, Thresholds.of_rank_0(comm), is_wanted())
 
     def settings(self) -> dict[str, str]:
-        """Return the thresholds of node-shared memory, and whether calls are checked."""
+        """Return what this rank's environment says of node-shared memory, and whether calls are checked."""
         checks = "1" if self.check.is_asked_for else "0"
-        return {VARIABLE: self.collectives.plans.thresholds.fingerprint(), call_check.VARIABLE: checks}
+        return {VARIABLE: os.environ.get(VARIABLE, "").strip().lower(), call_check.VARIABLE: checks}
 
     # -- calls ---------------------------------------------------------------------------------------
 

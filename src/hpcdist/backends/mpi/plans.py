@@ -14,7 +14,8 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.mpi.node.call_board import what
-from hpcdist.backends.mpi.node.thresholds import NEVER, Thresholds
+from hpcdist.backends.mpi.node.threshold_file import NEVER
+from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
 from hpcdist.core.reduction import name_of
 from hpcdist.core.table import Row

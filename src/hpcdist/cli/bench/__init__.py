@@ -24,7 +24,6 @@ SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
     "calls": "hpcdist.cli.bench.calls",
     "p2p": "hpcdist.cli.bench.p2p",
-    "crossover": "hpcdist.cli.bench.crossover",
     "ddp": "hpcdist.cli.bench.ddp",
     "torch": "hpcdist.cli.bench.torch_libraries",
 }
@@ -88,7 +87,7 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    """Run the benchmark of one subject on all ranks of this job; return 0, or 2 if the subject cannot be timed here."""
+    """Run the benchmark of one subject on all ranks of this job; return the exit status."""
     if args and args[0] == "ddp":
         return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
     device = JobParser(prog="python -m hpcdist bench", add_help=False)
@@ -112,10 +111,10 @@ def run(args: list[str]) -> int:
         if options.explain:
             report.explain(bench)
             return 0
-        status = module.measure(bench) or 0
+        module.measure(bench)
         report.write(bench)
         plots.write(bench)
     finally:
         if began:
             dist.destroy_process_group()
-    return int(status)
+    return 0

@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hpcdist.backends.mpi.node import thresholds
+import hpcdist as dist
+from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.printing import sized
+from hpcdist.launch.topology import processor
 
 OURS = "hpcdist"
 WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
@@ -39,12 +41,8 @@ def microseconds(value: float) -> str:
 
 def machine() -> dict[str, Any]:
     """Return the machine and versions behind the figures."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
-    return {"cores": os.cpu_count(), "cpu": cpu, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"cores": os.cpu_count(), "cpu": processor(), **versions}
 
 
 def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
@@ -113,7 +111,7 @@ def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figur
 
 def least(nbytes: int) -> str:
     """Say in words from which size on shared memory is used."""
-    return "never" if nbytes == thresholds.NEVER else f"from {size_name(nbytes)}"
+    return "never" if nbytes == threshold_file.NEVER else f"from {size_name(nbytes)}"
 
 
 def explain(bench: Bench) -> None:
@@ -126,10 +124,10 @@ def explain(bench: Bench) -> None:
     console = Console(width=110)
     nodes = places.nodes
     place = f"{bench.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
-    made = Table(title=f"Through shared memory ({vendor}, {place}; {thresholds.VARIABLE} overrides)")
+    made = Table(title=f"Through shared memory ({vendor}, {place}; {threshold_file.VARIABLE} overrides)")
     for name in ("collective", "float32", "bfloat16"):
         made.add_column(name)
-    found = thresholds.Thresholds.from_environment()
+    found: thresholds.Thresholds = dist.group.WORLD.cpu.collectives.plans.thresholds  # type: ignore[union-attr]
     for name in thresholds.COLLECTIVES:
         op = "SUM" if "reduce" in name else None
         starts = (
@@ -139,8 +137,12 @@ def explain(bench: Bench) -> None:
         made.add_row(name, *map(least, starts))
     console.print(made)
     source = "measured for this library"
-    if found.text:
-        source = f"{thresholds.VARIABLE}={found.text}"
+    if found.path:
+        source = f"measured on this processor: {found.path}"
+    elif threshold_file.is_file(found.text):
+        source = f"{found.text} says nothing of {processor()!r}; the built-in table holds"
+    elif found.text:
+        source = f"{threshold_file.VARIABLE}={found.text}"
     elif vendor not in {library for library, _ in thresholds.BYTES}:
         source = f"not measured for this library: the row of {thresholds.STAND_IN} stands in"
     console.print(f"Source: {source}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
 from hpcdist.core.printing import sized
@@ -26,6 +27,8 @@ def look(comm: Any) -> Facts:
         "free": memory_file.free(),
         "limit": memory_limit(),
         "locked": locked_limit(),
+        "processor": topology.processor(),
+        "thresholds": found_thresholds(),
         "tried": None,
         "ranks": 1,
     }
@@ -87,6 +90,14 @@ def locked_limit() -> int | None:
     return soft if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY else None
 
 
+def found_thresholds() -> dict[str, str]:
+    """Return the setting and the file that say from which size on shared memory is used, and what is wrong with it."""
+    found = threshold_file.find()
+    if isinstance(found, ValueError):
+        return {"setting": "", "file": "", "error": str(found)}
+    return {"setting": found[0], "file": found[1], "error": ""}
+
+
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
     """Report whether sharing worked, and its limits."""
     seen = [facts["memory"] for facts in ranks]
@@ -106,6 +117,7 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", "df -h /dev/shm; ls -l /dev/shm")
     if not failed and any(facts["tried"] == "works" for facts in seen):
         yield Finding(OK, f"{plural(most, 'rank')} a node wrote and read {sized(NEED)} of shared memory each")
+    yield judge_thresholds(seen[0], most)
     if limits := [facts["limit"] for facts in seen if facts["limit"] is not None]:
         yield Finding(NOTE, f"the control group limits a node's processes to {sized(min(limits))} of memory")
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
@@ -114,3 +126,21 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
             f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
             "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
         )
+
+
+def judge_thresholds(first: Facts, most: int) -> Finding:
+    """Report by which table rank 0, and so every rank, decides from which size on shared memory is used."""
+    name, found = first["processor"], first["thresholds"]
+    tune = f"srun --ntasks={max(most, 2)} --nodes=1 python -m hpcdist tune   # a minute, once for this processor"
+    if found["error"]:
+        return Finding(PROBLEM, found["error"], tune)
+    if found["file"]:
+        return Finding(OK, f"from which size on shared memory is used was measured on {name}: {found['file']}")
+    if found["setting"] and not threshold_file.is_file(found["setting"]):
+        return Finding(
+            NOTE, f"{threshold_file.VARIABLE}={found['setting']} says from which size on shared memory is used"
+        )
+    if name.startswith(thresholds.PROCESSORS):
+        return Finding(OK, f"the built-in table says from which size on shared memory is used; it suits {name}")
+    known = " and ".join(thresholds.PROCESSORS)
+    return Finding(ADVICE, f"from which size on shared memory is faster was measured on {known}, not on {name}", tune)

@@ -3,42 +3,40 @@
 One table of measurements, by library, ranks on the node, collective and class of the dtype. A row stands in it only if
 from its size on hpcdist wins, or loses at most 5 %, on each processor that was measured: an EPYC and a Xeon. Ranks on
 several nodes, on each equally many, are a place of their own, and nodes of one rank another; if nodes have different
-numbers of ranks, MPI alone is used. ``python -m hpcdist bench --explain`` prints what holds for the present run, and
-``python -m hpcdist bench crossover`` measures a machine's own and writes them to a file. ``HPCDIST_SHM`` takes the
-table's place: the name of such a file, a number of bytes (suffix K or M) for every collective, or "off".
+numbers of ranks, MPI alone is used. ``python -m hpcdist bench --explain`` prints what holds for the present run.
+
+The file that ``python -m hpcdist tune`` writes takes the table's place (``threshold_file``), and ``HPCDIST_SHM`` that
+of both: the name of such a file, a number of bytes (suffix K or M) for every collective, or "off".
 
 Bytes are those of the larger of the two buffers. An MPI library that was not measured gets the rows of MPICH, whose
 algorithms most libraries inherit, and a number of ranks those of the number that comes nearest, by ratio.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
-other. So the environment is read once, when the default group is made; its ranks compare what they found
-(``fingerprint``), and every group made from it inherits its thresholds.
+other. So rank 0 of the default group reads them, once, and sends them to the others, and every group made from it
+inherits them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from hpcdist.backends.mpi.node import threshold_file
 from hpcdist.backends.mpi.node.arithmetic import DTYPES, WIDER
+from hpcdist.backends.mpi.node.threshold_file import FLAT, NEVER, SEVERAL, VARIABLE, Measured
 
-VARIABLE = "HPCDIST_SHM"
-NEVER = sys.maxsize
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PROCESSORS = ("AMD EPYC", "Intel(R) Xeon(R)")  # what the names of those begin with that the table was measured on
 KIB, MIB = 1 << 10, 1 << 20
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": 1 << 30}
 STAND_IN = "MPICH"
-SEVERAL, FLAT = "nodes of several ranks", "nodes of one rank"
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 HALF = " of half types"  # reduced; a table without them says nothing of them
-
-# (library, number of ranks on one node or which nodes) -> collective -> bytes; what is not there is MPI's
-Measured = dict[tuple[str, int | str], dict[str, int]]
 
 HALF_ROWS = {"all_reduce of half types": 16 * KIB, "reduce_scatter_single of half types": 16 * KIB}
 HALF_BETWEEN = {"all_reduce of half types": 256 * KIB, "reduce_scatter_single of half types": 256 * KIB}
@@ -99,54 +97,16 @@ def override(text: str) -> int | None:
     Raises:
         ValueError: neither a number of bytes, nor "off", nor a file's name.
     """
-    if not text or Path(text).suffix == ".json":
+    if not text or threshold_file.is_file(text):
         return None
     if text.lower() == "off":
         return NEVER
     if (nbytes := number_of_bytes(text)) is None:
         raise ValueError(
             f'{VARIABLE}={text!r}; expected a number of bytes such as 65536, 64K or 4M, "off", or the .json file that '
-            "`python -m hpcdist bench crossover` wrote"
+            "`python -m hpcdist tune` wrote"
         )
     return max(1, nbytes)  # nothing at all needs no memory to travel through
-
-
-@cache
-def read(path: str) -> Measured:
-    """Read what was measured on a machine; null stands for never.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-        return {
-            (library, place if place in (SEVERAL, FLAT) else int(place)): {
-                name: NEVER if nbytes is None else int(nbytes) for name, nbytes in by_name.items()
-            }
-            for library, by_place in content.items()
-            for place, by_name in by_place.items()
-        }
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{VARIABLE}={path!r}: {error}; expected the file that `python -m hpcdist bench crossover` wrote"
-        ) from error
-
-
-def text_of(measured: Measured) -> str:
-    """Return what a file holds that says this."""
-    content: dict[str, dict[str, dict[str, int | None]]] = {}
-    for (library, place), by_name in measured.items():
-        rows = {name: None if nbytes == NEVER else nbytes for name, nbytes in by_name.items()}
-        content.setdefault(library, {})[str(place)] = rows
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
-
-
-def write(path: str, library: str, place: int | str, found: dict[str, int]) -> None:
-    """Add what was measured to a file, in place of what it said of the same number of ranks or kind of nodes."""
-    known = read(path) if Path(path).exists() else {}
-    Path(path).write_text(text_of({**known, (library, place): found}))
-    read.cache_clear()
 
 
 def ratio(a: int, b: int) -> float:
@@ -159,31 +119,35 @@ class Thresholds:
 
     Args:
         text: as ``HPCDIST_SHM`` holds it; empty for the table above.
+        path: of the file whose content takes the table's place, if there is one.
+        measured: what it says of this processor.
 
     Raises:
-        ValueError: the setting means nothing, or its file cannot be read.
+        ValueError: the setting means nothing.
     """
 
-    def __init__(self, text: str = "") -> None:
+    def __init__(self, text: str = "", path: str = "", measured: Measured | None = None) -> None:
         self.text = text
+        self.path = path
         self._everywhere = override(text)
-        self._table = read(text) if text and self._everywhere is None else BYTES
+        self._table = measured or BYTES
 
     @classmethod
-    def from_environment(cls) -> Thresholds:
-        """Return what the environment of this process says."""
-        return cls(os.environ.get(VARIABLE, "").strip())
+    def of_rank_0(cls, comm: MPI.Intracomm) -> Thresholds:
+        """Return what the environment and the files of rank 0 say; every rank of ``comm`` calls.
 
-    def fingerprint(self) -> str:
-        """Return what must be the same on all ranks: the number of bytes, or what the file holds."""
-        if self._everywhere is not None:
-            return "off" if self._everywhere == NEVER else f"{self._everywhere} bytes"
-        return "the table of this version" if self._table is BYTES else text_of(self._table)
+        Raises:
+            ValueError: on every rank, if rank 0's setting means nothing, or its file cannot be read.
+        """
+        found = comm.bcast(threshold_file.find() if comm.Get_rank() == 0 else None)
+        if isinstance(found, ValueError):
+            raise found
+        return cls(*found)
 
     def rows(self, library: str, place: int | str) -> Iterator[dict[str, int]]:
         """Yield what is known of a place, or of the number of ranks that comes nearest to it, by ratio.
 
-        By the setting's file, then by the table of this version, then of the library that stands in.
+        By the file, then by the table of this version, then of the library that stands in.
         """
         for table, each in ((self._table, library), (BYTES, library), (BYTES, STAND_IN)):
             known = [at for of, at in table if of == each]

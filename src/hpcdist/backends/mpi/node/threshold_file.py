@@ -1,0 +1,91 @@
+"""Files of thresholds: the sizes that ``python -m hpcdist tune`` measured on a site's machines, by processor.
+
+JSON: the processor's name, then the MPI library, then the number of ranks on the node or the kind of nodes, then the
+collective, then bytes, with null for never. ``HPCDIST_SHM`` names a file; if it is not set, the first of
+``installed_files`` that knows the processor holds: a user's own, that of the Python environment, that of the machine.
+Rank 0 of the default group reads it for all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from hpcdist.launch.topology import processor
+
+VARIABLE = "HPCDIST_SHM"
+NEVER = sys.maxsize
+SEVERAL, FLAT = "nodes of several ranks", "nodes of one rank"
+
+# (library, number of ranks on one node or which nodes) -> collective -> bytes; what is not there is MPI's
+Measured = dict[tuple[str, int | str], dict[str, int]]
+Content = dict[str, dict[str, dict[str, dict[str, int | None]]]]
+
+
+def users_file() -> Path:
+    """Return where a user's own file is (the XDG Base Directory Specification says in which folder)."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpcdist" / "thresholds.json"
+
+
+def installed_files() -> list[Path]:
+    """Return the files that are looked for if ``HPCDIST_SHM`` is not set, in this order."""
+    return [users_file(), *(Path(root) / "etc" / "hpcdist" / "thresholds.json" for root in (sys.prefix, "/"))]
+
+
+def find() -> tuple[str, str, Measured] | ValueError:
+    """Return ``HPCDIST_SHM``, the file that holds in this process if there is one, and what it says of this processor.
+
+    What is wrong with a file is returned as the error, for the caller to raise on every rank.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    files = [Path(text)] if is_file(text) else [] if text else [file for file in installed_files() if file.exists()]
+    try:
+        for file in files:
+            if found := measured(read(file), processor()):
+                return text, str(file), found
+    except ValueError as error:
+        return error
+    return text, "", {}
+
+
+def is_file(text: str) -> bool:
+    """Tell whether a setting names a file."""
+    return Path(text).suffix == ".json"
+
+
+def read(path: Path) -> Content:
+    """Read a file.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        content: Content = json.loads(path.read_text())
+        for name in content.keys():  # noqa: SIM118  # a list, which has none, is not what tune wrote
+            measured(content, name)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        expected = "expected the file that `python -m hpcdist tune` wrote"
+        raise ValueError(f"thresholds of shared memory in {str(path)!r}: {error}; {expected}") from error
+    return content
+
+
+def measured(content: Content, name: str) -> Measured:
+    """Return what a file says of one processor."""
+    return {
+        (library, place if place in (SEVERAL, FLAT) else int(place)): {
+            row: NEVER if nbytes is None else int(nbytes) for row, nbytes in rows.items()
+        }
+        for library, places in content.get(name, {}).items()
+        for place, rows in places.items()
+    }
+
+
+def write(path: Path, library: str, place: int | str, found: dict[str, int]) -> None:
+    """Add what was measured on this processor, in place of what a file said of the same ranks or kind of nodes."""
+    content = read(path) if path.exists() else {}
+    rows = {name: None if nbytes == NEVER else nbytes for name, nbytes in found.items()}
+    content.setdefault(processor(), {}).setdefault(library, {})[str(place)] = rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,158 @@
+"""The command ``tune``: measures from which size on shared memory is faster than MPI alone on these nodes.
+
+``srun python -m hpcdist tune`` times hpcdist's collectives through shared memory beside the same ones without it, for
+about a minute, and writes the sizes to a file that every later job reads: the user's own, or the one of --output. Run
+it once for each number of ranks a node that your jobs use, and once on several nodes if they use several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import hpcdist as dist
+from hpcdist.backends.mpi.backend import MPIBackend
+from hpcdist.backends.mpi.node import threshold_file
+from hpcdist.backends.mpi.node.calls import SHARED_CALLS
+from hpcdist.backends.mpi.node.threshold_file import NEVER
+from hpcdist.backends.mpi.node.thresholds import HALF, Thresholds
+from hpcdist.cli.bench.collectives import buffers
+from hpcdist.cli.bench.report import least, size_name
+from hpcdist.cli.bench.timing import Bench
+from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.core.call import Call
+from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
+from hpcdist.launch.topology import processor
+
+SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
+LARGEST_BETWEEN_NODES = 16 << 20
+SHARED, MPI = "shared memory", "MPI alone"
+MARGIN = 0.97  # shared memory must win by more than two medians of one thing differ
+CHANGE = 0.1  # what it must gain over all sizes together, as the logarithm of a ratio
+
+
+def parser() -> JobParser:
+    """Return the parser of the command line."""
+    made = JobParser(prog="python -m hpcdist tune", description=described(__doc__))
+    made.add_argument(
+        "--output", metavar="FILE", type=json_file, help=f"the .json file to add to ({threshold_file.users_file()})"
+    )
+    made.add_argument("--rounds", type=int, default=7, help="rounds, of which the median counts (7)")
+    made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
+    return made
+
+
+def json_file(text: str) -> Path:
+    """Read the name of a file that ``HPCDIST_SHM`` can name."""
+    if not threshold_file.is_file(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a .json file")
+    return Path(text)
+
+
+def run(args: list[str]) -> int:
+    """Measure on all ranks of this job and write the file; return 0, or 2 if nothing can be measured here."""
+    made = parser()
+    options = made.parse_args(args)
+    path = options.output or threshold_file.users_file()
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group()
+    try:
+        try:
+            bench = Bench(options)
+        except dist.DistBackendError as error:  # the group is gloo's or loopback's
+            made.error(f"{error}; start it by a launcher of MPI: srun python -m hpcdist tune")
+        nodes = bench.wire.nodes
+        if bench.size == 1:
+            made.error("shared memory takes two ranks or more: mpirun -n 2 python -m hpcdist tune")
+        ready = bench.comm.bcast(prepare(path) if bench.rank == 0 else None)
+        if ready:
+            made.error(ready)
+        place = bench.size if nodes == 1 else threshold_file.SEVERAL if nodes < bench.size else threshold_file.FLAT
+        found = measure(bench, place)
+        if bench.rank == 0:
+            threshold_file.write(path, bench.library.rsplit(" ", 1)[0], place, found)
+            print(f"Written to {path}, for the processor {processor()!r}.")
+    finally:
+        if began:
+            dist.destroy_process_group()
+    return 0
+
+
+def prepare(path: Path) -> str:
+    """Make the file's folder and read what the file holds; return what is wrong, before the time is spent."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            threshold_file.read(path)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def calls(
+    row: Row, dtype: torch.dtype, size: int, bench: Bench, sides: dict[str, MPIBackend]
+) -> dict[str, Callable[[], None]]:
+    """Return one collective by both sides, on the same buffers."""
+    whole, out, part = buffers(bench, row.name, dtype, size)
+    send = part if row is ALL_GATHER_SINGLE else whole if row.shape in (Shape.SCATTER, Shape.EXCHANGE) else out
+    recv = part if row is REDUCE_SCATTER_SINGLE else out
+    call = Call(row, send, recv, dist.ReduceOp.SUM, 0)
+    return {side: partial(backend.run, call) for side, backend in sides.items()}
+
+
+def best(times: dict[int, dict[str, float]]) -> int:
+    """Return the size from which on shared memory is to be used, so that over all sizes the least time is lost."""
+    sizes = sorted(times)
+
+    def cost(start: int) -> float:
+        chosen = (times[size][SHARED] / MARGIN if size >= start else times[size][MPI] for size in sizes)
+        return sum(map(math.log, chosen)) + (CHANGE if start != NEVER else 0.0)
+
+    return min([NEVER, *sizes], key=cost)
+
+
+def measure(bench: Bench, place: int | str) -> dict[str, int]:
+    """Time all collectives at all sizes and print the table; every rank calls.
+
+    Returns:
+        Collective, by the name that it has in the file -> bytes.
+    """
+    is_one_node = isinstance(place, int)
+    sizes = [size for size in SIZES if is_one_node or size <= LARGEST_BETWEEN_NODES]
+    rows = {row.name: (row, torch.float32) for row in SHARED_CALLS if place != threshold_file.FLAT}
+    rows |= {row.name + HALF: (row, torch.bfloat16) for row in SHARED_CALLS if row.reduces}
+    sides = {side: MPIBackend(bench.comm.Dup(), Thresholds(text)) for side, text in ((SHARED, "1"), (MPI, "off"))}
+    where = "" if is_one_node else f" on {bench.wire.nodes} nodes"
+    table = Table(
+        title=f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI alone"
+    )
+    table.add_column("collective")
+    for size in sizes:
+        table.add_column(size_name(size), justify="right")
+    table.add_column("shared memory")
+    found: dict[str, int] = {}
+    with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=len(rows) * len(sizes))
+        for name, (row, dtype) in rows.items():
+            times: dict[int, dict[str, float]] = {}
+            for size in sizes:
+                bar.update(task, description=f"{name} {size_name(size)}", refresh=True)
+                times[size] = bench.compare(name, str(dtype), size, calls(row, dtype, size, bench, sides))
+                bar.advance(task)
+            found[name] = best(times)
+            ratios = (f"{times[size][SHARED] / times[size][MPI]:.2f}" for size in sizes)
+            table.add_row(name, *ratios, least(found[name]))
+    for backend in sides.values():
+        backend.close()
+    if bench.rank == 0:
+        Console(width=120).print(table)
+    return found

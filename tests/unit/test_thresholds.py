@@ -1,0 +1,84 @@
+"""Thresholds of node-shared memory: the setting, the table, and the file that takes its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.backends.mpi.node import threshold_file, thresholds
+from hpcdist.backends.mpi.node.threshold_file import FLAT, NEVER, SEVERAL
+from hpcdist.backends.mpi.node.thresholds import Thresholds
+from hpcdist.launch import topology
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.delenv(threshold_file.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "environment"))
+    return tmp_path
+
+
+def test_override():
+    known = {"0": 1, "64K": 65536, "4M": 4 << 20, "off": NEVER, "OFF": NEVER, "": None, "a.json": None}
+    assert {text: thresholds.override(text) for text in known} == known
+    with pytest.raises(ValueError, match="number of bytes such as 65536"):
+        Thresholds("lots")
+
+
+def test_a_file_stands_in_for_the_table(home):
+    path = home / "measured.json"
+    everything = dict.fromkeys(thresholds.COLLECTIVES, 1 << 14)
+    threshold_file.write(path, "Some MPI", 2, everything)
+    threshold_file.write(path, "Some MPI", 8, dict.fromkeys(thresholds.COLLECTIVES, NEVER))
+    threshold_file.write(path, "Some MPI", SEVERAL, {"all_reduce": 1 << 13})
+    threshold_file.write(path, "Some MPI", FLAT, {"all_reduce of half types": 1 << 12})
+    measured = Thresholds("", str(path), threshold_file.measured(threshold_file.read(path), topology.processor()))
+
+    def of(name, dtype=torch.float32, op="SUM", nodes=1, ranks_per_node=0, ranks=2, library="Some MPI"):
+        return measured.of(name, dtype, op, nodes, ranks_per_node, ranks, library)
+
+    for ranks, at in ((2, 1 << 14), (3, 1 << 14), (5, NEVER), (64, NEVER)):
+        assert of("all_reduce", ranks=ranks) == at
+    assert of("all_reduce", nodes=2, ranks_per_node=2, ranks=4) == 1 << 13
+    assert of("broadcast", op=None, nodes=2, ranks_per_node=2, ranks=4) == NEVER
+    assert of("all_reduce", nodes=2, ranks_per_node=0, ranks=3) == NEVER
+    assert of("all_reduce", torch.bfloat16) == thresholds.HALF_ROWS["all_reduce of half types"]  # not in the file
+    assert of("broadcast", op=None, library="Open MPI") == thresholds.BYTES["Open MPI", 2]["broadcast"]
+    assert of("all_reduce", op="PREMUL_SUM") == NEVER
+    assert of("all_reduce", ranks=1) == NEVER
+
+
+def test_the_first_file_that_knows_the_processor_is_found(home, monkeypatch):
+    user, environment = threshold_file.installed_files()[:2]
+    assert threshold_file.find()[1:] == ("", {})
+    threshold_file.write(environment, "Some MPI", 2, {"broadcast": 5})
+    assert threshold_file.find() == ("", str(environment), {("Some MPI", 2): {"broadcast": 5}})
+    threshold_file.write(user, "Some MPI", 2, {"broadcast": NEVER})
+    assert threshold_file.find() == ("", str(user), {("Some MPI", 2): {"broadcast": NEVER}})
+    user.write_text(user.read_text().replace(topology.processor(), "of another node"))
+    assert threshold_file.find()[1] == str(environment)
+    monkeypatch.setenv(threshold_file.VARIABLE, "64K")
+    assert threshold_file.find() == ("64K", "", {})
+    monkeypatch.setenv(threshold_file.VARIABLE, str(user))
+    assert threshold_file.find() == (str(user), "", {})
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[]", '{"Xeon": {"Some MPI": {"two": {}}}}', None])
+def test_an_unreadable_file_is_an_error(home, monkeypatch, content):
+    path = home / "wrong.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(threshold_file.VARIABLE, str(path))
+    error = threshold_file.find()
+    assert isinstance(error, ValueError)
+    assert "expected the file that `python -m hpcdist tune` wrote" in str(error)
+
+
+def test_the_processor_is_named_by_its_first_core(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nmodel name : Some CPU 7 : a\n\nprocessor : 1\nmodel name : other\n")
+    assert topology.processor(info) == "Some CPU 7 : a"
+    info.write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd40\n\n")
+    assert topology.processor(info).endswith(" 0x41 0xd40")
+    assert topology.processor(tmp_path / "absent")
