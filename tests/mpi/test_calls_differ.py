@@ -89,6 +89,26 @@ def test_asynchronous_calls(group, rank, size):
     refused(r"all_reduce of 5 elements.*all_reduce of 4 elements", works[3].wait)
 
 
+@pytest.mark.parametrize("how", ["nobody waits", "wait", "future", "exception"])
+def test_the_end_of_a_group_raises_what_nobody_has_waited_for(how, rank, size):
+    made, words = dist.new_group(), r"all_reduce of 5 elements.*all_reduce of 4 elements"
+    right, wrong = (dist.all_reduce(torch.ones(4 + n * (rank == 0)), group=made, async_op=True) for n in range(2))
+    right.wait()
+    if how == "nobody waits":
+        refused(words, dist.destroy_process_group, made)
+        return
+    if how == "wait":
+        refused(words, wrong.wait)
+    elif how == "future":
+        with pytest.raises(RuntimeError, match=words):
+            wrong.get_future().wait()
+    else:
+        while not wrong.is_completed():
+            time.sleep(0.001)
+        assert isinstance(wrong.exception(), CallsDifferError)
+    dist.destroy_process_group(made)
+
+
 def test_splits_are_compared_pair_by_pair(group, rank, size):
     """Ragged splits that fit are right; a rank that expects another share than it is sent is told."""
     sent = [rank + other + 1 for other in range(size)]

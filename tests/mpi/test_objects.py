@@ -82,6 +82,25 @@ def test_send_and_recv(rank, size):
     dist.barrier()
 
 
+def test_messages_of_objects_and_of_tensors_are_not_taken_for_each_other(rank, size):
+    if size < 2:
+        pytest.skip("needs two ranks")
+    tensor = torch.full((2,), 5.0)
+    if rank == 0:
+        sent = dist.isend(tensor, 1)
+        dist.send_object_list(["one"], 1)
+        dist.send(tensor + 1, 1)
+        sent.wait()
+    elif rank == 1:
+        objects = [None]
+        dist.recv_object_list(objects, 0)
+        assert objects == ["one"]
+        for expected in (5.0, 6.0):
+            dist.recv(tensor.zero_(), 0)
+            assert tensor.tolist() == [expected] * 2
+    dist.barrier()
+
+
 def test_two_ranks_of_a_fresh_group_need_no_third(rank, size):
     group = dist.new_group(list(range(size)))
     box = ["for the last"] if rank == 0 else [None]

@@ -299,20 +299,25 @@ def test_exchanges_do_not_meet_the_messages_of_a_group(rank, size):
 
 
 def test_own_splits_that_differ(world, rank, size):
+    """The rank is told once the others have their shares."""
     if size < 2 or world.cpu.name != "mpi":
         pytest.skip("needs two ranks of MPI")
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        # rank 0 sends itself one element, and receives two from itself
-        splits = ([2, 1], [1, 2]) if rank == 0 else ([2, 2], [1, 2])
-        output = torch.empty(sum(splits[0]))
-        if rank == 0:
-            with pytest.raises(dist.DistBackendError, match="rank 0 of 2 sends itself 4 bytes and receives 8"):
-                dist.all_to_all_single(output, torch.ones(3), *splits, group=pair)
-        else:
-            dist.all_to_all_single(output, torch.ones(3), *splits, group=pair)
-        assert total(pair) == 2
-        dist.destroy_process_group(pair)
+    for ranks in ([0, 1], list(range(size))):
+        some = dist.new_group(ranks)
+        if rank in ranks:
+            # rank 0 sends itself one element, and receives two from itself
+            others = [2] * (len(ranks) - 1)
+            splits = ([2, *others], [1, *others])
+            output, given = torch.zeros(2 * len(ranks)), torch.full((2 * len(ranks),), rank + 1.0)
+            if rank == 0:
+                with pytest.raises(ValueError, match=f"rank 0 of {len(ranks)} sends itself 4 bytes and receives 8"):
+                    dist.all_to_all_single(output, given[1:], *splits, group=some)
+                output[:2] = 1
+            else:
+                dist.all_to_all_single(output, given, group=some)
+            assert torch.equal(output, torch.arange(1.0, len(ranks) + 1).repeat_interleave(2))
+            assert total(some) == len(ranks)
+            dist.destroy_process_group(some)
     dist.barrier()
 
 

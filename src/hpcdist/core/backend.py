@@ -256,5 +256,7 @@ class Backend(ABC):
     def close(self) -> None:
         """End the queue and free the communicator; every rank calls it, and a second call does nothing."""
         if self.queue is not None:
-            self.queue.close()
-            self.queue = None
+            try:
+                self.queue.close()
+            finally:
+                self.queue = None

@@ -21,7 +21,9 @@ from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER,
 
 REASON_LENGTH = 200  # of an error's text that travels
 APART_BYTES = 2048  # from which on a buffer is a message of its own; less is copied sooner than sent by itself
-TAG = 0  # c10d sends an object's length and bytes as two messages of this tag
+# of messages that are objects, one of the tags that are refused to users (``core.point_to_point``): under a tag of the
+# user's a tensor would take an object's length for its values, and an object a tensor's values for its length
+TAG = 32_766
 SAVED = b"PK"  # what torch.save writes begins with it, and no pickle of protocol 5 does
 UNPICKLABLE = b"!"  # nor with this; what follows is the rank that could not pickle its object, and why
 REFUSAL = (

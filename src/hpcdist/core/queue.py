@@ -18,7 +18,7 @@ import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
 
 from hpcdist.core.autograd_modes import Modes, run_in
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import CallsDifferError, DistBackendError
 from hpcdist.core.work import Work
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
@@ -94,6 +94,7 @@ class Queue:
     Attributes:
         running: the call that the worker thread is in; None while a waiting thread carries one out.
         broken: why the worker thread is given up.
+        unseen: the first call in which ranks differ and that nobody has waited for, or None.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,6 +114,7 @@ class Queue:
         self._closing = False
         self.running: QueuedWork | None = None
         self.broken: DistBackendError | None = None
+        self.unseen: QueuedWork | None = None
         self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
         self._thread.start()
 
@@ -166,12 +168,19 @@ class Queue:
             raise self._given_up()
 
     def close(self) -> None:
-        """Carry out what is queued and end the thread."""
+        """Carry out what is queued and end the thread.
+
+        Raises:
+            CallsDifferError: that of a call that nobody has waited for.
+        """
         self._clear()
         self._closing = True
         self._wake()
         if get_ident() != self._thread.ident and self.broken is None:
             self._thread.join()
+        unseen, self.unseen = self.unseen, None
+        if unseen is not None and not unseen._is_seen and self.broken is None:
+            unseen.wait()
 
     def hasten(self) -> None:
         """Have the worker carry out what is queued, as soon as it can have the turn."""
@@ -271,6 +280,8 @@ class Queue:
         except BaseException as error:
             del run  # the buffers belong to the caller again
             work._finish(error)
+            if isinstance(error, CallsDifferError):
+                self.unseen = self.unseen or work
             if not isinstance(error, Exception) and self.running is None:
                 raise  # Ctrl-C, for the thread that waits
         else:

@@ -43,6 +43,7 @@ class Work(KeptAlive, torch.distributed.Work):
     _error: BaseException | None
     _result: list[torch.Tensor]
     _is_asked = False  # whether somebody is to be told of the end
+    _is_seen = False  # whether somebody was told of its error
     _future: torch.futures.Future | None = None
 
     def __init__(self, result: list[torch.Tensor]) -> None:
@@ -132,6 +133,7 @@ class Work(KeptAlive, torch.distributed.Work):
                 )
                 raise DistBackendError(explained(text, "call-timeout"))
         if self._error is not None:
+            self._is_seen = True
             raise self._error
         return True
 
@@ -151,6 +153,7 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def exception(self) -> BaseException | None:
         """Return what the call raised, or None."""
+        self._is_seen = self._error is not None
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -184,6 +187,7 @@ class Work(KeptAlive, torch.distributed.Work):
     def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
         """Return the output tensors of a call that has ended, or raise what it raised."""
         if self._error is not None:
+            self._is_seen = True
             raise self._error
         return self._result
 

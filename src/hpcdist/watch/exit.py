@@ -123,10 +123,14 @@ class ProcessExit:
         watchdog.leaving = True
         if is_stuck():
             watchdog.abort(self.backend, "leaving with a call that never ended; the job is aborted")
+        failure = None
         for group in list(WORLD.groups.values()):
             for backend in list(group.backends.values()):
                 if backend.queue is not None:
-                    backend.queue.close()
+                    try:
+                        backend.queue.close()
+                    except CallsDifferError as error:
+                        failure = failure or str(error)
         watchdog.has_left = True
         membership = self.backend.membership
         everyone_leaves = None if membership is None else membership.exit_barrier()
@@ -146,7 +150,7 @@ class ProcessExit:
             if decision is Decision.LEAVE:
                 membership.skip_finalize()
                 return
-        if (failure := difference()) is not None:
+        if (failure := failure or difference()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()
         if (

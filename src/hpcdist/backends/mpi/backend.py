@@ -185,13 +185,14 @@ class MPIBackend(Backend):
 
     def close(self) -> None:
         """Free what the group's calls have made, and later the communicator (MPI 7.4.3, ``retired``)."""
-        super().close()
+        steps: list[Callable[[], object]] = [super().close]
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
-            steps = [self.check.leave, self.check.close, self.windows.close]
+            steps += [self.check.leave, self.check.close, self.windows.close]
             steps += [self.collectives.close, self.communicator.close_receives]
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)
             if self._bundler is not None:
                 steps.append(self._bundler.close)
-            end_all([*steps, partial(retire, self.comm, self.unfinished)])
+            steps.append(partial(retire, self.comm, self.unfinished))
+        end_all(steps)

@@ -28,7 +28,7 @@ from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, address, fold,
 from hpcdist.backends.mpi.receives import PROBES
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList, do_overlap
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.table import Counts
 from hpcdist.core.waiting import wait_until
 
@@ -69,8 +69,8 @@ class Exchange:
             In words, the shares of this rank that differ from another's.
 
         Raises:
-            DistBackendError: a rank of two sends itself another number of elements than it receives from itself.
-            MismatchError: a share is longer than what receives it, of two ranks that have not compared them.
+            MismatchError: this rank sends itself another number of elements than it receives from itself, of which the
+                other ranks know nothing; or a share is longer than what receives it, of two that have not compared.
         """
         size, itemsize = self._size, send.itemsize
         are_cut = CUTS or is_checked or is_new
@@ -93,14 +93,23 @@ class Exchange:
         if len(sent) == 1:
             sources, sent = sources * size, sent * size
         ways = self._compare(sent, received) if is_new else []
+        rank = self._rank
+        to_self, from_self = sent[rank], received[rank]
+        if to_self != from_self:  # raised once the others have their shares: MPI would end the call on this rank only
+            sent[rank] = received[rank] = 0
         if size == 2:
             self._swap(sources, targets, sent, received, are_cut)
-            return ways
-        with ExitStack() as made:
-            target = spread(targets, received, made)
-            if not are_cut:
-                target = self._folded(target, received, made)
-            self._comm.Alltoallw(list(spread(sources, sent, made)), list(target))
+        else:
+            with ExitStack() as made:
+                target = spread(targets, received, made)
+                if not are_cut:
+                    target = self._folded(target, received, made)
+                self._comm.Alltoallw(list(spread(sources, sent, made)), list(target))
+        if to_self != from_self and not ways:
+            raise MismatchError(
+                f"exchange: rank {rank} of {size} sends itself {to_self} bytes and receives {from_self} from itself; "
+                "its own splits of input and output must be equal"
+            )
         return ways
 
     def _folded(self, buffer: tuple[Any, ...], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
@@ -122,7 +131,7 @@ class Exchange:
         self._comm.Alltoall([mine, MPI.INT64_T], [theirs, MPI.INT64_T])
         for rank in range(self._size):
             out, into = theirs[2 * rank : 2 * rank + 2]
-            if (sent[rank], received[rank]) != (into, out):
+            if rank != self._rank and (sent[rank], received[rank]) != (into, out):
                 ways.append(
                     f"rank {self._rank}: all_to_all, {sent[rank]} bytes to rank {rank} and {received[rank]} from it; "
                     f"rank {rank}: {out} bytes to rank {self._rank} and {into} from it"
@@ -135,20 +144,14 @@ class Exchange:
     ) -> None:
         """Exchange bytes between two ranks: the shares that begin at the addresses ``sources`` and ``targets``."""
         rank, other = self._rank, 1 - self._rank
-        to_other, to_self, to_receive = sent[other % len(sent)], sent[rank % len(sent)], received[other]
-        source = [address(sources[other % len(sources)], to_other), *run(to_other)]
-        target = [address(targets[other], to_receive), *run(to_receive)]
+        source = [address(sources[other], sent[other]), *run(sent[other])]
+        target = [address(targets[other], received[other]), *run(received[other])]
         private = self._communicator.open_private()
         if are_cut:
             private.Sendrecv(source, other, TAG, target, other, TAG)
         else:
-            self._swap_by_length(private, source, target, to_receive)
-        if to_self != received[rank]:  # said now, so that the other rank does not wait
-            raise DistBackendError(
-                f"exchange: rank {rank} of 2 sends itself {to_self} bytes and receives {received[rank]} from itself; "
-                "its own splits of input and output must be equal"
-            )
-        memmove(targets[rank], sources[rank % len(sources)], to_self)  # releases the GIL
+            self._swap_by_length(private, source, target, received[other])
+        memmove(targets[rank], sources[rank], sent[rank])  # releases the GIL
 
     def _swap_by_length(self, private: MPI.Intracomm, source: list[Any], target: list[Any], nbytes: int) -> None:
         """Send a message and receive one, elsewhere if it has more than ``nbytes``."""
