@@ -5,8 +5,8 @@ CommDebugMode counts these operators, FakeTensorMode takes them over, and a subc
 unwraps itself in them. A group made in Python bypasses the dispatcher, and a wrapper has no memory that MPI could read.
 
 So while a mode is active, or if a wrapper is given, a method of a group calls its namesake in torch's base class, which
-calls the operator. The operator has no kernel for our groups: a mode below all others takes it when everybody else has
-seen it, and carries the call out on the tensors that it is then given.
+calls the operator. Its kernel for our groups (``operators``) carries the call out, when everybody else has seen it, on
+the tensors that it is then given.
 
 What torch keeps private and is used here, and the versions where that was checked; in a torch without these names modes
 do not see the calls:
@@ -15,9 +15,6 @@ do not see the calls:
 what                                                  why                                                 checked
 ====================================================  ==================================================  ==============
 ``_C._len_torch_dispatch_stack``                      whether a mode is active                            2.13.0, 2.14.1
-``utils._python_dispatch._push_mode``,                puts a mode below those that are active             2.13.0, 2.14.1
-``._pop_mode``
-``_subclasses.fake_tensor.FakeTensor``                its operators are torch's own                       2.13.0, 2.14.1
 ``_C._distributed_c10d``                              c10d's options, and Work out of an operator         2.13.0, 2.14.1
 ====================================================  ==================================================  ==============
 """
@@ -34,9 +31,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C import _len_torch_dispatch_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup as TorchProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from hpcdist.core import hooks
 from hpcdist.core.buffers import PLAIN_TYPES, as_tensor
@@ -60,12 +55,11 @@ from hpcdist.core.table import (
     Row,
 )
 from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
+from hpcdist.torch_bridge import operators
 from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.mirror import forget_coalescing
+from hpcdist.torch_bridge.operators import CARRY_OUT, EARLIER, UNDER_WAY
 
-# earlier name -> name; torch's C++ calls the method of a group made in Python by one of the two
-EARLIER = {earlier: name for name, earlier in METHODS.items() if earlier is not None}
-NAMESPACE = "c10d"
 OPTION_TYPES = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
 DEFAULT: Any = torch.Tensor.__torch_dispatch__
@@ -104,44 +98,6 @@ def has_wrapper(values: Iterable[Any]) -> bool:
     return False
 
 
-class LowestMode(TorchDispatchMode):
-    """The mode below all others: carries a group's call out when all others have seen its operator."""
-
-    def __init__(self, carry_out: Callable[..., Work]) -> None:
-        super().__init__()
-        self._carry_out = carry_out
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run c10d's operators on plain tensors; leave wrappers to their class, and the rest to torch."""
-        if func.namespace != NAMESPACE or FakeTensor in types:  # torch knows what an operator does to a fake tensor
-            return func(*args, **(kwargs or {}))
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented
-        names = [each.name for each in func._schema.arguments]
-        work = self._carry_out(*args[: names.index("process_group")])
-        boxed = work.boxed()
-        return (args[0], boxed) if len(func._schema.returns) > 1 else boxed
-
-
-class BelowOthers:
-    """Context in which a mode is active below those that are active now."""
-
-    def __init__(self, mode: TorchDispatchMode) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        others = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
-        self._push([self._mode, *reversed(others)])
-
-    def __exit__(self, *_: object) -> None:
-        others = [_pop_mode() for _ in range(_len_torch_dispatch_stack())]
-        self._push([each for each in reversed(others) if each is not self._mode])
-
-    def _push(self, modes: list[Any]) -> None:
-        for mode in modes:
-            _push_mode(mode)
-
-
 def exchange_operator(
     pg: ProcessGroup, output: Any, input: Any, received: Any, sent: Any, opts: Any = None, timeout: Any = None
 ) -> Work:
@@ -154,7 +110,7 @@ def exchange_operator(
 
 
 def name_in_cpp(name: str) -> str:
-    """Return the name under which this torch's C++ calls a method of a group."""
+    """Return the name of the two under which this torch's C++ calls a method of a group."""
     later = EARLIER.get(name, name)
     return later if has("`all_gather_single` and the other names in `_single`") else METHODS.get(later) or later
 
@@ -162,7 +118,9 @@ def name_in_cpp(name: str) -> str:
 def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
     """Return a method that goes through the dispatcher if somebody there must see the call."""
     base = getattr(TorchProcessGroup, name, None) or getattr(TorchProcessGroup, name_in_cpp(name))
-    if EARLIER.get(name, name) == "all_to_all_single":
+    later = EARLIER.get(name, name)
+    CARRY_OUT[later] = method
+    if later == "all_to_all_single":
         base = exchange_operator
 
     def call_base(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
@@ -185,14 +143,13 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
                 leave_coalescing(self, error)
                 raise
 
-        def carry_out(*tensors: Any) -> Work:
-            if name == "barrier":  # its operator has a tensor, to find the device by
-                return method(self, *args, **kwargs)
-            return method(self, *tensors, *args[len(tensors) :], **kwargs)
-
-        limit = nullcontext() if seconds is None else self.journal.limited(seconds)
-        with limit, BelowOthers(LowestMode(carry_out)):
-            return call_base(self, *args, **kwargs)
+        operators.install()
+        before, UNDER_WAY.call = UNDER_WAY.call, (later, args, kwargs)
+        try:
+            with nullcontext() if seconds is None else self.journal.limited(seconds):
+                return call_base(self, *args, **kwargs)
+        finally:
+            UNDER_WAY.call = before
 
     return call
 
