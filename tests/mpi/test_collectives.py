@@ -30,11 +30,11 @@ def test_all_reduce(dtype, name, rank, size):
 
 @pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)
 def test_reduce_to_every_root(dtype, name, rank, size):
-    for root in range(size):
-        tensor = values(rank, 5, dtype)
+    for root, length in itertools.product(range(size), (5, 2100)):  # MPICH 4.0.2 crashed from 2 KiB on
+        tensor = values(rank, length, dtype)
         dist.reduce(tensor, root, OPS[name])
-        expected = combined(name, size, 5, dtype) if rank == root else values(rank, 5, dtype)
-        assert equal(tensor, expected)
+        expected = combined(name, size, length, dtype) if rank == root else values(rank, length, dtype)
+        assert equal(tensor, expected), (root, length)
 
 
 @pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)

@@ -198,7 +198,7 @@ COMBINE: dict[str, Any] = {
     "BOR": torch.Tensor.bitwise_or_,
     "BXOR": torch.Tensor.bitwise_xor_,
 }
-SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+SIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
 def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
@@ -208,8 +208,8 @@ def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     """
     dtype = values[0].dtype
     name = combining(dtype, name_of(op))
-    signed = SIGNED.get(dtype)  # torch lacks arithmetic on these; the bits agree, in uint64's order too
-    if signed is None:
+    signed = SIGNED.get(dtype)  # torch lacks arithmetic on most; the bits agree, in uint64's order too
+    if signed is None or dtype is torch.uint8:
         total = values[0]
         for other in values[1:]:
             COMBINE[name](total, other)

@@ -23,7 +23,7 @@ from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plans
-from hpcdist.backends.mpi.reductions import Reduction
+from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Reduction
 from hpcdist.backends.mpi.repetition import Prepared, repeated
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import TensorList, do_overlap, overlap
@@ -148,7 +148,7 @@ class Collectives:
             self._reduce_large(call, how)
             return
         function = self._calls[row]
-        if send is recv:
+        if send is recv and not (root and READS_IN_PLACE):
             sendbuf: Any = IN_PLACE
         else:
             if recv is not None and counts is None and not row.rooted:
@@ -235,7 +235,7 @@ class Collectives:
         row, send, recv, op, root, counts, *_ = call
         if row.buffers == 0:
             return Prepared(lambda _, __: self._comm.Barrier())
-        if recv is send and not row.is_in_place:
+        if (recv is send and not row.is_in_place) or (row is REDUCE and root and READS_IN_PLACE):
             return None
         if max(each.nbytes for each in (send, recv) if each is not None) > COUNT_MAX:
             return None
@@ -259,7 +259,7 @@ class Collectives:
             return self._flattened(call, how, last)
         if how.is_direct:
             return Prepared(function, described(send, recv, how.datatype, last))
-        if how.factor is not None or any(each.is_inference() for each in (send, recv) if each is not None):
+        if how.factor is not None or how.flips or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
         divide = self._division(how.wide or send.dtype) if how.averages else None
         if not how.in_memory:

@@ -33,7 +33,7 @@ from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, me
 from hpcdist.backends.mpi.node.places import Places, locate
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.progress import PROGRESS
-from hpcdist.backends.mpi.reductions import MPI_OPS, mpi_op, wide
+from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, is_compared_as_signed, mpi_op, wide
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import Windows
 from hpcdist.core.errors import DistBackendError, end_all
@@ -180,6 +180,11 @@ class MPIWindow(RemoteMemory):
         if name in ("AVG", "PREMUL_SUM"):
             raise ValueError(
                 f"Window.accumulate: ReduceOp.{name} is not an op of one-sided calls; expected {', '.join(MPI_OPS)}"
+            )
+        if is_compared_as_signed(tensor.dtype, name):
+            raise ValueError(
+                f"Window.accumulate: {VENDOR} before 5.0 takes {tensor.dtype} for signed integers in ReduceOp.{name}; "
+                "expected a signed dtype, or a later MPI"
             )
         with self._during("Window.accumulate", dst), self._communicator.translating("Window.accumulate"):
             # Open MPI's op/avx saturates narrow sums from a vector of 16 bytes on; what is shorter it adds one by one
