@@ -194,10 +194,18 @@ CASES = {
 }
 
 
+# what gloo of older torches cannot do, and a case with the same result
+LIKE = {"c10d::alltoall_": "c10d::allgather_"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_operator_as_on_gloo(name, world, gloo):
     assert name in CASES, f"this torch has an operator that no test calls: {name}"
-    expected = CASES[name](Setting(gloo))
+    try:
+        expected = CASES[name](Setting(gloo))
+    except RuntimeError as error:
+        assert "gloo does not support" in str(error), error
+        expected = CASES[LIKE[name]](Setting(gloo))
     for turn in range(2):
         result = CASES[name](Setting(world))
         assert len(result) == len(expected)
@@ -205,6 +213,12 @@ def test_operator_as_on_gloo(name, world, gloo):
             torch.testing.assert_close(ours, theirs, msg=lambda text, turn=turn: f"{name}, call {turn}: {text}")
 
 
+TAKES_GROUPS = "Any group_name" in str(
+    getattr(FUNCTIONAL, "all_gather_into_tensor_out", FUNCTIONAL.all_reduce).default._schema
+)
+
+
+@pytest.mark.skipif(not TAKES_GROUPS, reason="this torch takes a group's name only")
 def test_a_group_itself_in_place_of_its_name(world, rank, size):
     out = FUNCTIONAL.all_gather_into_tensor_out(torch.ones(1) + rank, size, world, out=torch.zeros(size))
     assert FUNCTIONAL.wait_tensor(out).tolist() == [1.0 + each for each in range(size)]
