@@ -204,7 +204,8 @@ def test_operator_as_on_gloo(name, world, gloo):
     try:
         expected = CASES[name](Setting(gloo))
     except RuntimeError as error:
-        assert "gloo does not support" in str(error), error
+        if "gloo does not support" not in str(error):
+            raise
         expected = CASES[LIKE[name]](Setting(gloo))
     for turn in range(2):
         result = CASES[name](Setting(world))
