@@ -90,7 +90,7 @@ def parse(args: list[str]) -> tuple[Options, list[str]]:
     """Return the options before the script, by their long names, and the script with its arguments.
 
     Raises:
-        ValueError: an option without its value, or a letter that is no option of sbatch.
+        ValueError: an option without its value, or a letter that is not an option of sbatch.
     """
     options: Options = {}
     rest = list(args)

@@ -69,7 +69,7 @@ class Ring:
         self.past = 0
 
     def resize(self, length: int) -> None:
-        """Keep another number of calls; for journals that follow from now on."""
+        """Keep a different number of calls; for journals that follow from now on."""
         self.calls = deque(self.calls, maxlen=length)
 
     def last(self) -> tuple[Any, ...] | None:

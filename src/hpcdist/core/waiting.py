@@ -1,4 +1,4 @@
-"""Waits that look at a condition again and again, with longer naps in between the longer they have lasted.
+"""Waits that poll a condition and back off: the naps between two looks grow.
 
 A nap of a 32nd of the wait so far delays its end by 1.5 % on average, and leaves the core to others. On Linux 6.18 it
 does more: if threads of a session nap thousands of times a second while others of it call `sched_yield`, as Open MPI
