@@ -100,7 +100,7 @@ class Bench:
         rounds: dict[str, list[float]] = {side: [] for side in sides}
         sent = dict.fromkeys(sides, 0)
         for number in range(self.options.rounds):
-            # in a different order each round, the same on all ranks: after gloo, which sleeps, the cores are slow to wake
+            # each round in its own order, the same on all ranks: after gloo, which sleeps, the cores are slow to wake
             for side in random.Random(number).sample(list(sides), len(sides)):
                 call = sides[side]
                 sent[side] -= self.wire.sent()

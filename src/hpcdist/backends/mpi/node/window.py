@@ -2,7 +2,7 @@
 
 Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
 imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its node peers
-map too. It is not a window of MPI's, because MPI_Win_free waits for all ranks of the node, so that a rank which destroys a
+map too. It is not an MPI window, because MPI_Win_free waits for all ranks of the node, so that a rank which destroys a
 group would wait for one that keeps it, and because MPICH over libfabric ends in an error if a window is left.
 
     | flag (one page) | slot 0 | slot 1 | slot 2 |
