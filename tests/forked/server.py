@@ -57,7 +57,8 @@ def serve(path: str) -> tuple[list[str], dict[str, str]]:
                 request, files = asked
                 if (child := os.fork()) == 0:
                     events.close()  # now: Python would close them later, when the program has files of these numbers
-                    for each in (listener, client, *children):
+                    # of a killed client too, whose child has not ended yet
+                    for each in (listener, client, *(one for _, one in ends.values())):
                         each.close()
                     return become(request, files)
                 for each in files:

@@ -54,3 +54,21 @@ def test_a_client_that_is_killed_when_its_program_ends_does_not_end_the_server()
         each.wait()
     os.kill(server, signal.SIGCONT)
     assert subprocess.run([*forked.python(), "-c", ""], timeout=60).returncode == 0
+
+
+def test_a_client_that_is_killed_takes_no_files_from_the_next_program():
+    """The server sees that client and the next one at one look, before the killed program has ended."""
+    waits = "import os, time; print(os.getppid(), flush=True); time.sleep(100)"
+    client = subprocess.Popen([*forked.python(), "-c", waits], stdout=subprocess.PIPE)
+    server = int(client.stdout.readline())
+    os.kill(server, signal.SIGSTOP)
+    client.kill()
+    client.wait()
+    time.sleep(0.2)
+    files = range(4, 30)  # among which is the number that the killed client has in the server
+    opens = " ".join(f"{each}</dev/null" for each in files)
+    code = f"import os; assert [os.fstat(each) for each in {files}]"
+    following = subprocess.Popen(["bash", "-c", f'exec {opens}; exec "$@"', "bash", *forked.python(), "-c", code])
+    time.sleep(0.2)
+    os.kill(server, signal.SIGCONT)
+    assert following.wait(60) == 0
