@@ -492,7 +492,7 @@ def test_communicators_of_a_call_that_was_left_are_kept(is_left, size):
     if size == 1 or dist.get_backend() != "mpi":
         pytest.skip("needs MPI's communicators")
     group = dist.new_group()
-    dist.all_reduce(torch.ones(1 << 20), group=group)  # through shared memory
+    dist.all_reduce(torch.ones(1 << 20, dtype=torch.bfloat16), group=group)  # through shared memory on every MPI
     backend = group.cpu
     places = backend.collectives.node._places
     if backend.collectives.node.shared is None:
