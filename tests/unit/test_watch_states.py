@@ -9,6 +9,7 @@ import pytest
 
 from hpcdist.watch.channel import Endpoint
 from hpcdist.watch.escalation import (
+    AGAIN_SECONDS,
     NEWS_SECONDS,
     STUCK_SECONDS,
     YIELD_SECONDS,
@@ -130,15 +131,26 @@ def test_each_way_gets_its_time_and_the_next_one_follows() -> None:
     assert use(watched, math.inf, set()) == []
 
 
-def test_if_mpi_cannot_interrupt_the_job_is_aborted_at_once_or_after_the_reporter_had_its_time() -> None:
-    both = [Escalation.INTERRUPT, Escalation.ABORT]
-    for is_reported, first in ((False, both), (True, [Escalation.SET_REASON])):
-        watched = Watched(object(), 0.0)
-        watched.end(10.0, "why", escalations(**{**SYNC, "is_reported": is_reported}))
-        assert use(watched, 10.0, {Escalation.INTERRUPT}) == first
+def test_if_mpi_cannot_interrupt_at_the_second_try_either_the_job_is_aborted() -> None:
+    for is_reported in (False, True):
+        watched, now = Watched(object(), 0.0), 10.0
+        watched.end(now, "why", escalations(**{**SYNC, "is_reported": is_reported}))
+        if is_reported:  # the reporter has its time first
+            assert use(watched, now, {Escalation.INTERRUPT}) == [Escalation.SET_REASON]
+            now += YIELD_SECONDS
+        assert use(watched, now, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT]
+        assert use(watched, now + AGAIN_SECONDS / 2, {Escalation.INTERRUPT}) == []
+        assert use(watched, now + AGAIN_SECONDS, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT, Escalation.ABORT]
         assert not watched.was_interrupted
-        if is_reported:
-            assert use(watched, 10.0 + YIELD_SECONDS, {Escalation.INTERRUPT}) == both
+
+
+def test_a_thread_that_begins_to_wait_late_is_interrupted_at_the_second_try() -> None:
+    watched = Watched(object(), 0.0)
+    watched.end(10.0, "why", escalations(**SYNC))
+    assert use(watched, 10.0, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT]
+    assert use(watched, 10.0 + AGAIN_SECONDS, set()) == [Escalation.INTERRUPT]
+    assert watched.was_interrupted
+    assert use(watched, 10.0 + AGAIN_SECONDS + STUCK_SECONDS, set()) == [Escalation.ABORT]
 
 
 # -- many ranks ----------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from hpcdist.watch.liveness import NEWS_SECONDS
 
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
+AGAIN_SECONDS = (
+    0.3  # to the second try, before the job is aborted: a thread without a core may be about to wait, or done
+)
 
 
 class State(Enum):
@@ -105,6 +108,7 @@ class Watched:
         self.was_interrupted = False
         self._escalations: list[tuple[Escalation, float]] = []  # not tried yet
         self._next_at = 0.0  # when the next of them is to be tried
+        self._is_again = False  # whether an interruption is tried for the second time
 
     def is_due(self, now: float, limit: float) -> bool:
         """Tell whether the call has taken longer than it may, and nobody has asked about it yet."""
@@ -131,6 +135,10 @@ class Watched:
         if took_effect:
             self.was_interrupted = self.was_interrupted or tried is Escalation.INTERRUPT
             self._next_at = now + seconds
+        elif tried is Escalation.INTERRUPT and self.next_escalation(now) is Escalation.ABORT and not self._is_again:
+            self._is_again = True
+            self._escalations.insert(0, (tried, seconds))
+            self._next_at = now + AGAIN_SECONDS
 
 
 class WatchedCalls:
