@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 import warnings
 from collections import deque
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,7 @@ LIMIT = torch.distributed.default_pg_timeout
 @pytest.fixture(autouse=True)
 def not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "AWARE", [])
+    monkeypatch.setattr(staging, "kinds_of_memory", list)  # MPI itself has not been started here
 
 
 def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu() -> None:
@@ -43,34 +47,59 @@ def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu
 
 @pytest.mark.skipif(not staging.loaded_libraries(), reason="no libmpi in /proc/self/maps")
 def test_the_library_in_this_process_answers() -> None:
-    answers = [
-        ask(library)
-        for library in map(ctypes.CDLL, staging.loaded_libraries())
-        for name, ask in staging.QUERIES.items()
-        if hasattr(library, name)
-    ]
+    libraries = [ctypes.CDLL(path) for path in staging.loaded_libraries()]
+    answers = [each for library in libraries for each in staging.answers(library, staging.CUDA)]
     assert answers, "no extension to ask"
     assert all(isinstance(answer, bool) for answer in answers)
+
+
+@pytest.mark.parametrize("memory", [staging.CUDA, staging.ROCM, staging.LEVEL_ZERO], ids=lambda each: each.kind)
+def test_a_library_is_asked_about_this_torchs_memory(memory: staging.Memory, monkeypatch: Any, tmp_path: Path) -> None:
+    """A library that takes only one kind of memory, compiled here, says so for that one."""
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    source, made = tmp_path / "mpi.c", tmp_path / "libmpi.so"
+    for function in (
+        f"int {memory.functions[-1]}(void) {{return 1;}}",
+        "int {name}(int kind, int *is) {{*is = kind == {number}; return 0;}}",
+    ):
+        text = function.replace("{{", "{").replace("}}", "}")
+        text = text.replace("{name}", "MPIX_GPU_query_support").replace("{number}", str(memory.number))
+        source.write_text(text)
+        made = tmp_path / f"libmpi{len(text)}.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", made, source], check=True)
+        monkeypatch.setattr(staging, "loaded_libraries", lambda made=made: [str(made)])
+        said = {each.kind: staging.says_aware(each) for each in (staging.CUDA, staging.ROCM, staging.LEVEL_ZERO)}
+        assert said == {each: each == memory.kind for each in said}
+
+
+def test_crays_variable_counts_on_crays_library_only(monkeypatch: Any) -> None:
+    monkeypatch.setattr(staging, "loaded_libraries", list)
+    monkeypatch.setenv(staging.CRAYS, "1")
+    assert not staging.says_aware(staging.ROCM)
+    monkeypatch.setattr(staging.MPI, "Get_library_version", lambda: "MPI VERSION    : CRAY MPICH version 8.1.28.29")
+    assert staging.says_aware(staging.ROCM)
+    monkeypatch.setenv(staging.CRAYS, "0")
+    assert not staging.says_aware(staging.ROCM)
 
 
 @pytest.mark.parametrize(("says", "passes"), [(False, True), (True, False)])
 def test_not_aware_is_one_warning_and_a_copy(monkeypatch: Any, says: bool, passes: bool) -> None:
     tried = []
-    monkeypatch.setattr(staging, "says_cuda", lambda: says)
+    monkeypatch.setattr(staging, "says_aware", lambda: says)
     monkeypatch.setattr(staging, "passes_probe", lambda: tried.append(1) or passes)
     monkeypatch.setattr(staging.MPI, "Get_library_version", lambda: "Some MPI 1.0, of today")
     with pytest.warns(UserWarning, match=r"Some MPI 1.0.*hpcdist\[nccl-cu12\]"):
-        assert not staging.is_cuda_aware()
+        assert not staging.is_aware()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not staging.is_cuda_aware()
+        assert not staging.is_aware()
     assert tried == ([1] if says else [])  # device memory is given only to an MPI that says it takes it
 
 
 def test_an_aware_mpi_gets_device_memory_after_the_stream_but_for_reductions_and_shared_memory(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(staging, "is_cuda_aware", lambda: True)
+    monkeypatch.setattr(staging, "is_aware", lambda: True)
     steps: list[Any] = []
 
     class Inner:

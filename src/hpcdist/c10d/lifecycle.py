@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout
-from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available
+from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available, is_xccl_available
 from hpcdist.core import errors, factory, hooks, registry
 from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Backend as Communicator
@@ -205,6 +205,8 @@ def choose(launch: environment.Launch | None, init_method: str | None, store: An
     elif not over_mpi and launch is None and init_method is None and not environment.names_others():
         return Backend.LOOPBACK
     cpu = Backend.MPI if over_mpi else Backend.GLOO
+    if is_xccl_available():
+        return f"cpu:{cpu},xpu:{Backend.XCCL}"
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
 
 
@@ -228,7 +230,10 @@ def carried(config: str) -> dict[str, str]:
 
 def has_device(kind: str) -> bool:
     """Tell whether this machine has a device of a type."""
-    return kind == "cuda" and torch.cuda.is_available()
+    return kind in ("cuda", "xpu") and hasattr(torch, kind) and getattr(torch, kind).is_available()
+
+
+FINDING = {Backend.NCCL, Backend.XCCL, Backend.TORCH}  # by themselves they find their ranks over MPI under mpirun
 
 
 def prepare(
@@ -246,8 +251,8 @@ def prepare(
     if "loopback" in names:
         check_loopback(launch, world_size)
         return Bootstrap(0, 1, timeout)
-    is_told = init_method is not None or store is not None  # NCCL by itself finds its ranks over MPI under mpirun
-    if "mpi" in names or comm is not None or (names == {"nccl"} and is_mpi(launch) and not is_told):
+    is_told = init_method is not None or store is not None
+    if "mpi" in names or comm is not None or (names <= FINDING and is_mpi(launch) and not is_told):
         from hpcdist.backends.mpi.process import runtime
 
         if comm is None:

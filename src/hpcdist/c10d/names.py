@@ -34,8 +34,9 @@ class Backend(str):
     XCCL = "xccl"
     FAKE = "fake"
     LOOPBACK = "loopback"
+    TORCH = "torch"
 
-    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, FAKE, LOOPBACK]
+    backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, FAKE, LOOPBACK, TORCH]
     default_device_backend_map: ClassVar[dict[str, str]] = {
         "cpu": MPI,
         "cuda": NCCL,
@@ -50,6 +51,7 @@ class Backend(str):
         MPI: ["cpu", "cuda"],
         FAKE: ["cpu", "cuda", "hpu", "xpu"],
         LOOPBACK: ["cpu", "cuda"],
+        TORCH: ["xpu" if getattr(torch.version, "xpu", None) else "cuda"],
     }
     backend_type_map: ClassVar[dict[str, Any]] = {
         UNDEFINED: BackendType.UNDEFINED,
@@ -60,6 +62,7 @@ class Backend(str):
         MPI: BackendType.MPI,
         FAKE: BackendType.CUSTOM,
         LOOPBACK: BackendType.CUSTOM,
+        TORCH: BackendType.CUSTOM,
     }
 
     def __new__(cls, name: str) -> str:  # type: ignore[misc]
@@ -182,7 +185,9 @@ def is_mpi_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Tell whether nccl4py is installed and there is a GPU to use it on."""
+    """Tell whether nccl4py is installed, or torch has RCCL, and there is a GPU to use it on."""
+    if torch.version.hip is not None:
+        return c10d.is_nccl_available() and torch.cuda.is_available()
     return "nccl" in registry.ENTRIES and find_spec("nccl") is not None and torch.cuda.is_available()
 
 
@@ -197,8 +202,13 @@ def is_ucc_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Return False: hpcdist has no XCCL backend."""
-    return False
+    """Tell whether this torch has XCCL and there is a GPU to use it on."""
+    return hasattr(torch, "xpu") and torch.xpu.is_available() and c10d.is_xccl_available()
+
+
+def is_torch_available() -> bool:
+    """Tell whether this torch's own library for GPUs can be used here."""
+    return is_xccl_available() or (c10d.is_nccl_available() and torch.cuda.is_available())
 
 
 AVAILABLE: dict[str, Callable[[], bool]] = {
@@ -208,6 +218,7 @@ AVAILABLE: dict[str, Callable[[], bool]] = {
     "ucc": is_ucc_available,
     "xccl": is_xccl_available,
     "loopback": lambda: True,
+    "torch": is_torch_available,
 }
 
 

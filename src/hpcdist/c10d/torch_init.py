@@ -71,6 +71,8 @@ def create_world(options: Any, pg_options: Any) -> Group:
     config = choose(launch, None, None if is_mpi or size == 1 else options.store, None)
     if size == 1 and not is_mpi:
         config = Backend.LOOPBACK
+    elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # by name, in place of the usual one
+        config = f"cpu:{config.partition(',')[0].removeprefix('cpu:')},{registration.DEVICES[-1]}:{Backend.TORCH}"
     if is_mpi:
         from hpcdist.backends.mpi.process import runtime
 

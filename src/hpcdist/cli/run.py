@@ -34,6 +34,7 @@ def parser() -> JobParser:
 def announce(launch: environment.Launch | None) -> None:
     """Set the variables that torchrun would set, unless they are set already.
 
+    Of RANK and WORLD_SIZE one without the other counts for nothing.
     Without a launcher there is no LOCAL_RANK, by which Lightning tells that its processes have been started.
     """
     found: dict[str, int | str | None] = {"RANK": 0, "WORLD_SIZE": 1}
@@ -41,6 +42,8 @@ def announce(launch: environment.Launch | None) -> None:
         found = variables(launch)
     elif not found.keys().isdisjoint(os.environ):
         return
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        os.environ.update(RANK=str(found["RANK"]), WORLD_SIZE=str(found["WORLD_SIZE"]))
     for variable, value in found.items():
         if value is not None:
             os.environ.setdefault(variable, str(value))

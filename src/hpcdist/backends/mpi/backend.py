@@ -135,12 +135,12 @@ class MPIBackend(Backend):
         return self.queue is not None and self.queue.running is not None
 
     def on(self, device_type: str) -> Backend:
-        """Return what carries a device type's tensors: CUDA's directly or through host memory."""
+        """Return what carries a device type's tensors: a GPU's directly or through host memory."""
         if device_type == "cpu":
             return self
         from hpcdist.backends.mpi.cuda import StagedBackend
 
-        return StagedBackend(self, self.collectives.is_shared)
+        return StagedBackend(self, self.collectives.is_shared, getattr(torch, device_type))
 
     def call_log(self) -> CallLog | None:
         """Return the calls of this rank, if the group is on several nodes."""

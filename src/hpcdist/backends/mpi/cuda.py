@@ -1,7 +1,7 @@
-"""CUDA tensors over MPI, for groups without NCCL.
+"""Tensors of GPUs over MPI, for groups without NCCL: CUDA's, ROCm's and Intel's.
 
-A CUDA-aware MPI takes device memory as it is, once the kernels that write it have ended. Whether it is one is
-asked at run time, and then tried, because a library may be built for CUDA and run without its transport. Every
+An MPI that is aware of a GPU takes device memory as it is, once the kernels that write it have ended. Whether it is one
+is asked at run time, and then tried, because a library may be built for CUDA and run without its transport. Every
 other MPI would read a device address as a host's and crash, so there the tensor goes through pinned host memory,
 with one warning. That is a fact of one process, so it decides only about copies: a call that goes through node-shared
 memory on other ranks takes host memory here too.
@@ -10,10 +10,11 @@ memory on other ranks takes host memory here too.
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -28,54 +29,88 @@ from hpcdist.core.table import Row
 from hpcdist.core.work import Work
 
 WARNING = (
-    "CUDA tensors of this group travel through host memory: the MPI library is not CUDA-aware ({library}). "
-    "NCCL is faster: pip install 'hpcdist[nccl-cu12]' or 'hpcdist[nccl-cu13]' and use backend='cpu:mpi,cuda:nccl'"
+    "{memory} tensors of this group travel through host memory: the MPI library is not {memory}-aware ({library}). "
+    "{advice}"
 )
 PROBE_BYTES = (64, 1 << 20)  # below and above every library's limit of eager messages
 
 
-def query_cuda(library: ctypes.CDLL) -> bool:
-    """Ask Open MPI, MVAPICH or a recent MPICH."""
-    return bool(library.MPIX_Query_cuda_support())
+class Memory(NamedTuple):
+    """The memory of a vendor's GPUs, and how an MPI library is asked whether it takes it.
 
-
-def query_gpu(library: ctypes.CDLL) -> bool:
-    """Ask MPICH or Intel MPI about CUDA (MPIX_GPU_SUPPORT_CUDA is 0)."""
-    supported = ctypes.c_int(0)
-    library.MPIX_GPU_query_support(0, ctypes.byref(supported))
-    return bool(supported.value)
-
-
-# the extension that each library answers with; asked where the library has the symbol
-QUERIES: dict[str, Callable[[ctypes.CDLL], bool]] = {
-    "MPIX_Query_cuda_support": query_cuda,
-    "MPIX_GPU_query_support": query_gpu,
-}
-
-
-def says_cuda() -> bool:
-    """Tell whether the MPI library says that it takes CUDA memory.
-
-    Asked are the libraries' own extensions and MPI 4.1's ``mpi_memory_alloc_kinds`` (MPI 11.4.3).
+    Attributes:
+        title: what users call it.
+        kind: its name in MPI 4.1's ``mpi_memory_alloc_kinds`` (MPI 11.4.3).
+        functions: extensions of Open MPI, MPICH and MVAPICH that answer for it.
+        number: ``MPIX_GPU_SUPPORT_...`` of MPICH and Intel MPI.
+        device: torch's device type.
+        advice: what is faster than the way through the host.
     """
+
+    title: str
+    kind: str
+    functions: tuple[str, ...]
+    number: int
+    device: str
+    advice: str
+
+
+CUDA = Memory(
+    "CUDA",
+    "cuda",
+    ("MPIX_Query_cuda_support",),
+    0,
+    "cuda",
+    "NCCL is faster: pip install 'hpcdist[nccl-cu12]' or 'hpcdist[nccl-cu13]' and use backend='cpu:mpi,cuda:nccl'",
+)
+ROCM = Memory(
+    "ROCm",
+    "rocm",
+    ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
+    2,
+    "cuda",
+    "RCCL is faster: use backend='cpu:mpi,cuda:nccl'",
+)
+LEVEL_ZERO = Memory(
+    "XPU", "level_zero", ("MPIX_Query_ze_support",), 1, "xpu", "XCCL is faster: use backend='cpu:mpi,xpu:xccl'"
+)
+OWN = LEVEL_ZERO if getattr(torch.version, "xpu", None) else ROCM if torch.version.hip else CUDA  # of this torch
+CRAYS = "MPICH_GPU_SUPPORT_ENABLED"  # 1: Cray MPICH takes the memory of the GPUs that it is linked for
+
+
+def answers(library: ctypes.CDLL, memory: Memory) -> list[bool]:
+    """Return what a library answers about a memory, by each of the extensions that it has."""
+    found = [bool(getattr(library, name)()) for name in memory.functions if hasattr(library, name)]
+    if hasattr(library, "MPIX_GPU_query_support"):
+        supported = ctypes.c_int(0)
+        library.MPIX_GPU_query_support(memory.number, ctypes.byref(supported))
+        found.append(bool(supported.value))
+    return found
+
+
+def kinds_of_memory() -> list[str]:
+    """Return the kinds of memory that an MPI of version 4.1 names."""
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
-    if "cuda" in kinds.split(","):
+    return [each.partition(":")[0] for each in kinds.split(",")]
+
+
+def says_aware(memory: Memory = OWN) -> bool:
+    """Tell whether the MPI library says that it takes a memory."""
+    if memory.kind in kinds_of_memory():
         return True
-    for path in loaded_libraries():
-        library = ctypes.CDLL(path)
-        if any(hasattr(library, name) and ask(library) for name, ask in QUERIES.items()):
-            return True
-    return False
+    if os.environ.get(CRAYS) == "1" and "CRAY MPICH" in MPI.Get_library_version().upper():
+        return True
+    return any(True in answers(ctypes.CDLL(path), memory) for path in loaded_libraries())
 
 
 def passes_probe() -> bool:
-    """Tell whether a CUDA tensor sent to oneself arrives."""
+    """Tell whether a tensor of a GPU that is sent to oneself arrives."""
     for nbytes in PROBE_BYTES:
-        sent = torch.arange(nbytes, device="cuda").to(torch.uint8)
+        sent = torch.arange(nbytes, device=OWN.device).to(torch.uint8)
         received = torch.zeros_like(sent)
-        torch.cuda.current_stream().synchronize()
+        getattr(torch, OWN.device).current_stream().synchronize()
         try:
             MPI.COMM_SELF.Sendrecv([at(sent), MPI.BYTE], 0, 0, [at(received), MPI.BYTE], 0, 0)
         except MPI.Exception:
@@ -93,22 +128,23 @@ def at(tensor: torch.Tensor) -> MPI.buffer:
 AWARE: list[bool] = []  # what was found, once a process
 
 
-def is_cuda_aware() -> bool:
+def is_aware() -> bool:
     """Tell whether this MPI takes device memory; if it does not, warn once."""
     if not AWARE:
-        AWARE.append(says_cuda() and passes_probe())
+        AWARE.append(says_aware() and passes_probe())
         if not AWARE[0]:
-            warnings.warn(WARNING.format(library=short_name(MPI)), stacklevel=2)
+            text = WARNING.format(memory=OWN.title, library=short_name(MPI), advice=OWN.advice)
+            warnings.warn(text, stacklevel=2)
     return AWARE[0]
 
 
 class StagedBackend(Backend):
-    """The CUDA side of a group of MPI.
+    """The GPUs' side of a group of MPI.
 
     Args:
         inner: the group's MPI backend.
         is_shared: tells whether it runs a row, dtype and op with so many bytes through node-shared memory.
-        cuda: ``torch.cuda``, whose streams are used.
+        cuda: ``torch.cuda`` or ``torch.xpu``, whose streams are used.
     """
 
     name: ClassVar[str] = "mpi"
@@ -161,7 +197,7 @@ class StagedBackend(Backend):
         Reductions may not: what surrounds them (``reductions``) is arithmetic on the stream between MPI's calls.
         Nor may buffers that share memory, of which ``MPIBackend`` makes a copy that it does not wait for.
         """
-        if row.reduces or not is_cuda_aware():
+        if row.reduces or not is_aware():
             return False
         nbytes = max(0 if each is None else each.nbytes for each in (send, recv))
         if send is not None and self._is_shared(row, send.dtype, op, nbytes):
@@ -248,7 +284,7 @@ class StagedBackend(Backend):
         return self.inner.irecv(target, src, tag, arrived)
 
     def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not is_cuda_aware():
+        if not is_aware():
             return self._to_host(tensor)
         self._cuda.current_stream(tensor.device).synchronize()
         return tensor

@@ -1,0 +1,397 @@
+"""Backend of torch's own C++ library for GPUs: NCCL in builds for CUDA, RCCL for ROCm, XCCL for Intel's GPUs.
+
+It needs a store and nothing else, which is opened over MPI: no address, no port. Calls have c10d's stream semantics by
+the side streams of ``nccl.streams``; torch's watchdog, flight recorder and options come with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from hpcdist.backends.nccl import bootstrap as finding
+from hpcdist.backends.nccl.streams import Streams, StreamWork
+from hpcdist.backends.torch_c10d import NATIVE_OPS, C10dBackend
+from hpcdist.core import reduction, registry
+from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.backend_parts import Faults
+from hpcdist.core.buffers import as_bytes, overlap
+from hpcdist.core.call import Call
+from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, REDUCE, REDUCE_SCATTER_SINGLE
+from hpcdist.core.work import Work
+from hpcdist.launch import addresses, environment, rendezvous
+from hpcdist.torch_bridge import private_names
+
+KIND = "xpu" if getattr(torch.version, "xpu", None) else "cuda"  # torch's name of ROCm's GPUs is cuda too
+GPUS: Any = getattr(torch, KIND)
+NATIVE_DTYPES = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+})  # fmt: skip
+
+
+Function = Callable[[], Any]
+
+
+class Held(NamedTuple):
+    """A call that is held back, as ``TorchBackend._begin`` takes it."""
+
+    queue: Function
+    finish: Function | None
+    work: StreamWork
+    is_one: bool
+
+
+class NoCaptures:
+    """What lets a thread query events beside a capture: torch's own calls do not need it."""
+
+    beside_captures = staticmethod(nullcontext)
+
+
+class Interrupts(Faults):
+    """The end of calls that block: the communicators are aborted.
+
+    Args:
+        backend: whose they are.
+    """
+
+    def __init__(self, backend: TorchBackend) -> None:
+        self._backend = backend
+
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
+        """Abort the communicators, with all calls on them."""
+        return self._backend.interrupt(reason)
+
+
+def process_group(bootstrap: Bootstrap) -> Any:
+    """Make torch's C++ backend over the bootstrap's store, with the caller's options if they are of its class.
+
+    Raises:
+        DistBackendError: this torch has none, or the process sees no GPU.
+    """
+    made = private_names.named("ProcessGroupXCCL" if KIND == "xpu" else "ProcessGroupNCCL")
+    if made is None or not GPUS.is_available():
+        lacks = "this process sees no GPU" if made is not None else "it is built without"
+        raise DistBackendError(
+            explained(
+                f"backend 'torch' takes the library for GPUs of this torch ({torch.__version__}): {lacks}",
+                "no-torch-gpu",
+            )
+        )
+    options = bootstrap.options if isinstance(bootstrap.options, made.Options) else made.Options()
+    options._timeout = bootstrap.timeout
+    return made(bootstrap.store, bootstrap.rank, bootstrap.size, options)
+
+
+def choose_device(comm: Any) -> None:
+    """Make this rank's GPU the current one if there is a choice; all ranks of ``comm`` call."""
+    if KIND == "cuda":
+        finding.choose_device(comm)
+        return
+    local_rank, count = environment.node_local_rank(), GPUS.device_count()
+    if count > 1 and local_rank is not None and not GPUS.is_initialized():
+        GPUS.set_device(local_rank % count)
+
+
+class TorchBackend(C10dBackend):
+    """The communicators of torch's own C++ backend for GPUs, of one process group."""
+
+    name: ClassVar[str] = "torch"
+    has_groups: ClassVar[bool] = True
+    ends_waits: ClassVar[bool] = False
+    creator = staticmethod(process_group)
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        super().__init__(bootstrap)
+        self.faults = Interrupts(self)
+        self.peer = bootstrap.peer
+        self._options = bootstrap.options
+        self._owned_peer: Backend | None = None
+        self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
+        self._failure: DistBackendError | None = None
+        self._batch: list[Held] | None = None
+        self._works: list[Work] = []
+
+    @classmethod
+    def connect(cls, bootstrap: Bootstrap) -> TorchBackend:
+        """Open a store over MPI if there is none, choose the GPU, and make the backend; every rank calls.
+
+        Raises:
+            DistBackendError: as ``process_group``.
+        """
+        owned = None
+        if bootstrap.store is None:
+            carrier = bootstrap.peer
+            if carrier is None:
+                carrier = owned = registry.connect("mpi", bootstrap)
+            objects = carrier.objects
+            networks = objects.all_gather(addresses.network())
+            store = rendezvous.served(bootstrap.rank, networks, objects.broadcast, bootstrap.timeout)
+            bootstrap = bootstrap._replace(store=store)
+        choose_device(bootstrap.comm)
+        backend = cls(bootstrap._replace(store=PrefixStore("torch", bootstrap.store)))  # type: ignore[arg-type]
+        backend._owned_peer = owned
+        if bootstrap.device_id is not None and bootstrap.device_id.type == KIND:
+            backend.connect_device(bootstrap.device_id)
+        return backend
+
+    def connect_device(self, device: torch.device) -> None:
+        """Make the communicator on a GPU now."""
+        if hasattr(self.inner, "eager_connect_single_device"):
+            self.inner.eager_connect_single_device(device)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The GPU that is current."""
+        return torch.device(KIND, GPUS.current_device())
+
+    # -- collectives -----------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> None:
+        """Queue one collective; the current stream waits for it, and for a barrier the host too."""
+        if self._batch is not None or call.row is BARRIER:
+            work = self.start(call._replace(finish=None, result=None))
+            if self._batch is None:
+                work.wait()
+            return
+        self._check_live()
+        with GPUS.device(self._device_of(call)):
+            super().run(call)
+
+    def start(self, call: Call) -> Work:
+        """Queue one collective behind what the current stream holds."""
+        is_barrier = call.row is BARRIER
+        if is_barrier:
+            token = torch.zeros(1, device=self.device)
+            call = Call(ALL_REDUCE, token, token, reduction.SUM, finish=call.finish, result=call.shown())
+        streams = self._side(self._device_of(call))
+        work = StreamWork(streams, streams.current(), call.shown(), (call,), 0, None, is_barrier)
+        return self._begin(lambda: super(TorchBackend, self).run(call), call.finish, work, is_direct(call))
+
+    def _device_of(self, call: Call) -> torch.device:
+        given = call.tensor
+        return self.device if given is None else given.device
+
+    def _side(self, device: torch.device, peer: int | None = None) -> Streams:
+        """Return the side stream of collectives, or of the messages with one rank, which do not wait for others'."""
+        key = (device.index, peer)
+        streams = self._streams.get(key)
+        if streams is None:
+            streams = self._streams[key] = Streams(device, NoCaptures(), GPUS)  # type: ignore[arg-type]
+            streams.interrupt = self.interrupt
+        return streams
+
+    def _begin(self, queue: Function, finish: Function | None, work: StreamWork, is_one: bool) -> Work:
+        """Queue a call on its side stream and what copies its result back, or hold it back for ``grouped``.
+
+        Args:
+            queue: makes the call, on the stream that is current.
+            finish: follows it there.
+            work: what stands for it.
+            is_one: whether it is one call of torch's, which may be launched together with others.
+        """
+        self._check_live()
+        if self._batch is not None:
+            self._batch.append(Held(queue, finish, work, is_one))
+            self._works.append(work)
+            return work
+        streams = work._streams
+        streams.fork()
+        with streams.on_side():
+            queue()
+            if finish is not None:
+                finish()
+        work.ends_with(streams.record_end())
+        return streams.keep(work)
+
+    @staticmethod
+    def _is_native(dtype: torch.dtype, op: Any) -> bool:
+        return dtype in NATIVE_DTYPES and any(op == known for known in NATIVE_OPS)
+
+    def _reduce(self, call: Call) -> None:
+        row, send, recv, op, root, *_ = call
+        if row in (REDUCE, REDUCE_SCATTER_SINGLE) and self._is_native(send.dtype, op) and send.numel():
+            if row is REDUCE:
+                target = send.clone() if recv is not send else send  # torch's writes on other ranks than the root too
+                options = self._timed(c10d.ReduceOptions())
+                options.reduceOp, options.rootRank, options.rootTensor = op, root, 0
+                self.inner.reduce([target], options).wait()
+                if recv is not None and recv is not target:
+                    recv.copy_(target)
+                return
+            options = self._timed(c10d.ReduceScatterOptions())
+            options.reduceOp = op
+            source = send.clone() if overlap(send, recv) else send
+            self.inner._reduce_scatter_base(recv.view(-1), source.view(-1), options).wait()
+            return
+        super()._reduce(call)
+
+    def _move(self, call: Call) -> None:
+        row, send, recv, *_ = call
+        if row is ALL_GATHER_SINGLE and send.numel() and not overlap(send, recv):
+            options = self._timed(private_names.all_gather_options())
+            self.inner._allgather_base(as_bytes(recv), as_bytes(send), options).wait()
+        elif recv is None or recv.numel() or (send is not None and send.numel()):
+            super()._move(call)
+
+    # -- messages --------------------------------------------------------------------------------------
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Queue a send; on CUDA and ROCm messages match in order, whatever their tags."""
+        data = [as_bytes(tensor)]
+        return self._message(lambda: self.inner.send(data, dst, tag), tensor, dst, None, None, [])
+
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Queue a receive."""
+        if src is None:
+            raise DistBackendError(
+                "torch's backends for GPUs cannot receive from anyone: name the sender (src=), or receive a CPU tensor"
+            )
+        data = [as_bytes(tensor)]
+        return self._message(lambda: self.inner.recv(data, src, tag), tensor, src, src, finish, [tensor])
+
+    def _message(
+        self,
+        begin: Callable[[], Any],
+        tensor: torch.Tensor,
+        peer: int,
+        source: int | None,
+        finish: Callable[[], None] | None,
+        result: list[torch.Tensor],
+    ) -> Work:
+        if peer == self.rank and self._batch is None:
+            raise DistBackendError(
+                "a GPU carries a message to oneself only together with its receive: use batch_isend_irecv"
+            )
+        streams = self._side(tensor.device, peer if self._batch is None else None)
+        work = StreamWork(streams, streams.current(), result, (tensor, finish), 0, source, False)
+
+        def queue() -> None:
+            if tensor.numel():
+                begun = begin()
+                if begun is not None:  # launched together it has none of its own
+                    begun.wait()
+
+        return self._begin(queue, finish, work, True)
+
+    # -- launched together -----------------------------------------------------------------------------
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether calls are held back."""
+        return self._batch is not None
+
+    @contextmanager
+    def grouped(self) -> Iterator[Sequence[Work]]:
+        """Hold back the calls made inside and launch them at the end as one group; nothing of an inner one."""
+        if self._batch is not None:
+            yield self._works
+            return
+        batch = self._batch = []
+        works = self._works = []
+        try:
+            yield works
+        except BaseException as error:
+            for each in batch:
+                each.work.fail(DistBackendError(f"the call was not made: its group call was left by an error: {error}"))
+            raise
+        finally:
+            self._batch = None
+        for streams in dict.fromkeys(each.work._streams for each in batch):
+            self._launch(streams, [each for each in batch if each.work._streams is streams])
+
+    def _launch(self, streams: Streams, held: list[Held]) -> None:
+        """Launch calls together, and behind them those that are several calls of torch's with arithmetic between."""
+        for begun_on in dict.fromkeys(each.work.flight.begun_on for each in held):
+            streams.fork(begun_on)
+        with streams.on_side():
+            self.inner._start_coalescing()
+            try:
+                for each in held:
+                    if each.is_one:
+                        each.queue()
+            finally:
+                together = self.inner._end_coalescing()
+            if together is not None:
+                together.wait()
+            for each in held:
+                if not each.is_one:
+                    each.queue()
+                if each.finish is not None:
+                    each.finish()
+        for each in held:
+            each.work.ends_with(streams.record_end())
+            streams.keep(each.work)
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> C10dBackend | None:
+        """Make this rank's subgroup over a part of the store of its own."""
+        index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
+        if index is None:
+            return None
+        # ranks may give their own subgroups and not the others', so that two have one name
+        return self.create_group(subgroups[index], f"{names[index]}-{min(subgroups[index])}", timeout)
+
+    # -- supervision and the end -----------------------------------------------------------------------
+
+    def _check_live(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def pending(self) -> list[Work]:
+        """Return the asynchronous calls that the device has not ended."""
+        return [work for streams in list(self._streams.values()) for work in streams.pending()]
+
+    def outstanding(self) -> Work | None:
+        """Return the first asynchronous call that the device has not ended."""
+        return next(iter(self.pending()), None)
+
+    def interrupt(self, reason: str) -> bool:
+        """Abort the communicators, and end what is under way with an error."""
+        if self.inner is None or not hasattr(self.inner, "abort"):
+            return False
+        self._failure = DistBackendError(reason)
+        for streams in self._streams.values():
+            streams.failure = self._failure
+        self.inner.abort()
+        for streams in self._streams.values():
+            streams.fail_all(self._failure)
+        return True
+
+    def abort(self, reason: str) -> None:
+        """Abort the communicators: no other rank takes part in that."""
+        self.interrupt(reason)
+        with suppress(RuntimeError):
+            super().abort(reason)
+
+    def close(self) -> None:
+        """Wait for this rank's calls, and end the communicators and the store."""
+        if self.inner is not None and self._failure is None:
+            for streams in self._streams.values():
+                streams.settle("destroy_process_group")
+        self._streams.clear()
+        super().close()
+        if self._owned_peer is not None:
+            owned, self._owned_peer = self._owned_peer, None
+            owned.close()
+
+
+# what is one call of torch's, and so may be launched together with others
+DIRECT = (ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_REDUCE)
+
+
+def is_direct(call: Call) -> bool:
+    """Tell whether a collective is one call of torch's, with nothing to do behind it."""
+    row, send, recv, op, *_ = call
+    if row not in DIRECT or send is None or recv is None or not send.numel():
+        return False
+    if row is ALL_REDUCE:
+        return recv is send and TorchBackend._is_native(send.dtype, op)
+    return not overlap(send, recv) and (not row.reduces or TorchBackend._is_native(send.dtype, op))
