@@ -38,6 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # its library is torch.distributed, which holds a part of the store
     "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist_stores.keep_alive"},
     "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
+    "hpcdist.backends.torch_gpu": {
+        *("hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", "hpcdist.backends.nccl"),
+        *(ENVIRONMENT, ADDRESSES),
+    },
     "hpcdist_stores": {"hpcdist_stores.keep_alive"},
     "hpcdist_stores.keep_alive": set(),
     "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for
@@ -55,6 +59,7 @@ ORDER = (
 EXCEPTIONS = {
     ("hpcdist.backends.nccl.bootstrap", "hpcdist.launch.devices"): "which GPU belongs to this rank",
     ("hpcdist.backends.nccl.communicators", "hpcdist.launch.devices"): "which GPU belongs to this rank",
+    ("hpcdist.backends.torch_gpu", "hpcdist.launch.rendezvous"): "the store that is opened over MPI",
     ("hpcdist.backends.mpi.node.threshold_file", "hpcdist.launch.topology"): "what the processor is called",
     ("hpcdist.backends.mpi.process.runtime", "hpcdist.launch.arrival"): "which ranks have not come to the start of MPI",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
@@ -66,8 +71,10 @@ EXCEPTIONS = {
     ("hpcdist.c10d.compat.dist2", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's dist2",
 }
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
-# one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own
+# one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own; torch's
+# library for GPUs has c10d's methods and NCCL's streams
 FAMILIES = {"gloo": "torch_c10d"}
+OF_TWO = {"torch_gpu": ("torch_gpu", "torch_c10d", "nccl")}
 STORE_SERVER = "hpcdist_stores.tcp.server.main"  # the first module that the server's process imports
 Graph = dict[str, set[str]]
 
@@ -215,7 +222,8 @@ def test_backends_import_no_other_backend(module):
 
     for imported in WHOLE[module]:
         if imported.startswith("hpcdist.backends."):
-            assert family(imported) == family(module), f"{module} imports {imported}"
+            allowed = OF_TWO.get(module.split(".")[2], (family(module),))
+            assert family(imported) in allowed, f"{module} imports {imported}"
 
 
 def test_import_torch_loads_only_the_standard_library():

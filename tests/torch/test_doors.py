@@ -129,6 +129,50 @@ def test_exported_variables_and_torchs_door(tmp_path):
     assert lines == sorted(expected * 2)
 
 
+BY_MPI4PY = """
+    import os, sys
+    from mpi4py import MPI
+
+    door, path, first, second = sys.argv[1:]
+    world = MPI.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=world.bcast("127.0.0.1"), MASTER_PORT=first)
+    if door == "import":
+        import hpcdist as dist
+    else:
+        import torch.distributed as dist
+    import torch
+
+    asked = {"import": None, "torch": "hpcdist", "run": "gloo"}[door]
+    by_hand = {"rank": rank, "world_size": size}
+    ways = {
+        "variables": {},
+        "env": {"init_method": "env://"},
+        "file": {"init_method": f"file://{path}/met", **by_hand},
+        "tcp": {"init_method": f"tcp://127.0.0.1:{second}", **by_hand},
+        "query": {"init_method": f"tcp://127.0.0.1:{second}?rank={rank}&world_size={size}"},
+    }
+    for way, given in ways.items():
+        dist.init_process_group(asked, **given)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        kind = type(dist.group.WORLD.backends["cpu"]).__name__
+        os.write(1, f"{way} {dist.get_rank() == rank} {dist.get_world_size()} {int(total)} {kind}\\n".encode())
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("door", ["import", "torch", "run"])
+def test_ranks_that_a_script_takes_from_mpi4py(tmp_path, door):
+    """OLCF's and ALCF's recipe, and what writes the way to meet by hand: all are MPI, by each door."""
+    run = " ".join(RUN) if door == "run" else ""
+    ports = f"{free_port()} {free_port()}"
+    done, lines = started(tmp_path, BY_MPI4PY, *under_mpirun(f"{run} SCRIPT {door} {tmp_path} {ports}", "exec "))
+    ways = ["env", "file", "query", "tcp", "variables"]
+    assert lines == [f"{way} True 2 2 MPIBackend" for way in ways for _ in range(2)], done.stderr
+
+
 def test_variables_that_contradict_the_launcher(tmp_path):
     exported = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 exec "
     _, lines = started(tmp_path, EACH, *under_mpirun("SCRIPT torch hpcdist mpi", exported))
@@ -138,6 +182,19 @@ def test_variables_that_contradict_the_launcher(tmp_path):
     done, _ = started(tmp_path, EACH, *under_mpirun(" ".join([*RUN, "SCRIPT run gloo"]), exported))
     assert done.returncode == 2
     assert "RANK and WORLD_SIZE say rank 0 of 4" in done.stderr
+    # left over from a shell in which torchrun had started something
+    leftover = "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 TORCHELASTIC_RUN_ID=none exec "
+    _, lines = started(tmp_path, EACH, *under_mpirun("SCRIPT import none", leftover))
+    assert [re.sub(r"rank [01] of 2", "rank R of 2", line).count("says rank R of 2, RANK and") for line in lines] == [
+        1,
+        1,
+    ]
+
+
+def test_variables_that_say_nothing_by_themselves(tmp_path):
+    exported = "WORLD_SIZE=4 LOCAL_RANK=7 SLURM_JOB_ID=1 SLURM_PROCID=5 exec "
+    _, lines = started(tmp_path, EACH, *under_mpirun(" ".join([*RUN, "SCRIPT run gloo"]), exported))
+    assert lines == ["gloo: 2 2 MPIBackend gloo MPIBackend 0"] * 2
 
 
 def test_torchrun_and_mpi(tmp_path):

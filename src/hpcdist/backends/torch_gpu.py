@@ -16,6 +16,7 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
+from hpcdist.backends.nccl.backend import named
 from hpcdist.backends.nccl.streams import Streams, StreamWork
 from hpcdist.backends.torch_c10d import NATIVE_OPS, C10dBackend
 from hpcdist.core import reduction, registry
@@ -249,12 +250,9 @@ class TorchBackend(C10dBackend):
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Queue a receive."""
-        if src is None:
-            raise DistBackendError(
-                "torch's backends for GPUs cannot receive from anyone: name the sender (src=), or receive a CPU tensor"
-            )
+        source = named(src)
         data = [as_bytes(tensor)]
-        return self._message(lambda: self.inner.recv(data, src, tag), tensor, src, src, finish, [tensor])
+        return self._message(lambda: self.inner.recv(data, source, tag), tensor, source, source, finish, [tensor])
 
     def _message(
         self,
@@ -267,7 +265,7 @@ class TorchBackend(C10dBackend):
     ) -> Work:
         if peer == self.rank and self._batch is None:
             raise DistBackendError(
-                "a GPU carries a message to oneself only together with its receive: use batch_isend_irecv"
+                "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
             )
         streams = self._side(tensor.device, peer if self._batch is None else None)
         work = StreamWork(streams, streams.current(), result, (tensor, finish), 0, source, False)
@@ -299,7 +297,8 @@ class TorchBackend(C10dBackend):
             yield works
         except BaseException as error:
             for each in batch:
-                each.work.fail(DistBackendError(f"the call was not made: its group call was left by an error: {error}"))
+                reason = f"the call was not made, because its group call was left by an error: {error}"
+                each.work.fail(DistBackendError(reason))
             raise
         finally:
             self._batch = None

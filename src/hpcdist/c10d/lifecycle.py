@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from torch.distributed import default_pg_timeout
@@ -90,9 +92,9 @@ def init_process_group(
     if init_method is None and store is None and comm is None:
         init_method = os.environ.get(environment.INIT_METHOD)
     device = check_device(device_id)
-    is_told = init_method is not None or store is not None or comm is not None
+    is_told = not (init_method or "env:").startswith("env:") or store is not None or comm is not None
     launch = environment.detect() if is_told else decision.launched()
-    config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm)
+    config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm, rank, world_size)
     device_backends = carried(config)
     for name in device_backends.values():
         registry.check(name)  # before the processes look for each other
@@ -197,17 +199,30 @@ def watch(group: ProcessGroup) -> None:
     EXIT.backend, EXIT.limit = group.any_backend(), group.timeout.total_seconds()
 
 
-def choose(launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any) -> str:
+def choose(
+    launch: environment.Launch | None, init_method: str | None, store: Any, comm: Any, rank: int, world_size: int
+) -> str:
     """Return the backend string if the caller gave none."""
     over_mpi = comm is not None or is_mpi(launch)
-    if store is not None or (init_method is not None and not init_method.startswith("mpi:")):
-        over_mpi = False
+    if store is not None or (init_method is not None and not init_method.startswith(("mpi:", "env:"))):
+        over_mpi = store is None and is_of_mpi(init_method, rank, world_size)
     elif not over_mpi and launch is None and init_method is None and not environment.names_others():
         return Backend.LOOPBACK
     cpu = Backend.MPI if over_mpi else Backend.GLOO
     if is_xccl_available():
         return f"cpu:{cpu},xpu:{Backend.XCCL}"
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
+
+
+def is_of_mpi(url: str | None, rank: int, world_size: int) -> bool:
+    """Tell whether a rank and size are those of the MPI that the program has started: it took them from mpi4py."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
+        return False
+    from hpcdist.launch import rendezvous
+
+    given = rendezvous.query(urlparse(str(url)), rank, world_size)
+    return given == (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
 
 
 def is_mpi(launch: environment.Launch | None) -> bool:

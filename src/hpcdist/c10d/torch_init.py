@@ -68,7 +68,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     launch = decision.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi
-    config = choose(launch, None, None if is_mpi or size == 1 else options.store, None)
+    config = choose(launch, None, None if is_mpi or size == 1 else options.store, None, rank, size)
     if size == 1 and not is_mpi:
         config = Backend.LOOPBACK
     elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # by name, in place of the usual one
