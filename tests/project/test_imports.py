@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist_stores.keep_alive"},
     "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
     "hpcdist.backends.torch_gpu": {
-        *("hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", "hpcdist.backends.nccl"),
+        *("hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", "hpcdist.backends"),
         *(ENVIRONMENT, ADDRESSES),
     },
     "hpcdist_stores": {"hpcdist_stores.keep_alive"},
