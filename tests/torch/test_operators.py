@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcdist as dist
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 FUNCTIONAL, AUTOGRAD, C10D = torch.ops._c10d_functional, torch.ops._c10d_functional_autograd, torch.ops.c10d
 NO_CALLS = {"_dtensor::mesh_get_process_group"}  # returns a mesh's group; there once something imports DTensor
 NAMES = sorted({each for each in torch._C._dispatch_get_all_op_names() if each.split("::")[0] in NAMESPACES} - NO_CALLS)
