@@ -218,7 +218,7 @@ def random_calls(shared, comm, count, lengths):
 
 
 def test_random_interleavings(node, comm):
-    random_calls(node, comm, 300, [1, 5, 1000, 30_000, 70_000, 300_000])
+    random_calls(node, comm, 200, [1, 5, 1000, 30_000, 70_000, 300_000])
 
 
 def late(wait):
@@ -315,12 +315,12 @@ def test_ranks_in_inference_mode_and_outside(dtype, elements, rank, size):
         ones = torch.ones(elements, dtype=dtype)
         dist.all_reduce(ones, op=dist.ReduceOp.AVG, group=group)
     dist.all_reduce(ones, group=group)  # on rank 0 outside the mode in which the tensor was made
-    assert set(ones.tolist()) == {size}
+    assert bool((ones == size).all())
     for index in range(3):
         values = torch.full((elements,), float(index + 1), dtype=dtype)
         dist.all_reduce(values, op=dist.ReduceOp.AVG, group=group)
-        assert set(values.tolist()) == {index + 1}
+        assert bool((values == index + 1).all())
         several = [values.clone() for _ in range(3)]
         dist.all_reduce_coalesced(several, op=dist.ReduceOp.AVG, group=group)
-        assert all(set(each.tolist()) == {index + 1} for each in several)
+        assert all(bool((each == index + 1).all()) for each in several)
     dist.destroy_process_group(group)
