@@ -27,7 +27,7 @@ class Stateful(Protocol):
         """Take a state over."""
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """Stands for a tensor in what is pickled."""
 
     number: int
@@ -40,7 +40,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return nested dicts, lists and tuples with what they hold changed."""
     if isinstance(value, Mapping):
         return {key: mapped(each, change) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, Place):
+    if isinstance(value, (list, tuple)) and not isinstance(value, TensorSlot):
         made = [mapped(each, change) for each in value]
         return made if isinstance(value, list) else type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     return change(value)
@@ -64,22 +64,22 @@ class Snapshot:
 
     def take(self, step: int) -> None:
         """Copy the state of this moment; the memory of the last copy is used again."""
-        places: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
 
         def leave_out(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            places.append(value.detach())
-            return Place(len(places) - 1, tuple(value.shape), value.dtype, value.device.type)
+            tensors.append(value.detach())
+            return TensorSlot(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
 
         rest = mapped({name: each.state_dict() for name, each in self._state.items()}, leave_out)
         kept = self._tensors
-        for index, tensor in enumerate(places):
+        for index, tensor in enumerate(tensors):
             if index < len(kept) and alike(kept[index], tensor):
                 kept[index].copy_(tensor)
             else:
                 kept[index : index + 1] = [tensor.clone(memory_format=torch.contiguous_format)]
-        del kept[len(places) :]
+        del kept[len(tensors) :]
         self._rest, self.step = pickle.dumps(rest), step
 
     def broadcast(self, group: Group, source: int) -> None:
@@ -87,9 +87,9 @@ class Snapshot:
         step, rest = TensorObjects(group.any_backend()).broadcast((self.step, self._rest), source)
         tensors = self._tensors
         if group.rank() != source:
-            places: list[Place] = []
-            mapped(pickle.loads(rest), lambda value: places.append(value) if isinstance(value, Place) else None)
-            tensors = [torch.empty(place.shape, dtype=place.dtype, device=place.device) for place in places]
+            slots: list[TensorSlot] = []
+            mapped(pickle.loads(rest), lambda value: slots.append(value) if isinstance(value, TensorSlot) else None)
+            tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
         for tensor in tensors:
             broadcast(tensor, group=group, group_src=source)
         self._tensors, self.step, self._rest = tensors, step, rest  # the old ones may be needed until now
@@ -98,7 +98,9 @@ class Snapshot:
         """Bring the objects to this state."""
         rest = pickle.loads(self._rest)
         # a copy each: an optimizer keeps the tensors that it is given
-        found = mapped(rest, lambda value: self._tensors[value.number].clone() if isinstance(value, Place) else value)
+        found = mapped(
+            rest, lambda value: self._tensors[value.number].clone() if isinstance(value, TensorSlot) else value
+        )
         for name, each in self._state.items():
             each.load_state_dict(found[name])
 
