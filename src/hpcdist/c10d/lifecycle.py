@@ -92,8 +92,8 @@ def init_process_group(
     if init_method is None and store is None and comm is None:
         init_method = os.environ.get(environment.INIT_METHOD)
     device = check_device(device_id)
-    is_told = not (init_method or "env:").startswith("env:") or store is not None or comm is not None
-    launch = environment.detect() if is_told else decision.launched()
+    is_given = not (init_method or "env:").startswith("env:") or store is not None or comm is not None
+    launch = environment.detect() if is_given else decision.launched()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm, rank, world_size)
     device_backends = carried(config)
     for name in device_backends.values():
@@ -266,8 +266,8 @@ def prepare(
     if "loopback" in names:
         check_loopback(launch, world_size)
         return Bootstrap(0, 1, timeout)
-    is_told = init_method is not None or store is not None
-    if "mpi" in names or comm is not None or (names <= FINDING and is_mpi(launch) and not is_told):
+    is_given = init_method is not None or store is not None
+    if "mpi" in names or comm is not None or (names <= FINDING and is_mpi(launch) and not is_given):
         from hpcdist.backends.mpi.process import runtime
 
         if comm is None:

@@ -82,9 +82,9 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
                 f"no answer from rank {rank} at {endpoint.host}:{endpoint.port}: the job has ended, it was started "
                 f"with another {debug_socket.SECRET_VARIABLE}, or UDP is blocked"
             )
-        told = answer["inspected"]
-        known.update((each, Endpoint(*where)) for each, where in told["endpoints"])
-        if len(known) >= told["size"] or not told["endpoints"]:
+        inspected = answer["inspected"]
+        known.update((each, Endpoint(*where)) for each, where in inspected["endpoints"])
+        if len(known) >= inspected["size"] or not inspected["endpoints"]:
             if has_user_key:
                 known = {each: where._replace(key=endpoint.key) for each, where in known.items()}
             channel.learn(known, known.values())

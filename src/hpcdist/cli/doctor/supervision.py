@@ -103,10 +103,10 @@ def follow(pipe: RawIOBase, seconds: float) -> tuple[str, bool, bool]:
     """Read what the checks tell until they end; return the last step, if it is late, and if the page was written."""
     step, is_said = "start", False
     while readable([pipe], seconds):
-        told = pipe.read(READ_BYTES)
-        if not told:
+        data = pipe.read(READ_BYTES)
+        if not data:
             return step, False, is_said
-        for line in told.decode().splitlines():
+        for line in data.decode().splitlines():
             is_said = is_said or line == END
             step = step if line == END else line
     return step, True, is_said
