@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from hpcdist_stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
@@ -79,12 +80,18 @@ class Session:
         self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
 
-    def check_sizes(self, key: bytes, *values: bytes, count: int = 1) -> None:
+    def check_all(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        """Refuse here pairs of a multi_set that our server would refuse by closing the connection."""
+        if self.is_ours and len(pairs) > MAX_KEYS:
+            raise DistStoreError(f"multi_set of {len(pairs)} keys: the server's limit is {MAX_KEYS}")
+        if max(map(len, chain.from_iterable(pairs)), default=0) > MAX_KEY:
+            for pair in pairs:
+                self.check_sizes(*pair)
+
+    def check_sizes(self, key: bytes, *values: bytes) -> None:
         """Refuse here what our server would refuse by closing the connection."""
         if not self.is_ours:
             return
-        if count > MAX_KEYS:
-            raise DistStoreError(f"multi_set of {count} keys: the server's limit is {MAX_KEYS}")
         if len(key) > MAX_KEY:
             raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
         for value in values:

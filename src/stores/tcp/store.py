@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TypeVar
 
 from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
@@ -26,7 +27,7 @@ from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
 from hpcdist_stores.tcp.server.process import ServerProcess, listen, own_address, take_over
 from hpcdist_stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
-from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_string
+from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_string, pack_strings
 
 _pack = U64.pack
 _i64 = I64.unpack_from
@@ -312,12 +313,10 @@ class TCPStore(Store):
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values (not confirmed, as with set)."""
         pairs = [(b"/" + key, value) for key, value in self.as_pairs(keys, values)]
-        for key, value in pairs:
-            self._session.check_sizes(key, value, count=len(pairs))
-        strings = [pack_string(string) for pair in pairs for string in pair]
-        frame = b"".join((_R[Request.MULTI_SET], _pack(len(pairs)), *strings))
+        self._session.check_all(pairs)
+        frame = _R[Request.MULTI_SET] + _pack(len(pairs)) + pack_strings([*chain.from_iterable(pairs)])
         if len(frame) > _LARGE_FRAME and not self._session.is_ours:
-            frame = b"".join(_SET + pack_string(key) + pack_string(value) for key, value in pairs)
+            frame = b"".join(_SET + pack_strings(pair) for pair in pairs)
         self._session.call("multi_set", [key for key, _ in pairs], self._limit, lambda c: c.send(frame))
 
     # -- queues, barrier --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import chain
 
 from hpcdist_stores.integers import U32, U64
 
@@ -94,6 +95,11 @@ def pack_string(text: bytes) -> bytes:
     return U64.pack(len(text)) + text
 
 
+def pack_strings(texts: Sequence[bytes]) -> bytes:
+    """Return strings as they are sent, one after another."""
+    return b"".join(chain.from_iterable(zip(map(U64.pack, map(len, texts)), texts, strict=True)))
+
+
 def pack_keys(keys: Sequence[bytes]) -> bytes:
     """Return a list of keys as it is sent: their count and the strings."""
-    return U64.pack(len(keys)) + b"".join(map(pack_string, keys))
+    return U64.pack(len(keys)) + pack_strings(keys)

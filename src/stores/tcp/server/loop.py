@@ -22,7 +22,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space
-from hpcdist_stores.tcp.server.requests import HANDLERS, set_pair
+from hpcdist_stores.tcp.server.requests import HANDLERS, set_pairs
 from hpcdist_stores.tcp.wire import (
     GREETING_SECRET,
     HELLO,
@@ -265,9 +265,7 @@ class Server:
                 pos = at = self.greet(peer, data)
             while 0 <= pos < end:
                 if peer.pairs:
-                    at = set_pair(space, peer, data, pos, end, out)
-                    if at >= 0:
-                        peer.pairs -= 1
+                    at = set_pairs(space, peer, data, pos, end, out)
                 else:
                     at = HANDLERS[data[pos]](space, peer, data, pos + 1, end, out)
                 if at < 0:

@@ -231,8 +231,30 @@ def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
     (count,) = _u64(data, pos)
     if count > MAX_KEYS:
         raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
-    peer.pairs = count  # the server hands each pair to SET as it comes, so that one value is the most it holds
+    peer.pairs = count  # stored as they come, so that one value is the most that the server keeps unfinished
     return pos + 8
+
+
+def set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    """Store the pairs of a MULTI_SET that are complete; return the position behind them, -1 if there is none."""
+    store, waits, begun = space.data, space.waits, pos
+    while peer.pairs:
+        middle = pos + 8
+        stop = end + 1
+        if middle <= end:
+            middle += _u64(data, pos)[0]
+            if middle + 8 <= end:
+                stop = middle + 8 + _u64(data, middle)[0]
+        if stop > end or middle - pos - 8 > MAX_KEY or stop - middle - 8 > MAX_VALUE:
+            at = set_pair(space, peer, data, pos, end, out)  # says how much is missing, or refuses
+            return at if pos == begun else pos
+        key = data[pos + 8 : middle]
+        store[key] = data[middle + 8 : stop]
+        if key in waits:
+            space.tick_off(key)
+        peer.pairs -= 1
+        pos = stop
+    return pos
 
 
 def _num_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
