@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 import hpcdist as dist
 from hpcdist.core import hooks
 from hpcdist.core.call_cache import KEPT, LOOKS, CachedCall
+from hpcdist.core.journal import RING
 from hpcdist.core.table import (
     ALL_GATHER,
     ALL_GATHER_SINGLE,
@@ -74,6 +75,16 @@ def test_lazily_conjugated_is_not_alike():
     assert not hooks.likeness(tensor)(tensor.conj())
 
 
+def known(group, row):
+    """What the group has prepared for a row, whatever the root."""
+    return [
+        each
+        for kind, kept in group.known.items()
+        for each in kept
+        if row is (kind[0] if kind.__class__ is tuple else kind)
+    ]
+
+
 def calls(group, rank, size):
     """Each collective on the rank's value, with what it must give: (row, call, input, output, expected)."""
     ranks = torch.arange(size, dtype=torch.float32)
@@ -124,7 +135,7 @@ def test_the_same_memory_again_and_again(group, rank, size):
             send.fill_(rank)
             call(send, recv)
             assert torch.equal(recv, expected), (row, turn)
-        assert group.known[row]
+        assert known(group, row)
 
 
 def all_reduce_often(group, size):
@@ -133,7 +144,7 @@ def all_reduce_often(group, size):
         tensor.fill_(1)
         dist.all_reduce(tensor, group=group)
         assert tensor.tolist() == [size] * 4
-    assert group.known[ALL_REDUCE]
+    assert known(group, ALL_REDUCE)
 
 
 def test_calls_that_only_resemble_the_last_one(group, rank, size):
@@ -180,7 +191,7 @@ def test_another_root_and_sizes_that_do_not_fit(group, rank, size):
     part, whole = torch.full((2,), float(rank)), torch.empty(2 * size)
     for _ in range(ENOUGH):
         dist.all_gather_single(whole, part, group)
-    assert group.known[ALL_GATHER_SINGLE]
+    assert known(group, ALL_GATHER_SINGLE)
     with pytest.raises(ValueError, match="do not fit"):
         dist.all_gather_single(torch.empty(2 * size + 1), part, group)
     with pytest.raises(ValueError, match="dtypes"):
@@ -256,7 +267,7 @@ def test_splits_are_not_taken_for_equal_shares(is_async, group, rank, size):
     send, recv = torch.full((size,), float(rank)), torch.empty(size)
     for _ in range(ENOUGH):
         dist.all_to_all_single(recv, send, group=group)
-    assert group.known[ALL_TO_ALL_SINGLE]
+    assert known(group, ALL_TO_ALL_SINGLE)
     # every rank sends all it has to the next one
     to, of = [0] * size, [0] * size
     to[(rank + 1) % size], of[(rank - 1) % size] = size, size
@@ -273,7 +284,7 @@ def test_exchanges_of_all_sizes(share, group, rank, size):
         send, recv = kept if turn % 3 else [torch.empty(size * share) for _ in range(2)]
         dist.all_to_all_single(recv.fill_(-1), send.fill_(rank), group=group)
         assert torch.equal(recv, expected), turn
-    assert group.known[ALL_TO_ALL_SINGLE]
+    assert known(group, ALL_TO_ALL_SINGLE)
     both = torch.full((size * share + 1,), float(rank))
     dist.all_to_all_single(both[1:], both[:-1], group=group)
     assert torch.equal(both[1:], expected)
@@ -286,7 +297,7 @@ def test_asynchronous_calls_repeat_too(group, rank, size):
         assert work.wait()
         assert tensor.tolist() == [size * number + size * (size - 1) / 2] * 4
         assert torch.equal(work.result()[0], tensor)
-    assert group.known[ALL_REDUCE]
+    assert known(group, ALL_REDUCE)
     assert group.journal.sequence == 2 * ENOUGH
 
 
@@ -392,7 +403,7 @@ def by_turns(group, rank, size):
 def test_calls_of_every_form_by_turns(group, rank, size):
     by_turns(group, rank, size)
     if "HPCDIST_TEST_BACKEND" not in os.environ:  # others prepare fewer
-        assert all(group.known.get(row) for row in (REDUCE, ALL_TO_ALL_SINGLE, *LISTED))
+        assert all(known(group, row) for row in (REDUCE, ALL_TO_ALL_SINGLE, *LISTED))
     assert len(group.known[ALL_REDUCE]) == KEPT
 
 
@@ -402,11 +413,78 @@ def test_calls_of_every_form_in_a_group_of_one(rank):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_shapes_in_turn(count, group, size):
-    tensors = [torch.empty(2 + each) for each in range(count)]
-    for _ in range(ENOUGH * count):
-        for tensor in tensors:
-            dist.all_reduce(tensor.fill_(1), group=group)
-            assert bool((tensor == size).all())
-    assert len(group.known[ALL_REDUCE]) == count
+def test_a_kind_has_any_sizes(group, rank, size):
+    total = size * (size - 1) / 2
+    shapes = [(3,), (0,), (5,), (2, 3), (4, 1, 2), (), (70_000,), (3, 2), (2,), (1,), (9, 0), (1000, 300)]
+    for turn in range(2 * ENOUGH):
+        shape = shapes[turn % len(shapes)]
+        tensor = torch.full(shape, float(rank))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.shape == shape
+        assert bool((tensor == total).all())
+        whole = torch.empty(size, *shape)
+        dist.all_gather_single(whole, tensor.fill_(rank), group)
+        assert all(bool((part == peer).all()) for peer, part in enumerate(whole))
+        dist.reduce_scatter_single(tensor, whole, group=group)
+        assert bool((tensor == rank * size).all())
+        outputs, inputs = (
+            [torch.empty(shape) for _ in range(size)],
+            [torch.full(shape, peer + 0.5) for peer in range(size)],
+        )
+        dist.all_gather(outputs, tensor, group)
+        assert all(bool((each == peer * size).all()) for peer, each in enumerate(outputs))
+        dist.all_to_all(outputs, inputs, group)
+        assert all(bool((each == rank + 0.5).all()) for each in outputs)
+        dist.reduce_scatter(tensor, inputs, group=group)
+        assert bool((tensor == (rank + 0.5) * size).all())
+        root = turn % size
+        dist.gather(tensor.fill_(rank), outputs if rank == root else None, group=group, group_dst=root)
+        assert rank != root or all(bool((each == peer).all()) for peer, each in enumerate(outputs))
+        dist.scatter(tensor, inputs if rank == root else None, group=group, group_src=root)
+        assert bool((tensor == rank + 0.5).all())
+        dist.broadcast(tensor.fill_(rank), group=group, group_src=root)
+        assert bool((tensor == root).all())
+        assert RING.last()[3] == tensor.shape
+    assert len(group.known[ALL_REDUCE]) <= len({len(shape) for shape in shapes})
+
+
+def test_what_is_of_a_kind_but_for_its_sizes_is_checked(group, rank, size):
+    outputs, wide = [torch.empty(2) for _ in range(size)], torch.empty(2, 2)
+    for _ in range(ENOUGH):
+        dist.all_gather(outputs, torch.full((2,), float(rank)), group)
+        dist.all_gather_single(torch.empty(2 * size), torch.zeros(2), group)
+        dist.all_to_all(outputs, [torch.ones(2) for _ in range(size)], group)
+        dist.all_reduce(wide.fill_(1), group=group)
+    before = group.journal.sequence
+    for is_async in (False, True):
+        with pytest.raises(ValueError, match="elements"):
+            dist.all_gather(outputs, torch.zeros(3), group, is_async)
+        with pytest.raises(ValueError, match="do not fit"):
+            dist.all_gather_single(torch.empty(2 * size + 1), torch.zeros(2), group, is_async)
+        with pytest.raises(ValueError, match="tensors"):
+            dist.all_gather([*outputs, torch.empty(2)], torch.zeros(2), group, is_async)
+    assert group.journal.sequence == before
+    uneven = [torch.empty(peer + 1) for peer in range(size)]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)), group)
+    assert all(bool((each == peer).all()) for peer, each in enumerate(uneven))
+    dist.all_to_all(uneven, [torch.full((rank + 1,), float(rank)) for _ in range(size)], group)
+    assert all(bool((each == peer).all()) for peer, each in enumerate(uneven))
+    turned = torch.arange(6.0).reshape(2, 3).t()  # of two dimensions, and not contiguous
+    dist.all_reduce(turned, group=group)
+    assert torch.equal(turned, torch.arange(6.0).reshape(2, 3).t() * size)
+    shared = torch.empty(2 * size + 1)
+    shares = [shared[each : each + 2] for each in range(0, 2 * size, 2)]
+    dist.all_gather(shares, shares[rank].fill_(rank), group)  # its own place
+    assert shared[:-1].tolist() == [float(peer) for peer in range(size) for _ in range(2)]
+    kept = torch.ones(4)
+    dist.all_reduce(kept, group=group)
+    kept.resize_(3).fill_(1)  # where it was
+    dist.all_reduce(kept, group=group)
+    assert kept.tolist() == [size] * 3
+    kept.untyped_storage().resize_(1 << 16)
+    kept.resize_(1 << 14).fill_(2)  # elsewhere
+    dist.all_reduce(kept, group=group)
+    assert bool((kept == 2 * size).all())
+    kept.set_(torch.full((3,), 5.0))
+    dist.all_reduce(kept, group=group)
+    assert kept.tolist() == [5 * size] * 3

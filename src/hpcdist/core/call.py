@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core.buffers import TensorList
+from hpcdist.core.table import ALL_TO_ALL
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,10 @@ class Call(NamedTuple):
             send = TensorList(send, self.send.dtype)
         if recv.__class__ is list:
             recv = TensorList(recv, self.recv.dtype)
-        return self._replace(send=send, recv=recv, finish=None)
+        counts = self.counts
+        if counts is not None and self.row is ALL_TO_ALL and len({*send.sizes, *recv.sizes}) == 1:
+            counts = ([send.sizes[0] // send.itemsize] * len(counts[0]),) * 2  # of tensors that may have any size
+        return self._replace(send=send, recv=recv, counts=counts, finish=None)
 
 
 def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:

@@ -1,19 +1,23 @@
 """Call cache: skips the checks of a call that is like an earlier one.
 
-Loops make the same few calls over and over. That the tensors are plain, that their sizes fit, what they are recorded
-as, by what plan the backend runs them: all of it follows from how the tensors look, and torch can compare those of a
-call with earlier ones at once. ``hpcdist.torch_bridge.compiler`` knows that comparison and installs it here; without it
-every call makes all checks.
+Programs make calls of few kinds over and over. That the tensors are plain, what carries them, by what plan the backend
+runs them: all of it follows from how the tensors look, and torch can compare those of a call with earlier ones at once.
+``hpcdist.torch_bridge.compiler`` knows that comparison and installs it here; without it every call makes all checks.
+
+A kind of contiguous CPU tensors has any sizes: one tensor, two whose sizes fit, or a list of tensors of one size. If
+the sizes decide more than that, as with splits, or if memory is kept for a copy, the sizes are part of the looks.
 
 To prepare for a repetition takes 4 µs and more, and to compare a call with another 0.2, which calls that hardly repeat
-would never earn back. So a group looks at one call in 31, and prepares for what it sees twice: 31 shares no factor with
-the number of calls that a loop usually has, so each of them is seen. Of each collective it keeps a few.
+would never earn back. So a group looks at one call in 31, and prepares for what it sees twice if its sizes are part of its
+looks: 31 shares no factor with the number of calls that a loop usually has, so each of them is seen. Of each collective
+it keeps a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +27,7 @@ from hpcdist.core import hooks
 from hpcdist.core.buffers import PLAIN_TYPES, TensorList
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
+from hpcdist.core.table import ALL_TO_ALL_SINGLE
 
 if TYPE_CHECKING:
     from hpcdist.core.backend import Backend
@@ -30,9 +35,12 @@ if TYPE_CHECKING:
 
 Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is not a tensor
 
+LIST: Any = list
+NBYTES = attrgetter("nbytes")
 LOOKS = 31  # at one call in so many
 KEPT = 8  # calls of a collective
 SEEN = 32  # of those that are not prepared, how many are remembered
+NEVER = 1 << 62  # bytes
 STAGED_MAX = 1 << 20  # bytes of a copy whose memory is kept for the next call
 PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own is planned again by every call
 
@@ -43,27 +51,25 @@ class CachedCall:
 
     Attributes:
         op: how values are combined, for rows that reduce.
-        root: a rank of the group, for rooted rows.
         counts: as the caller gave them.
         in_place: whether one tensor is input and output.
-        is_like: tells whether what a call reads and writes looks like what this one did: class, dtype, device, shape,
-            strides, and nothing lazy about it. It takes one tensor if the call is in place, else what both sides are.
-        row, shape, dtype: for the record; of the input.
-        is_large: whether the worker is woken at once if the call is asynchronous.
+        is_like: tells whether what a call reads and writes looks like what this one did: class, dtype, device, layout,
+            and nothing lazy about it. It takes one tensor if the call is in place, else what both sides are.
+        row, shape, dtype: for the record; of the input. The shape is None if a call may have another.
+        large_from: the bytes of a tensor from which on the worker is woken at once if the call is asynchronous.
         backend: carries the call.
         run: runs the call on what looks the same.
         start: begins it and returns its Work, if the library queues calls on its device; else None.
     """
 
     op: Any
-    root: int | None
     counts: Counts | None
     in_place: bool
     is_like: Likeness
     row: Row | str
     shape: torch.Size | None
     dtype: torch.dtype | None
-    is_large: bool
+    large_from: int
     backend: Backend
     run: Run
     start: Start | None
@@ -74,12 +80,11 @@ class CachedMessage(NamedTuple):
 
     is_like: Likeness
     backend: Backend
-    shape: torch.Size
     dtype: torch.dtype
 
 
 class CallCache(dict[Any, tuple[Any, ...]]):
-    """The calls of one group that came again, by collective, the latest first.
+    """The calls of one group that came again, by collective, of rooted ones with the root, the latest first.
 
     Attributes:
         seen: what it last saw of other calls.
@@ -122,36 +127,38 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         tensors = tensors_of(send, recv)
         if not all(each.__class__ in PLAIN_TYPES for each in tensors):
             return
+        sides = staging(send, recv, made)
+        is_on_cpu = all(each.is_cpu for each in tensors)
+        if sides is None or (sides and not is_on_cpu):
+            return
+        any_size = bool(tensors) and not sides and is_on_cpu and has_any_size(given, made) and backend.takes_any(made)
         if counts is not None:
             counts = list(counts[0]), list(counts[1])
         looks = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors]
-        if tensors and not self.is_again(row, (op, root, counts, looks)):
-            return
-        sides = staging(send, recv, made)
-        if sides is None or (sides and not all(each.is_cpu for each in tensors)):
+        kind = row if root is None else (row, root)
+        if tensors and not any_size and not self.is_again(kind, (op, counts, looks)):
             return
         run, start = backend.prepare(made)
         if sides:
             run, start = staged(run, *sides, recv is send), None
-        if start is None and not all(each.is_cpu for each in tensors):
+        if start is None and not is_on_cpu:
             return  # the asynchronous call is more than ``run`` on another thread, such as a place among streams
         tensor = made.tensor
-        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
-        is_large = max((each.nbytes for each in (made.send, made.recv) if each is not None), default=0) >= LARGE_BYTES
-        is_like = likeness_of(send, recv, tensors)
-        in_place = recv is send
+        shape, dtype = (None, None) if tensor is None else (None if any_size else tensor.shape, tensor.dtype)
+        largest = max((each.nbytes for each in (made.send, made.recv) if each is not None), default=0)
+        large_from = LARGE_BYTES // backend.size if any_size else 0 if largest >= LARGE_BYTES else NEVER
+        is_like = likeness_of(given, tensors, backend.size if any_size else 0)
         self.keep(
-            row,
+            kind,
             CachedCall(
-                op, root, counts, in_place, is_like, made.row, shape, dtype, is_large, backend, run, start
+                op, counts, recv is send, is_like, made.row, shape, dtype, large_from, backend, run, start
             ),
         )  # fmt: skip
 
     def look_at_message(self, what: str, tensor: torch.Tensor, backend: Backend) -> None:
         """Look at a message of a plain CPU tensor: ``isend`` or ``irecv``."""
-        shape, dtype = tensor.shape, tensor.dtype
-        if hooks.likeness is not None and self.is_again(what, (shape, dtype)):
-            self.keep(what, CachedMessage(hooks.likeness(tensor), backend, shape, dtype))
+        if hooks.likeness is not None and self.is_again(what, (tensor.dim(), tensor.dtype)):
+            self.keep(what, CachedMessage(one_like(tensor), backend, tensor.dtype))
 
 
 def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
@@ -167,26 +174,74 @@ def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def likeness_of(send: Any, recv: Any, tensors: list[torch.Tensor]) -> Likeness:
-    """Return what tells whether what a call reads and writes looks like this."""
+def has_any_size(given: Call, made: Call) -> bool:
+    """Tell whether a call of contiguous tensors is one of its kind whatever their sizes, as long as these fit."""
+    sides = [each for each in (made.send, made.recv) if each is not None]
+    if given.row is ALL_TO_ALL_SINGLE:  # rows are to be divided among the ranks, and of one dimension they are elements
+        return given.counts is None and all(each.dim() == 1 for each in sides)
+    return made.counts is None or len({*made.counts[0], *made.counts[1]}) == 1
+
+
+def are_flat(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether tensors have one dimension at most: what looks like them is contiguous (``hooks.likeness``)."""
+    return all(each.dim() <= 1 for each in tensors)
+
+
+def one_like(tensor: torch.Tensor) -> Likeness:
+    """Return what tells whether a tensor looks like a contiguous one, of any size."""
+    assert hooks.likeness is not None
+    check, contiguous = hooks.likeness(tensor, any_size=True), torch.Tensor.is_contiguous
+    return check if are_flat([tensor]) else lambda each: check(each) and contiguous(each)
+
+
+def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness:
+    """Return what tells whether what a call reads and writes looks like this.
+
+    Args:
+        call: with what the caller gave.
+        tensors: all of it.
+        ranks: of the group, if the sizes may be others that fit; else 0.
+    """
+    row, send, recv, *_ = call
     if not tensors:
         return is_unobserved
     assert hooks.likeness is not None
-    check = hooks.likeness(*tensors)
+    check = one_like(tensors[0]) if ranks and len(tensors) == 1 else hooks.likeness(*tensors, any_size=bool(ranks))
     if send is None:
         return lambda send, recv: send is None and check(recv)
-    if recv is None:
+    if recv is None and len(tensors) == 1:
         return lambda send, recv: recv is None and check(send)
-    if send.__class__ is not list and recv.__class__ is not list:
-        return check
-    is_read, is_written = send.__class__ is list, recv.__class__ is list
+    if recv is send or not ranks:
+        return check if LIST not in (send.__class__, recv.__class__) else listed(check, send, recv)
+    is_flat, contiguous, fits = are_flat(tensors), torch.Tensor.is_contiguous, row.fits
+
+    def fit(send: Any, recv: Any) -> bool:
+        return (
+            check(send, recv)
+            and fits(send.numel(), recv.numel(), ranks)
+            and (is_flat or (contiguous(send) and contiguous(recv)))
+        )
+
+    def are_equal(*tensors: torch.Tensor) -> bool:
+        return (
+            check(*tensors)
+            and len(set(map(NBYTES, tensors))) == 1
+            and (is_flat or all(map(contiguous, tensors)))
+        )  # fmt: skip
+
+    return fit if LIST not in (send.__class__, recv.__class__) else listed(are_equal, send, recv)
+
+
+def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
+    """Return what asks of all tensors of a call with lists like these, in order."""
+    is_read, is_written = send.__class__ is LIST, recv.__class__ is LIST
     length = len(send if is_read else recv)
 
     def is_like(send: Any, recv: Any) -> bool:
         if is_read and is_written:
-            return send.__class__ is recv.__class__ is list and len(send) == len(recv) == length and check(*send, *recv)
+            return send.__class__ is recv.__class__ is LIST and len(send) == len(recv) == length and check(*send, *recv)
         one, many = (recv, send) if is_read else (send, recv)
-        if many.__class__ is not list or len(many) != length:
+        if many.__class__ is not LIST or len(many) != length:
             return False
         return check(*many, one) if is_read else check(one, *many)
 

@@ -57,8 +57,8 @@ def explain_nothing(call: Any) -> str:
 is_profiled: Callable[[], bool] = is_profiled_by_nobody
 record: Callable[[str | None, Sequence[torch.Tensor], tuple[Any, ...] | None, bool], Event | None] = record_nothing
 
-# what makes a test of whether tensors look like the given ones (``core.call_cache``); ``torch_bridge.compiler`` sets it
-# if this torch has such a comparison
+# what makes a test of whether tensors look like the given ones (``core.call_cache``), but for their sizes if
+# ``any_size``; ``torch_bridge.compiler`` sets it if this torch has such a comparison
 likeness: Callable[..., Callable[..., bool]] | None = None
 
 # whether this process ends, and no thread may begin a call

@@ -53,6 +53,8 @@ from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row
 from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, joined
 
+NUMEL = torch.Tensor.numel
+
 
 def issue(
     row: Row,
@@ -92,10 +94,9 @@ def issue(
         and not hooks.is_profiled()
         and not (journal := pg.journal).asked
     ):
-        for known in pg.known.get(row, ()):
+        for known in pg.known.get(row if root is None else (row, root), ()):
             if (
                 known.op is op
-                and known.root == root
                 and known.in_place is (recv is send)
                 and known.counts == counts
                 and (known.is_like(send) if recv is send else known.is_like(send, recv))
@@ -106,15 +107,21 @@ def issue(
                         break
                 elif backend.queue is not None:
                     backend.queue.drain()
+                tensor = recv if send is None else send
+                shape = known.shape
+                if shape is None and tensor is not None:
+                    shape = torch.Size((sum(map(NUMEL, tensor)),)) if tensor.__class__ is list else tensor.shape
                 journal.sequence = number = journal.sequence + 1
-                record = (journal, number, known.row, known.shape, known.dtype, root)
+                record = (journal, number, known.row, shape, known.dtype, root)
                 journal.push(record)
                 if async_op:
                     if known.start is not None:
                         return begun(partial(known.start, send, recv), record)
                     queue = backend.queue if backend.queue is not None else backend.open_queue()
                     result = recv if recv.__class__ is list else [] if recv is None else [recv]
-                    return queue.put(partial(known.run, send, recv), result, known.is_large, record)
+                    first = tensor[0] if tensor.__class__ is list else tensor
+                    is_large = first is not None and first.nbytes >= known.large_from
+                    return queue.put(partial(known.run, send, recv), result, is_large, record)
                 mark = record, None, get_ident(), None  # as ``Journal.blocking`` does, for latency
                 is_first = journal.current is None and not journal.further
                 if is_first:

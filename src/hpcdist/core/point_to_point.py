@@ -112,7 +112,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
                 break
     if known is not None:
         data = tensor
-        _, backend, shape, dtype = known
+        _, backend, dtype = known
     else:
         way = (route if is_send else origin)(group, what, peer, group_peer)
         if way is None:
@@ -124,9 +124,9 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
                 hooks.check_message(pg, what, rank, data)
         else:
             backend, data, finish = incoming(pg, tensor)
-        shape, dtype = data.shape, data.dtype
+        dtype = data.dtype
     journal = pg.journal
-    call = journal.message(what, shape, dtype, rank)
+    call = journal.message(what, data.shape, dtype, rank)
     event = None
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)

@@ -28,13 +28,17 @@ compiler: Any = _dynamo
 REASON = "it communicates"
 
 
-def likeness(*tensors: torch.Tensor) -> call_cache.Likeness:
+def likeness(*tensors: torch.Tensor, any_size: bool = False) -> call_cache.Likeness:
     """Return what tells whether tensors look like these: what torch.compile holds its inputs against.
 
     One call compares class, dispatch keys (layout, device type, lazy negation and conjugation, and what the thread adds
-    to them, such as autocast), dtype, device, requires_grad, sizes and strides.
+    to them, such as autocast), dtype, device, requires_grad, sizes and strides; if they may have any size, of these
+    only the number of dimensions, and of a single dimension the stride.
     """
-    sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
+    sizes: list[list[int | None]] = [[None] * each.dim() if any_size else list(each.shape) for each in tensors]
+    strides: list[list[int | None]] = [
+        [None] * each.dim() if any_size and each.dim() > 1 else list(each.stride()) for each in tensors
+    ]
     made = compiler.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: call_cache.Likeness = made.check
     return check

@@ -216,12 +216,19 @@ class Collectives:
 
         What follows from the looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
         """
-        prepared = self._prepared(call) or Prepared(lambda send, recv: self.carry_out(call.on(send, recv)))
+        prepared = self._prepared(call)
+        if prepared is None:
+            return lambda send, recv: self.run(call.on(send, recv))
         if self._communicator.is_checked:
             prepared = prepared._replace(function=self._followed_by_check(call.row, prepared.function))
         tensor = call.tensor
         said = BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
         return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
+
+    def takes_any(self, call: Call) -> bool:
+        """Tell whether no memory is kept for sums of wider values."""
+        how = self.plans.of(call.row, call.tensor.dtype, call.op).reduction
+        return how is None or how.in_memory
 
     def _followed_by_check(self, row: Row, function: Callable[..., Any]) -> Callable[..., None]:
         def run_and_check(*args: Any) -> None:
@@ -235,9 +242,9 @@ class Collectives:
         row, send, recv, op, root, counts, *_ = call
         if row.buffers == 0:
             return Prepared(lambda _, __: self._comm.Barrier())
-        if (recv is send and not row.is_in_place) or (row is REDUCE and root and READS_IN_PLACE):
+        if (recv is send and not row.is_in_place) or (row.reduces and counts is not None):
             return None
-        if max(each.nbytes for each in (send, recv) if each is not None) > COUNT_MAX:
+        if row is REDUCE and root and READS_IN_PLACE:
             return None
         if row in VECTORS:
             return self._vectors.prepared(call)
@@ -246,25 +253,24 @@ class Collectives:
                 return None  # described again each time, so that MPI writes nothing past a share
             return self._exchange.prepared(send, recv, counts)
         plan = self.plans.of(row, send.dtype, op)
-        if max(send.nbytes, 0 if recv is None else recv.nbytes) >= plan.shared_from:
-            if send is not recv or self.node.shared is None:
-                return None
-            return Prepared(lambda send, recv: self._share(row, send, recv, op, root))
-        function, how = self._calls[row], plan.reduction
+        function, how, size = self._calls[row], plan.reduction, self._size
+        # from there on the general way decides (when the nodes are known, a window is used from this size on or later)
+        limit = min(plan.shared_from, COUNT_MAX + 1)
         last = () if root is None else (root,)
         if how is None:
-            return Prepared(function, described(send, recv, BYTE, last))
-        last = (how.op, *last) if counts is None else (counts[0], how.op, *last)
+            return Prepared(function, described(call, BYTE, last, size, limit))
+        last = (how.op, *last)
         if send.__class__ is TensorList:
-            return self._flattened(call, how, last)
+            return self._flattened(call, how, last, limit)
         if how.is_direct:
-            return Prepared(function, described(send, recv, how.datatype, last))
+            return Prepared(function, described(call, how.datatype, last, size, limit))
         if how.factor is not None or how.flips or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
         divide = self._division(how.wide or send.dtype) if how.averages else None
         if not how.in_memory:
-            return self._widened(call, how, last, divide)
-        return Prepared(function, described(send, recv, how.datatype, last), None if recv is None else divide)
+            is_small = max(each.nbytes for each in (send, recv) if each is not None) < limit
+            return self._widened(call, how, last, divide) if is_small else None
+        return Prepared(function, described(call, how.datatype, last, size, limit), None if recv is None else divide)
 
     def _division(self, dtype: torch.dtype) -> Divide:
         """Return what divides a sum by the number of ranks; by a tensor it takes half the time."""
@@ -274,20 +280,24 @@ class Collectives:
         divisor = torch.tensor(size, dtype=dtype, device="cpu")
         return lambda total: total.div_(divisor)
 
-    def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...]) -> Prepared | None:
+    def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...], limit: int) -> Prepared | None:
         """Return what reduces the tensors of a list, copied to memory that is kept."""
-        send, received = call.send, call.recv.nbytes
-        if not how.is_direct or send.nbytes > KEPT_MAX:
+        if not how.is_direct:
             return None
-        function, flatten, sizes, sent, datatype = (
-            self._calls[call.row], self._vectors.copy_in, send.sizes, send.nbytes, how.datatype
+        function, flatten, itemsize, ranks, datatype = (
+            self._calls[call.row], self._vectors.copy_in, call.send.itemsize, self._size, how.datatype
         )  # fmt: skip
 
-        def run(send: Any, recv: Any) -> None:
-            flat = flatten(map(torch.Tensor.data_ptr, send), sizes, sent)
-            function((flat, datatype), (address(recv.data_ptr(), received), datatype), *last)
+        def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
+            count, own, *addresses = places
+            received = count * itemsize
+            return (None if ranks * received >= limit else (own, addresses, received)), count
 
-        return Prepared(run)
+        def run(own: int, addresses: list[int], received: int) -> None:
+            flat = flatten(addresses, [received] * ranks, ranks * received)
+            function((flat, datatype), (address(own, received), datatype), *last)
+
+        return Prepared(run, describe)
 
     def _widened(self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None) -> Prepared | None:
         """Return what reduces a tensor in memory of a wider dtype, which is kept."""
@@ -305,7 +315,10 @@ class Collectives:
                 reduced = torch.empty(recv.shape, dtype=wide, device="cpu")
         places = [each.data_ptr() for each in (values, reduced) if each is not None]
         is_one = reduced is None or reduced is values
-        arguments = described(values, reduced, how.datatype, last)(places[0] if is_one else tuple(places))
+        made = Call(row, values, values if is_one and reduced is not None else reduced)
+        arguments, _ = described(made, how.datatype, last, size, COUNT_MAX + 1)(
+            (values.numel(), *(places[:1] if is_one else places))
+        )
         if arguments is None:  # of no elements
             return None
         is_float = send.is_floating_point()
@@ -345,20 +358,46 @@ class Collectives:
 
 
 def described(
-    send: torch.Tensor, recv: torch.Tensor | None, datatype: MPI.Datatype, last: tuple[Any, ...]
-) -> Callable[[Any], tuple[Any, ...] | None]:
-    """Return what makes the arguments of a function of MPI of where a call's tensors lie: of two, or of one."""
-    sent, received = send.nbytes, 0 if recv is None else recv.nbytes
-    if recv is send:
-        first = () if datatype is BYTE else (IN_PLACE,)  # MPI_Bcast has one buffer
-        return lambda place: (*first, (address(place, sent), datatype), *last)
-    if recv is None:
-        return lambda place: ((address(place, sent), datatype), None, *last)
+    call: Call, datatype: MPI.Datatype, last: tuple[Any, ...], ranks: int, limit: int
+) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
+    """Return what makes the arguments of a function of MPI of where a call's tensors lie (``repetition.Prepared``).
 
-    def describe(places: tuple[int, int]) -> tuple[Any, ...] | None:
-        one, other = places
-        if one < other + received and other < one + sent:
-            return None
-        return (address(one, sent), datatype), (address(other, received), datatype), *last
+    Args:
+        call: on two tensors or one.
+        datatype: of its elements.
+        last: the arguments that follow.
+        ranks: of the group.
+        limit: the bytes of a tensor from which on the call takes the general way.
+    """
+    row, send, recv, op, *_ = call
+    itemsize, shape = send.itemsize, row.shape
+    parts = 2 if op is None and send.dtype.is_complex else 1  # of an element, as the call board counts them
+    if recv is send or recv is None:
+        is_alone = datatype is BYTE and recv is send  # MPI_Bcast has one buffer
+
+        def describe_one(places: tuple[int, int]) -> tuple[tuple[Any, ...] | None, int]:
+            count, place = places
+            nbytes = count * itemsize
+            if nbytes >= limit:
+                return None, count * parts
+            buffer = address(place, nbytes), datatype
+            if is_alone:
+                return (buffer, *last), count * parts
+            return ((buffer, None, *last) if recv is None else (IN_PLACE, buffer, *last)), count * parts
+
+        return describe_one
+
+    def describe(places: tuple[int, int, int]) -> tuple[tuple[Any, ...] | None, int]:
+        count, one, other = places
+        sent = received = count * itemsize
+        if shape is Shape.GATHER:
+            received *= ranks
+        elif shape is Shape.SCATTER:
+            received //= ranks
+            count //= ranks
+        count *= parts
+        if max(sent, received) >= limit or (one < other + received and other < one + sent):
+            return None, count
+        return ((address(one, sent), datatype), (address(other, received), datatype), *last), count
 
     return describe

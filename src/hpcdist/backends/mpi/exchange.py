@@ -174,35 +174,38 @@ class Exchange:
     def prepared(self, send: Any, recv: Any, counts: Counts | None) -> Prepared | None:
         """Return what exchanges shares as one call of MPI, with a copy of a rank's own if there are two; None else."""
         size, rank, itemsize = self._size, self._rank, send.itemsize
-        if counts is None:
-            sent, received = ([side.nbytes // size] * size for side in (send, recv))
-        else:
-            sent, received = ([count * itemsize for count in side] for side in counts)
-        if size == 1 or len(sent) < size or sent[rank] != received[rank] or 0 in sent or 0 in received:
-            return None
-        if size == 2 and sent[rank] > COPY_MAX:
-            return None
         are_lists = isinstance(send, TensorList), isinstance(recv, TensorList)
-        other = 1 - rank
+        is_even = counts is None or len({*counts[0], *counts[1]}) == 1
+        if size == 1 or any(are_lists) != all(are_lists) or (counts is not None and len(counts[0]) < size):
+            return None
+        parts = 2 if send.dtype.is_complex else 1
 
-        def describe(places: Any) -> tuple[Any, ...] | None:
+        def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
+            count, *places = places
+            if is_even:
+                count = count if all(are_lists) else count // size
+                sent = received = [count * itemsize] * size
+            else:
+                sent, received = ([each * itemsize for each in side] for side in counts)  # type: ignore[union-attr]
+            count *= parts
+            if 0 in sent or 0 in received or sent[rank] != received[rank] or (size == 2 and sent[rank] > COPY_MAX):
+                return None, count
             if all(are_lists):
-                sources, targets = list(places[:size]), list(places[size:])
+                sources, targets = places[:size], places[size:]
             else:
                 sources, targets = shifted(places[0], sent), shifted(places[1], received)
             if do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):
-                return None
+                return None, count
             if size > 2:
                 read, written = together(sources, sent), together(targets, received)
-                return None if read is None or written is None else (list(read), list(written))
+                return (None if read is None or written is None else (list(read), list(written))), count
             return (
                 self._communicator.open_private().Sendrecv,  # which the first exchange makes
                 (address(sources[other], sent[other]), BYTE), (address(targets[other], received[other]), BYTE),
                 address(sources[rank], sent[rank]), address(targets[rank], sent[rank]),
-            )  # fmt: skip
+            ), count  # fmt: skip
 
-        if any(are_lists) and not all(are_lists):
-            return None
+        other = 1 - rank
         if size > 2:
             return Prepared(self._comm.Alltoallw, describe)
 

@@ -28,29 +28,30 @@ class Prepared(NamedTuple):
 
     Attributes:
         function: MPI's, or one of ours.
-        describe: makes its arguments of where the call's tensors lie, or None if these have to take the general way, as
-            those that share memory. Without it the function takes what the call reads and what it writes.
+        describe: makes its arguments of where the call's tensors lie (``where``), or None if these have to take the
+            general way, as those that share memory, and the elements of a rank's share. Without it the function takes
+            what the call reads and what it writes, whose sizes do not change.
         follow: what is then done to what the call writes.
     """
 
     function: Callable[..., Any]
-    describe: Callable[[Any], tuple[Any, ...] | None] | None = None
+    describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
     follow: Callable[[Any], Any] | None = None
 
 
 def where(call: Call) -> Callable[[Any, Any], Any] | None:
-    """Return what tells where a call's tensors lie, in order; of a tensor and a list, the tensor first.
+    """Return what tells the elements of a call's first tensor and where its tensors lie, in order.
 
-    None for two tensors, or one.
+    Of a tensor and a list, the tensor is first. None for two tensors, or one.
     """
     is_read, is_written = call.send.__class__ is TensorList, call.recv.__class__ is TensorList
     if is_read and is_written:
-        return lambda send, recv: (*map(data_ptr, send), *map(data_ptr, recv))
+        return lambda send, recv: (send[0].numel(), *map(data_ptr, send), *map(data_ptr, recv))
     if is_read:
-        return lambda send, recv: (recv.data_ptr(), *map(data_ptr, send))
+        return lambda send, recv: (recv.numel(), recv.data_ptr(), *map(data_ptr, send))
     if is_written:
-        return lambda send, recv: (send.data_ptr(), *map(data_ptr, recv))
-    return (lambda _, recv: recv.data_ptr()) if call.send is None else None
+        return lambda send, recv: (send.numel(), send.data_ptr(), *map(data_ptr, recv))
+    return (lambda _, recv: (recv.numel(), recv.data_ptr())) if call.send is None else None
 
 
 def repeated(
@@ -74,16 +75,16 @@ def repeated(
     function, describe, follow = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
-    known: tuple[Any, tuple[Any, ...] | None] = (None, None)
-    is_new = True
+    known: tuple[Any, tuple[Any, ...] | None, int] = (None, None, 0)
+    last_size = -1
     board = None if check is None else check.board
     is_checked = board is not None and not board.are_many
     checks: Any = check
     log = None if check is None else check.log
+    fixed = size_of(call, communicator.rank, communicator.size)
     if check is not None:
-        size = size_of(call, communicator.rank, communicator.size)
         # counts that are to be written, or shares that MPI is to compare
-        if not check.is_open or not 0 <= size < COUNTED or (check.compares_shares and call.row in EXCHANGES):
+        if not check.is_open or not 0 <= fixed < COUNTED or (check.compares_shares and call.row in EXCHANGES):
             return lambda send, recv: check.run(call.on(send, recv), said)
         first = said if call.root is None else said + (call.root << 32)
     if board is not None:
@@ -91,20 +92,23 @@ def repeated(
         acquire, release, others = board.acquire, board.release, board.others
 
     def run(send: Any, recv: Any) -> None:
-        nonlocal known, is_new
+        nonlocal known, last_size
         arguments: Any = (send, recv)
-        if describe is not None:
+        if describe is None:
+            size = fixed
+        else:
             if places_of is not None:
                 places = places_of(send, recv)
             else:
-                places = send.data_ptr() if is_one else (send.data_ptr(), recv.data_ptr())
-            before, arguments = known
+                count, place = send.numel(), send.data_ptr()
+                places = (count, place) if is_one else (count, place, recv.data_ptr())
+            before, arguments, size = known
             if places != before:
-                arguments = describe(places)
-                known = places, arguments
+                arguments, size = describe(places)
+                known = places, arguments, size
         if is_checked:
-            if log is not None and (is_new or log.failure is not None):
-                is_new = False
+            if log is not None and (size != last_size or log.failure is not None):
+                last_size = size
                 checks.make(first, size, lambda: carry_out(call.on(send, recv)))
                 return
             checks.number = number = checks.number + 1
@@ -146,5 +150,7 @@ def repeated(
                     log.check()
 
     if board is not None and board.are_many:
-        return lambda send, recv: checks.make(first, size, partial(run, send, recv))
+        return lambda send, recv: checks.make(
+            first, size_of(call.on(send, recv), communicator.rank, communicator.size), partial(run, send, recv)
+        )
     return run

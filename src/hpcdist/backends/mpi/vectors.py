@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from ctypes import memmove
-from operator import add
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -83,34 +83,33 @@ class Vectors:
         row, send, recv, _, root, counts, *_ = call
         is_read = row is SCATTER
         one, each = (recv, send) if is_read else (send, recv)
-        nbytes, itemsize = one.nbytes, one.itemsize
-        sizes = [nbytes] * self._size if counts is None else [count * itemsize for count in counts[1]]
-        total = sum(sizes)
-        if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX) or 0 in sizes:
+        if counts is not None:
             return None
+        itemsize, size = one.itemsize, self._size
         is_list = each.__class__ is TensorList
-        unit = itemsize // 2 if one.dtype.is_complex else itemsize
-        count, datatype = nbytes // unit, UNITS[unit]
+        parts = 2 if one.dtype.is_complex else 1
+        unit, largest = itemsize // parts, VECTOR_MAX if row is ALL_GATHER else COUNT_MAX
+        datatype = UNITS[unit]
         function = getattr(self._comm, row.mpi)
         last = () if root is None else (root,)
 
-        def describe(places: Any) -> tuple[Any, ...] | None:
-            if each is None:
-                shares = None
-                own = places
-            else:
-                if is_list:
-                    own, *addresses = places
-                else:
-                    start, own = places if is_read else places[::-1]
-                    addresses = shifted(start, sizes)
-                if not are_apart(addresses, sizes, own, nbytes):
-                    return None
-                if is_list and not can_be_displaced(addresses, sizes, unit, is_read):
-                    return None
-                shares = described(addresses, sizes, unit, datatype)
-            with_one = [address(own, nbytes), count, datatype]
-            return (shares, with_one, *last) if is_read else (with_one, shares, *last)
+        def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
+            count, own, *addresses = places
+            if each is not None and not is_list and is_read:  # the first tensor is that of all shares
+                count, own, addresses = count // size, addresses[0], [own]
+            nbytes = count * itemsize
+            count *= parts
+            if nbytes * size > largest or not nbytes:
+                return None, count
+            shares = None
+            if each is not None:
+                if not is_list:
+                    addresses = [addresses[0] + nbytes * rank for rank in range(size)]
+                shares = apart(addresses, nbytes, own, unit, datatype)
+                if shares is None:
+                    return None, count
+            with_one = address(own, nbytes), count, datatype
+            return ((shares, with_one, *last) if is_read else (with_one, shares, *last)), count
 
         return Prepared(function, describe)
 
@@ -193,6 +192,22 @@ def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatyp
     return [
         address(low, span), [size // unit for size in sizes], [(place - low) // unit for place in addresses], datatype
     ]  # fmt: skip
+
+
+def apart(addresses: Sequence[int], nbytes: int, own: int, unit: int, datatype: MPI.Datatype) -> tuple[Any, ...] | None:
+    """Return shares of so many bytes as the buffer of a vector call; None if there is more to do.
+
+    That is if they share memory with each other or with this rank's own, or if MPI cannot count from one to all.
+    """
+    ordered = sorted((own, *addresses))
+    low = min(addresses)
+    if min(map(sub, ordered[1:], ordered)) < nbytes or max(addresses) - low > REACH * unit:
+        return None
+    displacements = [(place - low) // unit for place in addresses]
+    if sum(displacements) * unit != sum(addresses) - low * len(addresses):  # one is not a multiple
+        return None
+    span = max(addresses) - low + nbytes
+    return address(low, span), [nbytes // unit] * len(addresses), displacements, datatype
 
 
 def copy_in(target: int, addresses: Iterable[int], sizes: Sequence[int]) -> None:
