@@ -111,8 +111,15 @@ MUTANTS = [
         f"{IN_QUEUE} mpi/test_async.py",
     ),
     # -- core.issue: what a call that comes again must have in common, and what is checked before anything is sent
-    Mutant(ISSUE, "known.op is op\n                and known.root == root", "known.root == root", BESIDE_CACHE),
-    Mutant(ISSUE, "                and known.root == root\n", "", BESIDE_CACHE),
+    Mutant(ISSUE, "known.op is op\n                and known.in_place", "known.in_place", BESIDE_CACHE),
+    Mutant(ISSUE, "None else (row, root), ()", "None else (row, 0), ()", BESIDE_CACHE),
+    Mutant(f"{CORE}/call_cache.py", "            and fits(send.numel(), recv.numel(), ranks)\n", "", BESIDE_CACHE),
+    Mutant(
+        f"{CORE}/call_cache.py",
+        "            and len(set(map(NBYTES, tensors))) == 1\n",
+        "",
+        BESIDE_CACHE,
+    ),
     Mutant(
         ISSUE, "                and known.in_place is (recv is send)\n", "", f"{BESIDE_CACHE} mpi/test_asymmetric.py"
     ),

@@ -115,16 +115,12 @@ class Backend(ABC):
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what runs a collective again, on what looks like this call's (see ``core.call_cache``).
 
-        It may have other sizes if ``takes_any`` says so.
+        It may have other sizes that fit, unless the call has counts that differ.
 
         A library that queues calls on its device also returns what begins one; None for others, whose asynchronous
         calls go to ``queue``.
         """
         return lambda send, recv: self.run(call.on(send, recv)), None
-
-    def takes_any(self, call: Call) -> bool:
-        """Tell whether what ``prepare`` returns runs calls on contiguous tensors of other sizes too."""
-        return True
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the elements of small contiguous CPU tensors in one, and what copies its values back to them.

@@ -4,13 +4,13 @@ Programs make calls of few kinds over and over. That the tensors are plain, what
 runs them: all of it follows from how the tensors look, and torch can compare those of a call with earlier ones at once.
 ``hpcdist.torch_bridge.compiler`` knows that comparison and installs it here; without it every call makes all checks.
 
-A kind of contiguous CPU tensors has any sizes: one tensor, two whose sizes fit, or a list of tensors of one size. If
-the sizes decide more than that, as with splits, or if memory is kept for a copy, the sizes are part of the looks.
+A kind of CPU tensors has any sizes: one tensor, two contiguous ones whose sizes fit, or a list of such of one size. If
+the sizes decide more than that, as with splits, they are part of the looks.
 
 To prepare for a repetition takes 4 µs and more, and to compare a call with another 0.2, which calls that hardly repeat
-would never earn back. So a group looks at one call in 31, and prepares for what it sees twice if its sizes are part of its
-looks: 31 shares no factor with the number of calls that a loop usually has, so each of them is seen. Of each collective
-it keeps a few.
+would never earn back. So a group looks at one call in 31: that shares no factor with the number of calls that a loop
+usually has, so each of them is seen. It prepares for a kind at once, for sizes when it has seen them twice, and of each
+collective it keeps a few.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
-from hpcdist.core.buffers import PLAIN_TYPES, TensorList
+from hpcdist.core.buffers import PLAIN_TYPES, TensorList, for_reading
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
 from hpcdist.core.table import ALL_TO_ALL_SINGLE
@@ -41,7 +41,6 @@ LOOKS = 31  # at one call in so many
 KEPT = 8  # calls of a collective
 SEEN = 32  # of those that are not prepared, how many are remembered
 NEVER = 1 << 62  # bytes
-STAGED_MAX = 1 << 20  # bytes of a copy whose memory is kept for the next call
 PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own is planned again by every call
 
 
@@ -131,7 +130,8 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         is_on_cpu = all(each.is_cpu for each in tensors)
         if sides is None or (sides and not is_on_cpu):
             return
-        any_size = bool(tensors) and not sides and is_on_cpu and has_any_size(given, made) and backend.takes_any(made)
+        is_easy = not sides or (len(tensors) == 1 and made.tensor.shape == tensors[0].shape)
+        any_size = bool(tensors) and is_easy and is_on_cpu and has_any_size(given, made)
         if counts is not None:
             counts = list(counts[0]), list(counts[1])
         looks = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors]
@@ -183,15 +183,19 @@ def has_any_size(given: Call, made: Call) -> bool:
 
 
 def are_flat(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether tensors have one dimension at most: what looks like them is contiguous (``hooks.likeness``)."""
+    """Tell whether tensors have one dimension at most: what looks like them has their stride (``hooks.likeness``)."""
     return all(each.dim() <= 1 for each in tensors)
 
 
 def one_like(tensor: torch.Tensor) -> Likeness:
-    """Return what tells whether a tensor looks like a contiguous one, of any size."""
+    """Return what tells whether a tensor of any size looks like one."""
     assert hooks.likeness is not None
     check, contiguous = hooks.likeness(tensor, any_size=True), torch.Tensor.is_contiguous
-    return check if are_flat([tensor]) else lambda each: check(each) and contiguous(each)
+    if are_flat([tensor]):
+        return check
+    if contiguous(tensor):
+        return lambda each: check(each) and contiguous(each)
+    return lambda each: check(each) and not contiguous(each) and 0 not in each.stride()
 
 
 def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness:
@@ -253,8 +257,8 @@ def is_unobserved(_: None) -> bool:
     return not hooks.has_modes()
 
 
-# what makes the backend's buffer of a caller's tensor; and a copy to be copied back, or None
-Side = tuple[Callable[[Any], Any], Any]
+# what makes the backend's buffer of a caller's tensor; whether it is a copy; whether it has two numbers for each one
+Side = tuple[Callable[[Any], Any], bool, bool]
 
 
 def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] | None:
@@ -269,42 +273,37 @@ def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] |
         return None
     if all(one is other for one, other in zip(tensors, buffers, strict=True)):
         return ()
-    if send.__class__ is list or recv.__class__ is list:
+    if send.__class__ is LIST or recv.__class__ is LIST:
         return None
-    first = side_of(send, made.send, True)
-    second = side_of(recv, made.recv, False)
+    first, second = side_of(send, made.send), side_of(recv, made.recv)
     return None if first is None or second is None else (first, second)
 
 
-def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
+def side_of(given: Any, buffer: Any) -> Side | None:
     """Return how a buffer is made of a tensor."""
     if buffer is given:
-        return (lambda tensor: tensor), None
-    is_real = given.is_complex() and not buffer.is_complex()  # two numbers for each complex one
-    kept = torch.view_as_complex(buffer) if is_real else buffer
-    if (kept.shape, kept.dtype) != (given.shape, given.dtype):
+        return (lambda tensor: tensor), False, False
+    is_real = given.is_complex() and not buffer.is_complex()
+    if buffer.nbytes != given.nbytes:
         return None
     if buffer.data_ptr() == given.data_ptr():
-        return (lambda tensor: torch.view_as_real(tensor.detach())) if is_real else torch.Tensor.detach, None
+        return (lambda tensor: torch.view_as_real(tensor.detach())) if is_real else torch.Tensor.detach, False, is_real
     # values that share memory are written once; what autograd sees is not copied as it is
-    if buffer.nbytes > STAGED_MAX or 0 in given.stride() or given.requires_grad or buffer.is_inference():
+    if 0 in given.stride() or given.requires_grad or buffer.is_inference():
         return None
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        kept.copy_(tensor)
-        return buffer
-
-    return (copied if is_read else (lambda _: buffer)), kept
+    copied = for_reading if given.is_conj() or given.is_neg() else torch.Tensor.contiguous
+    return (lambda tensor: torch.view_as_real(copied(tensor))) if is_real else copied, True, is_real
 
 
 def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:
     """Return what runs a call on buffers that are made of its tensors."""
-    (reads, _), (writes, copy) = first, second
+    (reads, *_), (writes, is_copy, is_real) = first, second
 
     def run_staged(send: Any, recv: Any) -> None:
         buffer = reads(send)
-        run(buffer, buffer if in_place else writes(recv))
-        if copy is not None:
-            recv.copy_(copy)
+        target = buffer if in_place else writes(recv)
+        run(buffer, target)
+        if is_copy:
+            recv.copy_(torch.view_as_complex(target) if is_real else target)
 
     return run_staged

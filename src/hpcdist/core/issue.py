@@ -141,6 +141,13 @@ def issue(
                     if is_first:
                         journal.current = None
                 return None
+    sides = send.__class__, recv.__class__
+    if np.ndarray in sides and list not in sides:
+        target = None if recv is None else as_tensor(recv, "tensor", writable=True)
+        source = target if send is recv else None if send is None else as_tensor(send, "tensor")
+        if (source is None or not is_copy(source)) and (target is None or not is_copy(target)):
+            return issue(row, pg, source, target, op, root, async_op, counts)
+        send, recv = source, target
     return issue_any(Call(row, send, recv, op, root, counts), pg if group is None else group, async_op)
 
 
@@ -152,12 +159,6 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         return None
     if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
         made = lists.arranged(pg, call, async_op)
-    elif send.__class__ is np.ndarray or recv.__class__ is np.ndarray:
-        target = None if recv is None else as_tensor(recv, "tensor", writable=True)
-        source = target if send is recv else None if send is None else as_tensor(send, "tensor")
-        if not any(each is not None and is_copy(each) for each in (source, target)):
-            return issue(row, pg, source, target, call.op, call.root, async_op, call.counts)
-        made = call = call._replace(send=source, recv=target)
     if pg.coalescing is not None:
         held = HeldWork()
         pg.coalescing.append((made, held))

@@ -19,7 +19,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 
 from hpcdist.core.autograd_modes import Modes, run_in
 from hpcdist.core.errors import CallsDifferError, DistBackendError
-from hpcdist.core.work import Work
+from hpcdist.core.work import Work, init_torch_work
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
 SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
@@ -40,6 +40,14 @@ class QueuedWork(Work):
     _queue: Queue
     _run: Callable[[], None] | None  # until it has been carried out; it holds the buffers
 
+    def __init__(
+        self, queue: Queue, run: Callable[[], None], result: list[torch.Tensor], record: tuple[Any, ...] | None
+    ) -> None:
+        init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
+        self._result, self._call, self._queue, self._run = result, record, queue, run
+        self._done, self._error = False, None
+        self._modes = is_inference_mode_enabled(), is_grad_enabled()
+
     def _carry_out(self) -> bool:
         """Carry out the calls up to this one on this thread, unless another thread has the queue's turn.
 
@@ -56,7 +64,10 @@ class QueuedWork(Work):
                 queue._steal()
         finally:
             if has_come:
-                queue._end_turn()
+                queue._carrier = None  # ``_end_turn`` without a call
+                queue._turn.release()
+                if queue._is_urgent and queue._calls:
+                    queue._wake()
         return self._done
 
     def _tell(self) -> None:
@@ -140,10 +151,7 @@ class Queue:
             DistBackendError: an earlier call was given up.
         """
         self._latest = None
-        work = QueuedWork(result)
-        work._queue = self
-        work._run, work._call = call, record
-        work._modes = is_inference_mode_enabled(), is_grad_enabled()
+        work = QueuedWork(self, call, result, record)
         if self._carrier is not None and self._carrier == get_ident():
             self._follow(work)
             return work

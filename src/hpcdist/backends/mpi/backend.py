@@ -100,10 +100,6 @@ class MPIBackend(Backend):
         """Return what runs a collective again: only MPI's call, if that is all there is to do."""
         return self.collectives.prepare(call), None
 
-    def takes_any(self, call: Call) -> bool:
-        """Tell whether no memory is kept for sums of wider values."""
-        return self.collectives.takes_any(call)
-
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return small tensors as one, copied by MPI."""
         if self._bundler is None:

@@ -29,14 +29,15 @@ class Prepared(NamedTuple):
     Attributes:
         function: MPI's, or one of ours.
         describe: makes its arguments of where the call's tensors lie (``where``), or None if these have to take the
-            general way, as those that share memory, and the elements of a rank's share. Without it the function takes
-            what the call reads and what it writes, whose sizes do not change.
+            general way, as those that share memory, and the elements of a rank's share. None for a barrier.
         follow: what is then done to what the call writes.
+        takes_tensors: whether the function takes what the call reads and what it writes, though these are described.
     """
 
     function: Callable[..., Any]
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
     follow: Callable[[Any], Any] | None = None
+    takes_tensors: bool = False
 
 
 def where(call: Call) -> Callable[[Any, Any], Any] | None:
@@ -72,7 +73,7 @@ def repeated(
         check: of the group; None if there is none.
         communicator: the group's.
     """
-    function, describe, follow = prepared
+    function, describe, follow, takes_tensors = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
     known: tuple[Any, tuple[Any, ...] | None, int] = (None, None, 0)
@@ -106,6 +107,8 @@ def repeated(
             if places != before:
                 arguments, size = describe(places)
                 known = places, arguments, size
+            if takes_tensors and arguments is not None:
+                arguments = send, recv
         if is_checked:
             if log is not None and (size != last_size or log.failure is not None):
                 last_size = size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -17,7 +18,7 @@ from hpcdist.backends.mpi.receives import MatchedReceive
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.waiting import wait_until
-from hpcdist.core.work import Work
+from hpcdist.core.work import Work, init_torch_work
 
 
 class Requests:
@@ -78,14 +79,16 @@ class RequestWork(Work):
         result: list[torch.Tensor],
         finish: Callable[[], None] | None,
     ) -> None:
-        Work.__init__(self, result)
+        init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
+        self._result, self._call = result, None
+        self._done, self._error = False, None
         self._requests = requests
         self._request = request
         self._buffer: torch.Tensor | None = buffer
         self._when_done = finish
         self._has_ended = False  # though nobody has completed the request
         self._reason: str | None = None  # why it was cancelled
-        self._status = MPI.Status()
+        self._status: Any = MPI.Status() if result else None  # of a receive
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
         self._is_driven = False  # by the progress thread, which has the turn meanwhile
 

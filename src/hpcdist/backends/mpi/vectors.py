@@ -199,15 +199,16 @@ def apart(addresses: Sequence[int], nbytes: int, own: int, unit: int, datatype: 
 
     That is if they share memory with each other or with this rank's own, or if MPI cannot count from one to all.
     """
-    ordered = sorted((own, *addresses))
-    low = min(addresses)
-    if min(map(sub, ordered[1:], ordered)) < nbytes or max(addresses) - low > REACH * unit:
+    ordered = sorted(addresses)
+    low, high = ordered[0], ordered[-1]
+    ordered.append(own)
+    ordered.sort()
+    if min(map(sub, ordered[1:], ordered)) < nbytes or high - low > REACH * unit:
         return None
     displacements = [(place - low) // unit for place in addresses]
     if sum(displacements) * unit != sum(addresses) - low * len(addresses):  # one is not a multiple
         return None
-    span = max(addresses) - low + nbytes
-    return address(low, span), [nbytes // unit] * len(addresses), displacements, datatype
+    return address(low, high - low + nbytes), [nbytes // unit] * len(addresses), displacements, datatype
 
 
 def copy_in(target: int, addresses: Iterable[int], sizes: Sequence[int]) -> None:
