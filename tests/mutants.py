@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         WORK,
-        "        if self._error is not None:\n            self._is_seen = True\n            raise self._error\n        return True\n",
+        "            raise self._error\n        return True\n",
         "        return True\n",
         IN_QUEUE,
     ),

@@ -7,6 +7,7 @@ by its own functions; the sum of the two others is what torch would take with a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.torch_bridge import private_names
 
 SIZES = [4]
-PREPARED = 70  # calls after which a group has prepared for their repetition
+PREPARED = 400  # calls after which a group has prepared for their repetition
+SHAPES = 12  # that a program may have in turn
 LIMIT = "mpi4py + torch's part"
 
 Call = Callable[[], Any]
@@ -46,6 +48,9 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
     """Return each call by raw MPI, and by the functions of a module on a group; ``count`` elements a rank."""
     comm, size, mpi = bench.comm, bench.size, runtime.load()
     is_root = bench.rank == 0
+    sizes = [count + more for more in range(SHAPES)]
+    shapes, halves = cycle(map(torch.ones, sizes)), cycle([torch.ones(each).bfloat16() for each in sizes])
+    lists = cycle([([torch.ones(each) for _ in range(size)], torch.ones(each)) for each in sizes])
     one, other, whole = torch.ones(count), torch.ones(count), torch.ones(count * size)
     half, pairs, strided = (
         one.bfloat16(),
@@ -125,6 +130,29 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
         ),
         "barrier": (comm.Barrier, lambda lib, group: lib.barrier(group=group)),
         "irecv and isend, and waits": (messages, both),
+        # what no call can be known by: new tensors and lists, and many shapes
+        "all_reduce, new tensors": (all_reduce, lambda lib, group: lib.all_reduce(torch.empty(count), group=group)),
+        f"all_reduce, {SHAPES} shapes": (all_reduce, lambda lib, group: lib.all_reduce(next(shapes), group=group)),
+        f"all_reduce, {SHAPES} shapes, async_op and wait": (
+            all_reduce,
+            lambda lib, group: lib.all_reduce(next(shapes), group=group, async_op=True).wait(),
+        ),
+        f"all_reduce, {SHAPES} shapes, bfloat16": (
+            all_reduce,
+            lambda lib, group: lib.all_reduce(next(halves), group=group),
+        ),
+        "all_gather, new lists": (
+            lambda: comm.Allgather(a, all_a),
+            lambda lib, group: lib.all_gather([torch.empty(count) for _ in range(size)], one, group=group),
+        ),
+        f"all_gather, list, {SHAPES} shapes": (
+            lambda: comm.Allgather(a, all_a),
+            lambda lib, group: lib.all_gather(*next(lists), group=group),
+        ),
+        f"reduce_scatter, list, {SHAPES} shapes": (
+            lambda: comm.Reduce_scatter_block(all_a, a),
+            lambda lib, group: lib.reduce_scatter(*next(lists)[::-1], group=group),
+        ),
     }
 
 
