@@ -146,7 +146,9 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         tensor = made.tensor
         shape, dtype = (None, None) if tensor is None else (None if any_size else tensor.shape, tensor.dtype)
         largest = max((each.nbytes for each in (made.send, made.recv) if each is not None), default=0)
-        large_from = LARGE_BYTES // backend.size if any_size else 0 if largest >= LARGE_BYTES else NEVER
+        large_from = 0 if largest >= LARGE_BYTES else NEVER
+        if any_size:
+            large_from = LARGE_BYTES // max(1, largest // max(1, tensors[0].nbytes))
         is_like = likeness_of(given, tensors, backend.size if any_size else 0)
         self.keep(
             kind,

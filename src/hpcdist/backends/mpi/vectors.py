@@ -105,7 +105,7 @@ class Vectors:
             if each is not None:
                 if not is_list:
                     addresses = [addresses[0] + nbytes * rank for rank in range(size)]
-                shares = apart(addresses, nbytes, own, unit, datatype)
+                shares = even_shares(addresses, nbytes, own, unit, datatype)
                 if shares is None:
                     return None, count
             with_one = address(own, nbytes), count, datatype
@@ -194,7 +194,9 @@ def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatyp
     ]  # fmt: skip
 
 
-def apart(addresses: Sequence[int], nbytes: int, own: int, unit: int, datatype: MPI.Datatype) -> tuple[Any, ...] | None:
+def even_shares(
+    addresses: Sequence[int], nbytes: int, own: int, unit: int, datatype: MPI.Datatype
+) -> tuple[Any, ...] | None:
     """Return shares of so many bytes as the buffer of a vector call; None if there is more to do.
 
     That is if they share memory with each other or with this rank's own, or if MPI cannot count from one to all.
