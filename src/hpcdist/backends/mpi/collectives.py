@@ -124,19 +124,16 @@ class Collectives:
 
     def _reduce(self, call: Call, how: Reduction) -> None:
         _, send, recv, *_ = call
-        values = reduced = send
-        if how.in_memory:
-            reduced = recv
-        elif recv is not None:
+        if not how.in_memory:
             values = how.before(send)
-            is_same = call.row.shape is Shape.SAME
-            reduced = values if is_same else torch.empty(recv.shape, dtype=values.dtype, device="cpu")
-        else:
-            values, reduced = how.before(send), None
-        self._reduce_in_memory(call._replace(send=values, recv=reduced), how)
+            reduced = None if recv is None else values
+            if recv is not None and call.row.shape is not Shape.SAME:
+                reduced = torch.empty(recv.shape, dtype=values.dtype, device="cpu")
+            call = call._replace(send=values, recv=reduced)
+        self._reduce_in_memory(call, how)
         if recv is not None and (how.averages or not how.in_memory):
             with torch.inference_mode():  # which may write tensors of both modes
-                how.after(reduced, recv, self._size)
+                how.after(call.recv, recv, self._size)
 
     def _reduce_in_memory(self, call: Call, how: Reduction) -> None:
         row, send, recv, _, root, counts, *_ = call
