@@ -92,17 +92,19 @@ def test_copies_and_messages(monkeypatch, world, rank, size, way):
         monkeypatch.setattr(vectors, "COUNT_MAX", 8)
     else:
         monkeypatch.setattr(vectors, "REACH", -1)
+    group = dist.new_group()  # which has prepared nothing
     expected = [full(3, r + 1) for r in range(size)]
     outputs = [full(3, 0) for _ in range(size)]
-    dist.all_gather(outputs, full(3, rank + 1))
+    dist.all_gather(outputs, full(3, rank + 1), group)
     assert are(outputs, expected)
     for root in range(size):
         outputs = [full(3, 0) for _ in range(size)]
-        dist.gather(full(3, rank + 1), outputs if rank == root else None, root)
+        dist.gather(full(3, rank + 1), outputs if rank == root else None, root, group)
         assert rank != root or are(outputs, expected)
         output = full(3, 0)
-        dist.scatter(output, expected if rank == root else None, root)
+        dist.scatter(output, expected if rank == root else None, root, group)
         assert are([output], [expected[rank]])
+    dist.destroy_process_group(group)
 
 
 def test_reduce_scatter(rank, size):
