@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from ctypes import memmove
 from functools import lru_cache
-from operator import add
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -194,7 +194,9 @@ class Exchange:
                 sources, targets = places[:size], places[size:]
             else:
                 sources, targets = shifted(places[0], sent), shifted(places[1], received)
-            if do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):
+            ordered = sorted((*sources, *targets))
+            are_apart = is_even and min(map(sub, ordered[1:], ordered)) >= sent[0]  # as nearly always
+            if not are_apart and do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):
                 return None, count
             if size > 2:
                 read, written = together(sources, sent), together(targets, received)
