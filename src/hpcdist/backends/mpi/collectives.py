@@ -30,7 +30,7 @@ from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
-from hpcdist.core.table import BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
 
 Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
@@ -53,6 +53,7 @@ class Collectives:
         self._communicator = communicator
         self._is_background = is_background
         self._comm, self._size = comm, communicator.size
+        self._all_reduce = comm.Allreduce
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._exchange = Exchange(communicator)
         self._vectors = Vectors(communicator)
@@ -93,7 +94,12 @@ class Collectives:
                 if nbytes >= plan.shared_from and self._can_share(row, send.dtype, op, nbytes):
                     self._share(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
-                    self._reduce(call, how)
+                    if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:
+                        self._all_reduce(  # the shortest way, for latency
+                            IN_PLACE, (address(send.data_ptr(), send.nbytes), how.datatype), how.op
+                        )
+                    else:
+                        self._reduce(call, how)
                 elif row.buffers == 2:
                     self._move(call)
                 else:
