@@ -195,3 +195,28 @@ def test_messages_into_tensors_made_in_inference_mode(backend, rank, size, devic
         work.wait()
     assert [target.tolist() for target in targets] == [[left + 1.0] * 4] * 2
     dist.destroy_process_group(group)
+
+
+def test_options_reach_nccl(world, rank, size, device, monkeypatch):
+    """A group's own, then those of its parent; the side stream has the priority that they say."""
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.min_ctas, options.config.net_name = 2, "Socket"
+    made = []
+    core = load().core
+
+    config = core.NCCLConfig
+    monkeypatch.setattr(core, "NCCLConfig", lambda **given: made.append(given) or config(**given))
+    tensor = torch.ones(1, device=device)
+    group = dist.new_group(pg_options=options)
+    child = dist.split_group(group, [list(range(size))])
+    for each in (group, child):
+        tensor.fill_(1)
+        dist.all_reduce(tensor, group=each, async_op=True).wait()
+        assert tensor.item() == size
+        assert each.backends["cuda"].communicators.group.streams.side.priority == -1
+        dist.destroy_process_group(each)
+    assert made == [{"min_ctas": 2, "net_name": "Socket"}] * 2
+    plain = dist.new_group()
+    dist.all_reduce(tensor, group=plain)
+    assert len(made) == 2
+    dist.destroy_process_group(plain)

@@ -195,6 +195,7 @@ CASES = {
 }
 
 
+HAS_OPS = "op" in torch.classes.c10d.ReduceOp()._method_names()
 # what gloo of older torches cannot do, and a case with the same result
 LIKE = {"c10d::alltoall_": "c10d::allgather_"}
 
@@ -208,6 +209,13 @@ def test_operator_as_on_gloo(name, world, gloo):
         if "gloo does not support" not in str(error):
             raise
         expected = CASES[LIKE[name]](Setting(gloo))
+    if name.startswith("_c10d_functional_autograd") and not expected[1].any():
+        pytest.skip("the gradient of this torch's own groups is zero")
+    takes_op = name.startswith("c10d") and "reduce_op" in str(getattr(C10D, name[6:]).default._schema)
+    if takes_op and not HAS_OPS:
+        with pytest.raises(RuntimeError, match="does not say which op"):
+            CASES[name](Setting(world))
+        return
     for turn in range(2):
         result = CASES[name](Setting(world))
         assert len(result) == len(expected)
@@ -226,6 +234,7 @@ def test_a_group_itself_in_place_of_its_name(world, rank, size):
     assert FUNCTIONAL.wait_tensor(out).tolist() == [1.0 + each for each in range(size)]
 
 
+@pytest.mark.skipif(not HAS_OPS, reason="this torch does not say by which op an operator reduces")
 def test_a_traced_graph(world, rank, size):
     """A graph of operators runs again, and its values are those of the program that was traced."""
 

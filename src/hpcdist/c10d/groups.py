@@ -95,6 +95,8 @@ def new_group(
             f"got {backend!r}"
         )
     name, limit = WORLD.local_name(chosen), timeout or default.timeout
+    for each in default.backends.values():
+        each.options = pg_options
     backends = default.create_backends(chosen, name, limit)
     return add(chosen, default, backends, default.config, name, limit, group_desc, device_id)
 
@@ -292,6 +294,8 @@ def make(
         wanted = named if ":" in backend else {d: n for d, n in named.items() if d in wanted} or named
     by_name = {each.name: each for each in parent.backends.values()}
     registry.check_options(options, wanted.values())
+    for each in by_name.values():
+        each.options = options
     made: dict[str, Communicator | None] = {}
     try:
         with parent.journal.during("new_group"):

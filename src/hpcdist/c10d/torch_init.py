@@ -47,6 +47,8 @@ def create(options: Any, pg_options: Any) -> Group:
     ranks = tuple(options.global_ranks_in_group)
     if ranks and WORLD.default is not None:
         registry.check_options(pg_options, [each.name for each in WORLD.default.backends.values()])
+        for each in WORLD.default.backends.values():
+            each.options = pg_options
         return create_subgroup(WORLD.default, ranks, options)
     forget_aborted()
     group = WORLD.default

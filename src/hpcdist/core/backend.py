@@ -66,6 +66,7 @@ class Backend(ABC):
     rank: int
     size: int
     peer: Backend | None = None  # the group's CPU backend, where this one carries another device
+    options: Any = None  # c10d's, of the next group that is made of this one
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
     has_lists: ClassVar[bool] = False  # whether a call on a list of tensors is another than one on a tensor of all
     has_threads: bool = True  # whether the library may be called from a thread of ours

@@ -74,13 +74,14 @@ def check(name: str) -> None:
 
 # what the options of all of c10d's backends have, which the arguments of the calls decide
 COMMON_OPTIONS = ("_timeout", "backend", "enable_reconfigure", "global_ranks_in_group", "group_name")
+NCCLS_OPTIONS = ("config", "is_high_priority_stream", "split_color", "split_from")  # which it uses, or that say how
 
 
 def check_options(options: Any, names: Iterable[str]) -> None:
     """Check the options of a new group's backends: ours have none; what ``register_backend`` was given takes any.
 
-    c10d's own options are taken, since they say what the arguments say too (the time limit, the name, the ranks). What
-    they tune beside that (gloo's threads, NCCL's streams) changes no result and is not used, which a warning says.
+    c10d's own options are taken, since they say what the arguments say too (the time limit, the name, the ranks). Of
+    what they tune beside that, which changes no result, NCCL's is used; gloo's threads are not, which a warning says.
 
     Raises:
         TypeError: something else.
@@ -92,7 +93,8 @@ def check_options(options: Any, names: Iterable[str]) -> None:
             f"options of a group: got {options!r} of type {type(options).__name__}; backend {', '.join(names)} takes "
             "None or c10d's options (ProcessGroupGloo.Options, ProcessGroupNCCL.Options)"
         )
-    kept = [name for name in dir(options) if name not in COMMON_OPTIONS and not name.startswith(("__", "_pybind11"))]
+    used = (*COMMON_OPTIONS, *NCCLS_OPTIONS) if "nccl" in names else COMMON_OPTIONS
+    kept = [name for name in dir(options) if name not in used and not name.startswith(("__", "_pybind11"))]
     if kept:
         warnings.warn(
             f"hpcdist does not use these options of {type(options).__name__}: {', '.join(kept)}; results are the same",

@@ -68,6 +68,20 @@ def is_known_to_torch(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
+def reduce_op(boxed: Any) -> Any:
+    """Return the op of an operator's argument.
+
+    Raises:
+        RuntimeError: a torch, such as 2.8, in which Python cannot ask for it.
+    """
+    if "op" not in boxed._method_names():
+        raise RuntimeError(
+            f"torch {torch.__version__} does not say which op an operator of c10d reduces by, in a graph that was "
+            "traced before: expected a call of torch.distributed, or a functional collective"
+        )
+    return ReduceOp(ReduceOp.RedOpType(boxed.op()))
+
+
 def parsed(name: str, names: list[str], values: tuple[Any, ...]) -> tuple[list[Any], float]:
     """Return what a method takes after its tensors, and the seconds of the call (negative without a limit).
 
@@ -81,8 +95,7 @@ def parsed(name: str, names: list[str], values: tuple[Any, ...]) -> tuple[list[A
         if each == "timeout":
             seconds = value / 1000
         elif each in FIELDS:
-            op = ReduceOp(ReduceOp.RedOpType(value.op())) if each == "reduce_op" else value
-            setattr(options, FIELDS[each], op)
+            setattr(options, FIELDS[each], reduce_op(value) if each == "reduce_op" else value)
         elif each not in NOT_ASKED:
             rest.append(value)
     return [*rest, options] if vars(options) else rest, seconds

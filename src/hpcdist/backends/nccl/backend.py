@@ -18,7 +18,7 @@ from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes, variables
 from hpcdist.backends.nccl.calls import Function, calls_of, message, scaled
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
-from hpcdist.backends.nccl.library import Library, check_gpu, load
+from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
 from hpcdist.backends.nccl.reductions import Reductions
 from hpcdist.backends.nccl.streams import Batch, StreamWork
 from hpcdist.core import reduction, registry
@@ -71,7 +71,7 @@ class NCCLBackend(Backend):
         check_gpu()
         variables.warn()
         backend = cls(bootstrap.rank, bootstrap.size, library, finding.channel_store(bootstrap))
-        backend.peer = bootstrap.peer
+        backend.peer, backend.communicators.options = bootstrap.peer, bootstrap.options
         if backend.peer is None and bootstrap.comm is not None:
             # a group with NCCL only, under MPI: a communicator of MPI to find each other over
             backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
@@ -340,7 +340,9 @@ class NCCLBackend(Backend):
             comm = (
                 self.communicators.split(None, 0)
                 if mine is None
-                else self.communicators.split(min(mine), mine.index(self.rank))
+                else self.communicators.split(
+                    min(mine), mine.index(self.rank), config_of(self._library, self._childs_options)
+                )
             )
         owned = self._owned_peer.split(subgroups, names, timeout) if self._owned_peer is not None else None
         if index is None:
@@ -371,9 +373,15 @@ class NCCLBackend(Backend):
         link = self.communicators.group
         return child if link is None else child._take_over(self.communicators.shrink(gone, aborts), link)
 
+    @property
+    def _childs_options(self) -> Any:
+        """c10d's options of the next group that is made of this one: those given for it, or this one's."""
+        return self.options or self.communicators.options
+
     def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
         child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, None, self._cuda)
         child.peer = child._owned_peer = owned
+        child.communicators.options = self._childs_options
         child._finder = self._finder.child(self.peer, ranks, name)
         return child
 

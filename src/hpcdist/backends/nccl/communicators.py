@@ -20,7 +20,7 @@ import torch
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.calls import Where
-from hpcdist.backends.nccl.library import SHRINK_SINCE, Library
+from hpcdist.backends.nccl.library import SHRINK_SINCE, Library, config_of
 from hpcdist.backends.nccl.streams import Streams, StreamWork
 from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
@@ -68,6 +68,7 @@ class Communicators(Faults):
         self.is_eager = False
         self.ended: DistBackendError | None = None
         self.use = threading.RLock()  # an error is looked into by who touches a communicator
+        self.options: Any = None  # c10d's, of all of these communicators
         self._is_ending = False
         self._library = library
         self._cuda = cuda
@@ -98,12 +99,13 @@ class Communicators(Faults):
     def make(self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None) -> Link:
         """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have come."""
         with self.failing("connect"), self._cuda.device(device):
-            comm = self._library.core.Communicator.init(size, rank, ids)
+            comm = self._library.core.Communicator.init(size, rank, ids, *config_of(self._library, self.options))
         return self.adopt(comm, device, peer)
 
     def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
         """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
-        streams = Streams(device, self._library, self._cuda)
+        is_high = getattr(self.options, "is_high_priority_stream", False)
+        streams = Streams(device, self._library, self._cuda, is_high)
         streams.interrupt = self.interrupt
         link = Link(comm, Where(self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
@@ -116,11 +118,11 @@ class Communicators(Faults):
                 self.pairs[peer] = link
         return link
 
-    def split(self, color: int | None, key: int) -> Any:
+    def split(self, color: int | None, key: int, config: tuple[Any, ...] = ()) -> Any:
         """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
         self._live_group().streams.settle("split")  # NCCL wants none of the parent's calls outstanding
         with self.use, self.failing("split"):
-            return self._live_group().comm.split(color, key)
+            return self._live_group().comm.split(color, key, *config)
 
     def shrink(self, excluded: Sequence[int], aborts: bool) -> Any:
         """Return the nccl4py communicator without some ranks; the others call.

@@ -58,6 +58,22 @@ class Library(NamedTuple):
                 swap(before)
 
 
+UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
+# what c10d's options say of a communicator (ncclConfig_t), less whether it blocks
+SETTINGS = (
+    *("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class"),
+    *("collnet_enable", "cta_policy", "nvls_ctas"),
+)
+
+
+def config_of(library: Library, options: Any) -> tuple[Any, ...]:
+    """Return NCCL's configuration of a communicator if c10d's ``ProcessGroupNCCL.Options`` ask for one."""
+    config = getattr(options, "config", None)
+    found = {name: getattr(config, name, None) for name in SETTINGS}
+    found = {name: value for name, value in found.items() if value not in (None, "", UNDEFINED)}
+    return (library.core.NCCLConfig(**found),) if found else ()
+
+
 def install_command() -> str:
     """Return the pip command for the CUDA that this torch was built for."""
     extra = EXTRAS.get((torch.version.cuda or "").split(".")[0])

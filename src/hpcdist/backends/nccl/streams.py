@@ -51,13 +51,16 @@ class Streams:
         device: the communicator's GPU.
         library: what lets events be queried while a graph is captured.
         cuda: ``torch.cuda``, whose streams and events are used.
+        is_high_priority: whether kernels of the side stream come before others that wait for room on the GPU.
     """
 
-    def __init__(self, device: torch.device, library: Library, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, device: torch.device, library: Library, cuda: Any = torch.cuda, is_high_priority: bool = False
+    ) -> None:
         self.device = device
         self.cuda = cuda
         self._library = library
-        self.side = cuda.Stream(device)
+        self.side = cuda.Stream(device, priority=-1) if is_high_priority else cuda.Stream(device)
         self.side_handle: int = self.side.cuda_stream
         self.failure: DistBackendError | None = (
             None  # why the communicator was aborted: its calls have ended, but failed
