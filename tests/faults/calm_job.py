@@ -126,6 +126,7 @@ def a_live_rank_is_left_out() -> None:
     assert dist.get_world_size() == 2
     assert dist.get_rank() == (0 if rank == 0 else 1)
     assert group is dist.group.WORLD
+    assert [*torch.distributed.distributed_c10d._world.pg_map] == [group]  # the old one is not left in torch's registry
     values = torch.ones(3)
     dist.all_reduce(values)
     assert values.tolist() == [2.0] * 3

@@ -145,6 +145,39 @@ def test_one_exchange_after_another_that_does_not_fit(room, group, rank, size, m
         refused("all_to_all", dist.all_to_all_single, torch.empty_like(given), given, splits, splits, group)
 
 
+def test_counts_stay_until_the_last_rank_has_read_them(group, rank, size, monkeypatch):
+    """Rank 0 exchanges nothing with the last one, and so may have made its next exchange before that one stands in."""
+    check = group.any_backend().check
+    dist.barrier(group)
+    board, number = check.board, check.number + 1
+    if size == 2 or len(board.ranks) < size:
+        return
+    if rank == size - 1:
+        shares = check._shares
+
+        def late(*given):
+            time.sleep(0.3)
+            return shares(*given)
+
+        monkeypatch.setattr(check, "_shares", late)
+        while not all(board.has_come_to(other, number) for other in range(size - 1) if other != 1):
+            time.sleep(0.001)
+        refused("all_to_all_single.*barrier", dist.barrier, group)
+    else:
+        with_1 = [1 in (rank, other) and max(rank, other) < size - 1 for other in range(size)]
+        splits = [2 * (rank == other or with_1[other]) for other in range(size)]
+        given = torch.ones(sum(splits))
+        while rank == 1 and board.failing[size - 1] != number:  # until when the others wait for it in MPI
+            time.sleep(0.001)
+        refused(
+            "all_to_all_single.*barrier", dist.all_to_all_single, torch.empty_like(given), given, splits, splits, group
+        )
+    splits = [1 + rank + other for other in range(size)]
+    output = torch.empty(sum(splits))
+    dist.all_to_all_single(output, torch.full_like(output, float(rank)), splits, splits, group)
+    assert torch.equal(output, torch.arange(float(size)).repeat_interleave(torch.tensor(splits)))
+
+
 def test_an_exchange_that_nothing_compares_overwrites_nothing(rank, size, monkeypatch):
     """Open MPI writes a large message to its end (``backends.mpi.receives``)."""
     for length in (9, 1000, 30_000, 300_000):
