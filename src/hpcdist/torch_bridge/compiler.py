@@ -45,7 +45,7 @@ def likeness(*tensors: torch.Tensor, any_size: bool = False) -> call_cache.Liken
 
 
 with suppress(Exception):  # a torch that compares in another way: then each call asks for itself
-    likeness(torch.empty(1, device="cpu"))
+    likeness(torch.empty(1, device="cpu"), any_size=True)
     hooks.likeness = likeness
 
 
