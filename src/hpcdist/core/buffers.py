@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 ORIGINAL = "_hpcdist_original"  # attribute of a tensor: the array whose values it holds, with strides below zero
+COPY_MAX, COPIES_KEPT = 1 << 16, 32  # bytes of a copy, and how many of one kind are kept
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
 
 
@@ -172,6 +173,36 @@ def for_writing(tensor: torch.Tensor) -> torch.Tensor:
     if is_direct(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class Copies:
+    """Contiguous copies of tensors, valid until the next one; of small ones the memory is kept, by shape.
+
+    New memory takes a microsecond more, and to describe it to a library another one.
+
+    Args:
+        dtype: of the copies.
+        describe: makes what is kept with a copy.
+    """
+
+    def __init__(self, dtype: torch.dtype, describe: Callable[[torch.Tensor], Any]) -> None:
+        self._dtype, self._describe = dtype, describe
+        self._kept: dict[torch.Size, tuple[torch.Tensor, Any]] = {}
+
+    def of(self, tensor: torch.Tensor, is_read: bool = True) -> tuple[torch.Tensor, Any]:
+        """Return a copy of a tensor, and what describes it; one that is only to be written has any values."""
+        found = self._kept.get(tensor.shape)
+        if found is None:
+            with torch.inference_mode(False):  # it is written in both modes
+                made = torch.empty(tensor.shape, dtype=self._dtype, device="cpu")
+            found = made, self._describe(made)
+            if made.nbytes <= COPY_MAX:
+                if len(self._kept) == COPIES_KEPT:
+                    self._kept.clear()
+                self._kept[tensor.shape] = found
+        if is_read:
+            found[0].copy_(tensor)
+        return found
 
 
 def same_dtype(*tensors: torch.Tensor) -> torch.dtype:

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
-from hpcdist.core.buffers import PLAIN_TYPES, TensorList, for_reading
+from hpcdist.core.buffers import PLAIN_TYPES, Copies, TensorList
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
 from hpcdist.core.table import ALL_TO_ALL_SINGLE
@@ -277,11 +277,11 @@ def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] |
         return ()
     if send.__class__ is LIST or recv.__class__ is LIST:
         return None
-    first, second = side_of(send, made.send), side_of(recv, made.recv)
+    first, second = side_of(send, made.send, True), side_of(recv, made.recv, False)
     return None if first is None or second is None else (first, second)
 
 
-def side_of(given: Any, buffer: Any) -> Side | None:
+def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     """Return how a buffer is made of a tensor."""
     if buffer is given:
         return (lambda tensor: tensor), False, False
@@ -291,10 +291,10 @@ def side_of(given: Any, buffer: Any) -> Side | None:
     if buffer.data_ptr() == given.data_ptr():
         return (lambda tensor: torch.view_as_real(tensor.detach())) if is_real else torch.Tensor.detach, False, is_real
     # values that share memory are written once; what autograd sees is not copied as it is
-    if 0 in given.stride() or given.requires_grad or buffer.is_inference():
+    if 0 in given.stride() or given.requires_grad or given.is_inference() or buffer.is_inference():
         return None
-    copied = for_reading if given.is_conj() or given.is_neg() else torch.Tensor.contiguous
-    return (lambda tensor: torch.view_as_real(copied(tensor))) if is_real else copied, True, is_real
+    copies = Copies(given.dtype, torch.view_as_real if is_real else lambda copy: copy)
+    return (lambda tensor: copies.of(tensor, is_read)[1]), True, is_real
 
 
 def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:

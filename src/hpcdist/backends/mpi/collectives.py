@@ -9,7 +9,6 @@ about copies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,15 +26,13 @@ from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Reduction
 from hpcdist.backends.mpi.repetition import Prepared, repeated
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
-from hpcdist.core.buffers import TensorList, do_overlap, overlap
+from hpcdist.core.buffers import Copies, TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
 from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
 
 Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
-KEPT_MAX = 1 << 16  # bytes of a prepared call's own memory for tensors of a shape
-KEPT_SHAPES = 32
 BARRIER_SAID = what(BARRIER.name)
 
 
@@ -293,24 +290,12 @@ class Collectives:
         row, recv, wide = call.row, call.recv, how.wide
         assert wide is not None
         function, size, datatype, is_float = self._calls[row], self._size, how.datatype, wide.is_floating_point
-        widen = torch.Tensor.float if wide is torch.float32 else partial(torch.Tensor.to, dtype=wide)
         is_alone = recv is None or row.shape is Shape.SAME
 
-        kept: dict[torch.Size, tuple[torch.Tensor, Any]] = {}  # of small ones: new memory takes 0.7 µs more
+        widened = Copies(wide, lambda values: (address(values.data_ptr(), values.nbytes), datatype))
 
         def run(send: Any, recv: Any) -> None:
-            shape = send.shape
-            if shape in kept:
-                values, buffer = kept[shape]
-                values.copy_(send)
-            else:
-                with torch.inference_mode(False):  # it is written in both modes
-                    values = widen(send)
-                buffer = address(values.data_ptr(), values.nbytes), datatype
-                if values.nbytes <= KEPT_MAX:
-                    if len(kept) == KEPT_SHAPES:
-                        kept.clear()
-                    kept[shape] = values, buffer
+            values, buffer = widened.of(send)
             total = values
             if recv is None:
                 function(buffer, None, *last)
