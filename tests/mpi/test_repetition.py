@@ -476,6 +476,16 @@ def test_what_is_of_a_kind_but_for_its_sizes_is_checked(group, rank, size):
     shares = [shared[each : each + 2] for each in range(0, 2 * size, 2)]
     dist.all_gather(shares, shares[rank].fill_(rank), group)  # its own place
     assert shared[:-1].tolist() == [float(peer) for peer in range(size) for _ in range(2)]
+    for _ in range(ENOUGH):  # of one element, and so contiguous
+        for single in (torch.ones(1, 2)[:, 0], torch.ones(1, 2, requires_grad=True)[:, 0].detach().requires_grad_()):
+            dist.all_reduce(single, group=group)
+            dist.all_gather([torch.empty(1, 2)[:, 0] for _ in range(size)], single.detach(), group)
+    every_other = torch.ones(7, 2)[:, 0]
+    dist.all_reduce(every_other, group=group)
+    assert every_other.tolist() == [size] * 7
+    shares = [torch.empty(7, 2)[:, 0] for _ in range(size)]
+    dist.all_gather(shares, torch.full((7, 2), float(rank))[:, 0], group)
+    assert all(bool((each == peer).all()) for peer, each in enumerate(shares))
     kept = torch.ones(4)
     dist.all_reduce(kept, group=group)
     kept.resize_(3).fill_(1)  # where it was

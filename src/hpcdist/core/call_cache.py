@@ -185,8 +185,13 @@ def has_any_size(given: Call, made: Call) -> bool:
 
 
 def are_flat(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether tensors have one dimension at most: what looks like them has their stride (``hooks.likeness``)."""
-    return all(each.dim() <= 1 for each in tensors)
+    """Tell whether what looks like some tensors is contiguous if they are, as ``hooks.likeness`` compares them.
+
+    Of a single dimension it compares the stride, and a tensor of one element is contiguous whatever that is.
+    """
+    return all(
+        each.dim() == 0 or (each.dim() == 1 and (each.stride(0) == 1 or not each.is_contiguous())) for each in tensors
+    )
 
 
 def one_like(tensor: torch.Tensor) -> Likeness:
