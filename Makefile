@@ -22,8 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 MPIRUN  = $(BIN)/mpirun $(if $(filter openmpi,$(MPI)),--oversubscribe)
 PYTEST  = -m pytest -q -p no:cacheprovider
 RANKS  ?= 3
-# most tests that start jobs wait most of their time
-WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 2)
+WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / 2 + 1)
 SERIAL  = $(BIN)/python $(PYTEST) --durations=15 tests $(patsubst %,--ignore=tests/%,mpi parity cluster gpu)
 BESIDE  = -n $(WORKERS) --dist loadgroup
 

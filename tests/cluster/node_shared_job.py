@@ -11,12 +11,12 @@ dist.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 hosts: list = [None] * size
 dist.all_gather_object(hosts, os.uname().nodename)
-mates = [each for each in range(size) if hosts[each] == hosts[rank]]
+peers = [each for each in range(size) if hosts[each] == hosts[rank]]
 tensor = dist.node_shared((size,), torch.int64, fill=lambda tensor: tensor.fill_(-rank))
 dist.barrier()
 tensor[rank] = 100 + rank
 dist.barrier()
-assert tensor.tolist() == [100 + each if each in mates else -mates[0] for each in range(size)], tensor
+assert tensor.tolist() == [100 + each if each in peers else -peers[0] for each in range(size)], tensor
 # a host without room: all ranks raise the same
 if rank == size - 1:
     memory_file.free = lambda: 7

@@ -231,7 +231,7 @@ def late(wait):
 
 @pytest.mark.parametrize("numel", [1000, 300_000])
 @pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "mixed"])
-def test_nothing_is_overwritten_that_a_slow_mate_still_reads(node, comm, monkeypatch, call, numel):
+def test_nothing_is_overwritten_that_a_slow_peer_still_reads(node, comm, monkeypatch, call, numel):
     size, rank = comm.size, comm.rank
     if rank == size - 1:
         for name in ("wait", "wait_for"):  # what was waited for is read later than anybody expects

@@ -86,6 +86,21 @@ def test_all_to_all(rank, size, pattern, dim):
             assert equal(tensor, across(rows(count(source, rank), source, dtype, rank), dim))
 
 
+@pytest.mark.parametrize("is_even", [True, False])
+def test_calls_that_come_again(rank, size, is_even):
+    """The same sizes in a row, which the group prepares for, and others after them."""
+    for turn in range(100):
+        rows = 2 if is_even else turn // 50 + 1 + rank
+        gathered, sizes = dist.all_gather_varied(torch.full((rows, 2), float(rank)))
+        assert [part.mean().item() for part in gathered.split(sizes)] == list(range(size))
+        sent = [torch.full((2 if is_even else to + 1, 3), float(rank)) for to in range(size)]
+        received = dist.all_to_all_varied(sent)
+        assert [len(each) for each in received] == [2 if is_even else rank + 1] * size
+        assert all(bool((each == peer).all()) for peer, each in enumerate(received))
+        mine = dist.reduce_scatter_varied(torch.ones(sum(sizes), 2), rows)
+        assert mine.tolist() == [[size, size]] * rows
+
+
 def test_numpy(rank, size):
     gathered, _ = dist.all_gather_varied(np.full((rank, 2), rank))
     assert isinstance(gathered, np.ndarray)

@@ -39,7 +39,7 @@ def test_a_warned_job_is_requeued_and_resumes_at_its_step(cluster, submit, jobs,
 
 def test_training_reaches_the_same_accuracy_as_if_it_had_not_been_stopped(cluster, submit, any_mpi, tmp_path):
     pytest.importorskip("sklearn")
-    arguments = ["--epochs", "40", "--checkpoint"]
+    arguments = ["--epochs", "20", "--checkpoint"]
     number = submit("requeue", TRAIN, *arguments, tmp_path / "run.ckpt", options=size(), **any_mpi)
     wait_for_text(cluster, number, "\n    3 ")
     assert cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
@@ -48,7 +48,7 @@ def test_training_reaches_the_same_accuracy_as_if_it_had_not_been_stopped(cluste
     assert stopped.output.count("stopped by a signal; --resume goes on from the checkpoint") == 1
     whole = cluster.wait(submit("cpu", TRAIN, *arguments, tmp_path / "whole.ckpt", options=size()[:2], **any_mpi))
     epochs = [re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) ", job.output, re.MULTILINE) for job in (stopped, whole)]
-    assert len(epochs[0]) == 40
+    assert len(epochs[0]) == 20
     assert epochs[0] == epochs[1], "each epoch once, with the loss and the accuracy of the run that was left alone"
 
 

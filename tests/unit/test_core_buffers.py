@@ -68,7 +68,7 @@ def test_values_reach_memory_that_several_elements_share():
     assert memory.tolist() == [1, 2, 3]
     flat = torch.arange(5.0)
     outputs = [torch.zeros(2), torch.zeros(3, 2)[:, 1]]
-    buffers.scattering(flat, outputs)()
+    buffers.make_unpack(flat, outputs)()
     assert [each.tolist() for each in outputs] == [[0, 1], [2, 3, 4]]
 
 

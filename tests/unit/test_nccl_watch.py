@@ -117,10 +117,10 @@ def test_the_calls_that_have_ended_are_let_go_of_and_their_events_used_again(end
         work.end.is_complete = False
     ends = [work.end for work in works]
     assert backend.pending() == works[ended:]
-    assert [flight.work() for flight in streams.under_way] == works[ended:]
+    assert [pending.work() for pending in streams.under_way] == works[ended:]
     assert list(streams._free_events) == ends[:ended]
     assert [work.is_completed() for work in works] == [True] * ended + [False] * (7 - ended)
-    assert [bool(work.flight.held) for work in works] == [False] * ended + [True] * (7 - ended)
+    assert [bool(work.pending.keepalive) for work in works] == [False] * ended + [True] * (7 - ended)
 
 
 def test_calls_that_are_launched_together_give_their_event_back_once() -> None:

@@ -307,7 +307,7 @@ class TorchBackend(C10dBackend):
 
     def _launch(self, streams: Streams, held: list[Held]) -> None:
         """Launch calls together, and behind them those that are several calls of torch's with arithmetic between."""
-        for begun_on in dict.fromkeys(each.work.flight.begun_on for each in held):
+        for begun_on in dict.fromkeys(each.work.pending.begun_on for each in held):
             streams.fork(begun_on)
         with streams.on_side():
             self.inner._start_coalescing()

@@ -49,7 +49,7 @@ def exchange(
         ValueError: a rank outside the group; before anything is sent.
         DistBackendError: what was sent does not fit.
     """
-    pg = world.joined(group, "exchange")
+    pg = world.member_group(group, "exchange")
     if pg is None:
         return None
     outgoing, are_plain = messages(pg, sends, "sends")

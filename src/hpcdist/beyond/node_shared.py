@@ -73,7 +73,7 @@ def node_shared(
         TypeError, ValueError: no shape, no dtype, or a ``fill`` that does not fit; on all ranks the same.
         MismatchError: ranks ask for different shapes or dtypes; it is a ValueError.
     """
-    pg = world.joined(group, "node_shared")
+    pg = world.member_group(group, "node_shared")
     if pg is None:
         return None
     backend = carrier(pg, "node_shared")

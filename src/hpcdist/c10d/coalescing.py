@@ -37,7 +37,7 @@ def all_reduce_coalesced(
         TypeError: no list of tensors.
         ValueError: dtypes that differ; otherwise as for ``all_reduce``.
     """
-    pg = world.joined(group, "all_reduce_coalesced")
+    pg = world.member_group(group, "all_reduce_coalesced")
     if pg is None:
         return None
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -69,7 +69,7 @@ def all_gather_coalesced(
         TypeError: no list of lists of tensors.
         ValueError: lengths, sizes or dtypes that do not fit.
     """
-    pg = world.joined(group, "all_gather_coalesced")
+    pg = world.member_group(group, "all_gather_coalesced")
     if pg is None:
         return None
     inputs = as_tensors(input_tensor_list, "input_tensor_list")

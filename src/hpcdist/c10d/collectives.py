@@ -258,7 +258,7 @@ def barrier(
         )
     if timeout is None and not device_ids:
         return issue(BARRIER, group, None, None, None, None, async_op)
-    pg = world.joined(group, "barrier")
+    pg = world.member_group(group, "barrier")
     if pg is None:
         return None
     work: Work | None

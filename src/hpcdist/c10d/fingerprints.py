@@ -66,7 +66,7 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
     row, tensor = call.row, call.tensor
     if tensor is None:
         return Fingerprint(row.name, number, None, None, None, None, None, call.root, None)
-    counts = shares(pg, call) if row in EXCHANGES else call.counts
+    counts = share_counts(pg, call) if row in EXCHANGES else call.counts
     if tensor.is_complex() and not row.reduces:  # moved as its real and imaginary parts, which another rank may give
         tensor = torch.view_as_real(tensor)
         counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
@@ -87,7 +87,7 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
     )
 
 
-def shares(pg: Group, call: Call) -> Counts:
+def share_counts(pg: Group, call: Call) -> Counts:
     """Return the elements to and from each rank of an exchange; those of a call that gives none are equal."""
     size = pg.size()
     return call.counts or ([call.send.numel() // size] * size, [call.recv.numel() // size] * size)

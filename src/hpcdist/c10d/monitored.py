@@ -76,7 +76,7 @@ def monitored_barrier(
     Raises:
         DistBackendError: a rank did not come in time; on rank 0 it says which.
     """
-    pg = world.joined(group, "monitored_barrier")
+    pg = world.member_group(group, "monitored_barrier")
     if pg is None:
         return
     limit = timeout if timeout is not None else pg.timeout

@@ -33,7 +33,7 @@ def carrier(pg: Group, call: str) -> Backend:
 
 
 def check_list(value: Any, name: str, length: int, what: str) -> None:
-    """Raise where an argument is no list, or one too short."""
+    """Raise if an argument is not a list, or is too short."""
     if not isinstance(value, list):
         raise TypeError(f"`{name}` is of type {type(value).__name__}; expected a list")
     if len(value) < length:
@@ -54,7 +54,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
         ValueError: a list shorter than the group.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    pg = world.joined(group, "all_gather_object")
+    pg = world.member_group(group, "all_gather_object")
     if pg is None:
         return
     size = len(pg.ranks)

@@ -19,7 +19,7 @@ import torch
 
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import Faults, Membership, Windows
-from hpcdist.core.buffers import joined
+from hpcdist.core.buffers import concatenate
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.queue import LARGE_BYTES, Queue
@@ -128,7 +128,7 @@ class Backend(ABC):
 
         ``sizes`` are the bytes of each.
         """
-        flat = joined(tensors, tensors[0].dtype)
+        flat = concatenate(tensors, tensors[0].dtype)
 
         def copy() -> None:
             place = flat.data_ptr()

@@ -308,12 +308,12 @@ def counts_in(dtype: torch.dtype, tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor.nbytes // dtype.itemsize for tensor in tensors]
 
 
-def joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the tensors' elements one after another, in the dtype that they travel in (``same_dtype``)."""
     return torch.cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
 
 
-def joint(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return memory for the elements of all tensors, in the dtype that they travel in (``same_dtype``).
 
     Raises:
@@ -326,7 +326,7 @@ def joint(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(sum(counts_in(dtype, tensors)), dtype=dtype, device=device)
 
 
-def scattering(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return what copies the elements of ``flat``, which are of the dtype that they travel in, to the tensors."""
 
     def copy() -> None:

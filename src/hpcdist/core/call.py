@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core.buffers import TensorList
-from hpcdist.core.table import ALL_TO_ALL
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +54,13 @@ class Call(NamedTuple):
 
     def on(self, send: Any, recv: Any) -> Call:
         """Return the same call on other tensors or lists of the same looks, without what follows it."""
+        are_lists = send.__class__ is recv.__class__ is list
         if send.__class__ is list:
             send = TensorList(send, self.send.dtype)
         if recv.__class__ is list:
             recv = TensorList(recv, self.recv.dtype)
         counts = self.counts
-        if counts is not None and self.row is ALL_TO_ALL and len({*send.sizes, *recv.sizes}) == 1:
+        if counts is not None and are_lists and len({*send.sizes, *recv.sizes}) == 1:
             counts = ([send.sizes[0] // send.itemsize] * len(counts[0]),) * 2  # of tensors that may have any size
         return self._replace(send=send, recv=recv, counts=counts, finish=None)
 

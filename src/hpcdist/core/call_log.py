@@ -29,7 +29,7 @@ Words = tuple[bytes, bytes]  # of some calls in order: the first ones, and the s
 Read = tuple[list[int], list[int]]  # the same as numbers
 
 
-class Place(NamedTuple):
+class CallPosition(NamedTuple):
     """Where a rank is."""
 
     number: int  # of its last call
@@ -150,16 +150,16 @@ class CallLog:
         length = 8 * max(0, number + 1 - block * BLOCK)
         return (words[0][:length], words[1][:length]) if words is not None else (b"", b"")
 
-    def at(self, number: int) -> Place | None:
+    def at(self, number: int) -> CallPosition | None:
         """Return where this rank was at a call; None if it has not come to it, or that is not known any more."""
         block = number // BLOCK
         start = self._starts.get(block)
         words = self.words(block, number)
         if start is None or number > self.last() or not words[0]:
             return None
-        return Place(number, start, (start + part(words)) % MODULUS)
+        return CallPosition(number, start, (start + part(words)) % MODULUS)
 
-    def place(self) -> Place | None:
+    def place(self) -> CallPosition | None:
         """Return where this rank is."""
         return self.at(self.last())
 
@@ -176,9 +176,9 @@ class CallLog:
 
     def neighbours(self) -> list[int]:
         """Return a rank of the next node, and one of the node before."""
-        mates = self.nodes[self._node]
+        peers = self.nodes[self._node]
         found = [self.nodes[(self._node + step) % len(self.nodes)] for step in (1, -1)]
-        return list(dict.fromkeys(ranks[mates.index(self.rank) % len(ranks)] for ranks in found))
+        return list(dict.fromkeys(ranks[peers.index(self.rank) % len(ranks)] for ranks in found))
 
     def listeners(self) -> list[int]:
         """Return the ranks to inform about a failure: those of its node, and one on each node 1, 2, 4, … further."""
@@ -189,7 +189,7 @@ class CallLog:
             step *= 2
         return found
 
-    def agrees(self, rank: int, place: Place) -> bool:
+    def agrees(self, rank: int, place: CallPosition) -> bool:
         """Tell whether another rank has made the calls that this one has, as far as both are known."""
         own, offset = self.at(place.number), self._offsets.get(rank, 0)
         return own is None or (own.start, own.total) == (

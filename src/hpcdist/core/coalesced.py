@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcdist.core import hooks, profiling
-from hpcdist.core.buffers import is_plain, real, same_dtype, scattering
+from hpcdist.core.buffers import is_plain, make_unpack, real, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import Likeness
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
-from hpcdist.core.lists import IS_CPU, in_one
+from hpcdist.core.lists import IS_CPU, flatten
 from hpcdist.core.reduction import canonical, is_done_by_parts
 from hpcdist.core.table import ALL_GATHER, ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
@@ -118,8 +118,8 @@ def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) 
         if len(together) == 1:
             yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun)
             continue
-        flat = in_one(pg, together, same_dtype(*together), is_begun)
-        then = scattering(flat, together)
+        flat = flatten(pg, together, same_dtype(*together), is_begun)
+        then = make_unpack(flat, together)
         yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun)
 
 
@@ -141,7 +141,7 @@ def begin_all(
     event = None
     if inputs and hooks.is_profiled():
         event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
-    with nullcontext() if event is None else profiling.joined(event):
+    with nullcontext() if event is None else profiling.as_one(event):
         work = AllWork([work for work in calls if work is not None], result)
     if event is not None:
         work._ends(event)

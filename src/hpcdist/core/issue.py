@@ -20,6 +20,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     PLAIN_TYPES,
     TensorList,
+    allocate_flat,
     as_real,
     as_tensor,
     check_dense,
@@ -28,10 +29,9 @@ from hpcdist.core.buffers import (
     for_writing,
     is_copy,
     is_direct,
-    joint,
+    make_unpack,
     put,
     same_dtype,
-    scattering,
 )
 from hpcdist.core.call import Call, in_turn
 from hpcdist.core.call_cache import LOOKS
@@ -51,7 +51,7 @@ from hpcdist.core.reproducible import Reproducible, carrier
 from hpcdist.core.sparse import all_reduce_sparse
 from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row
 from hpcdist.core.work import DoneWork, HeldWork, Work
-from hpcdist.core.world import WORLD, joined
+from hpcdist.core.world import WORLD, member_group
 
 NUMEL = torch.Tensor.numel
 
@@ -154,7 +154,7 @@ def issue(
 def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     """Run or begin a collective on anything that a caller may give: the general way of ``issue``."""
     row, send, recv, *_ = made = call
-    pg = group if isinstance(group, Group) and group.backends else joined(group, row.name)
+    pg = group if isinstance(group, Group) and group.backends else member_group(group, row.name)
     if pg is None:
         return None
     if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
@@ -216,13 +216,13 @@ def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
     if row is ALL_TO_ALL_SINGLE:
         assert given is not None
         assert output is not None
-        counts = lists.shares(pg, given, output, dtype, counts)
+        counts = lists.counts_of_splits(pg, given, output, dtype, counts)
     if given is not None and output is not None:
         if given.dtype is not output.dtype:  # one is complex, the other holds real and imaginary parts
             check_parts(row, op, given, output)
-            flat = joint([output], dtype)
+            flat = allocate_flat([output], dtype)
             result = [output] if result is None else result
-            given, output, then = as_real(given), flat, in_turn(scattering(flat, [output]), then)
+            given, output, then = as_real(given), flat, in_turn(make_unpack(flat, [output]), then)
         if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):
             raise size_error(row, pg, given, output, counts)
 

@@ -18,6 +18,7 @@ from hpcdist.core import hooks
 from hpcdist.core.buffers import (
     PLAIN_TYPES,
     TensorList,
+    allocate_flat,
     as_list,
     as_splits,
     as_tensor,
@@ -26,16 +27,15 @@ from hpcdist.core.buffers import (
     check_length,
     check_parts,
     check_sizes,
+    concatenate,
     for_reading,
     for_writing,
     is_direct,
     is_plain,
-    joined,
-    joint,
+    make_unpack,
     put,
     rows_of,
     same_dtype,
-    scattering,
 )
 from hpcdist.core.call import Call, in_turn
 from hpcdist.core.group import Group
@@ -55,14 +55,14 @@ from hpcdist.core.table import (
 IS_CPU = attrgetter("is_cpu")
 
 
-def in_one(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op: bool) -> torch.Tensor:
+def flatten(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op: bool) -> torch.Tensor:
     """Return the elements of a call's inputs one after another, in the dtype that all its tensors travel in.
 
     A synchronous call first waits for what is queued, which may still write to its inputs.
     """
     if not async_op:
         pg.backend(inputs[0].device).settle()
-    return joined(inputs, dtype)
+    return concatenate(inputs, dtype)
 
 
 def takes_lists(pg: Group) -> bool:
@@ -86,7 +86,7 @@ def to_read(
 ) -> torch.Tensor | TensorList:
     """Return a call's inputs as what the library reads."""
     if not is_taken:
-        return in_one(pg, inputs, dtype, async_op)
+        return flatten(pg, inputs, dtype, async_op)
     if not async_op:
         pg.backend("cpu").settle()
     return TensorList(list(map(for_reading, inputs)), dtype)
@@ -97,8 +97,8 @@ def to_write(
 ) -> tuple[torch.Tensor | TensorList, Callable[[], None] | None]:
     """Return a call's outputs as what the library writes, and what then copies to them, if anything is to be copied."""
     if not is_taken:
-        flat = joint(outputs, dtype)
-        return flat, scattering(flat, outputs)
+        flat = allocate_flat(outputs, dtype)
+        return flat, make_unpack(flat, outputs)
     written = list(map(for_writing, outputs))
     copied = [pair for pair in zip(written, outputs, strict=True) if pair[0] is not pair[1]]
 
@@ -109,7 +109,7 @@ def to_write(
     return TensorList(written, dtype), copy if copied else None
 
 
-def check_alike(call: str, *tensors: torch.Tensor) -> torch.dtype:
+def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype that a call's tensors travel in; raise c10d's error unless they have one and are dense."""
     check_dense(call, *tensors)
     return same_dtype(*tensors)
@@ -126,7 +126,7 @@ def all_gather(pg: Group, call: Call, async_op: bool) -> Call:
         outputs = as_tensors(tensor_list, "tensor_list", writable=True)
         send = as_tensor(tensor, "tensor")
         check_length("all_gather", "tensor_list", outputs, len(pg.ranks))
-        dtype = check_alike("all_gather", send, *outputs)
+        dtype = common_dtype("all_gather", send, *outputs)
         check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], send)
         recv, then = to_write(outputs, dtype, are_taken(pg, [send, *outputs]))
         sizes = [each.nbytes for each in outputs]
@@ -147,7 +147,7 @@ def gather(pg: Group, call: Call, async_op: bool) -> Call:
     given = as_tensor(tensor, "tensor")
     outputs = as_tensors(gather_list, "gather_list", writable=True)
     check_length("gather", "gather_list", outputs, len(pg.ranks))
-    dtype = check_alike("gather", given, *outputs)
+    dtype = common_dtype("gather", given, *outputs)
     check_sizes("gather", "gather_list", outputs, given)
     recv, then = to_write(outputs, dtype, are_taken(pg, [given, *outputs]))
     return call._replace(send=given, recv=recv, finish=then, result=outputs)
@@ -162,7 +162,7 @@ def scatter(pg: Group, call: Call, async_op: bool) -> Call:
     output = as_tensor(tensor, "tensor", writable=True)
     inputs = as_tensors(scatter_list, "scatter_list")
     check_length("scatter", "scatter_list", inputs, len(pg.ranks))
-    dtype = check_alike("scatter", output, *inputs)
+    dtype = common_dtype("scatter", output, *inputs)
     check_sizes("scatter", "scatter_list", inputs, output)
     send = to_read(pg, inputs, dtype, are_taken(pg, [output, *inputs]), async_op)
     return call._replace(send=send, recv=output)
@@ -177,7 +177,7 @@ def reduce_scatter(pg: Group, call: Call, async_op: bool) -> Call:
         target = as_tensor(output, "output", writable=True)
         inputs = as_tensors(input_list, "input_list")
         check_length("reduce_scatter", "input_list", inputs, len(pg.ranks))
-        dtype = check_alike("reduce_scatter", target, *inputs)
+        dtype = common_dtype("reduce_scatter", target, *inputs)
         for each in inputs:
             if each.dtype is not target.dtype:
                 check_parts(REDUCE_SCATTER, call.op, each, target)
@@ -207,7 +207,7 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
         inputs = as_tensors(input_list, "input_tensor_list")
         check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
         check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
-        dtype = check_alike("all_to_all", *outputs, *inputs)
+        dtype = common_dtype("all_to_all", *outputs, *inputs)
         is_taken = are_taken(pg, [*inputs, *outputs])
         send = to_read(pg, inputs, dtype, is_taken, async_op)
         recv, then = to_write(outputs, dtype, is_taken)
@@ -217,7 +217,7 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
     return call._replace(send=send, recv=recv, counts=counts, finish=then, result=outputs)
 
 
-def shares(
+def counts_of_splits(
     pg: Group, given: torch.Tensor, output: torch.Tensor, dtype: torch.dtype, splits: Counts | None
 ) -> Counts | None:
     """Return the elements that an all_to_all_single sends to each rank and receives; None for equal shares.
@@ -271,7 +271,7 @@ def contiguous(pg: Group, call: Call, async_op: bool) -> Call:
         backend.check_reduction(row, dtype, op)
         if dtype.is_complex and is_done_by_parts(op):
             if op == PREMUL_SUM and is_complex(factor_of(op)):
-                return call._replace(send=joined(send.tensors, dtype))
+                return call._replace(send=concatenate(send.tensors, dtype))
             send = TensorList(send.tensors, dtype.to_real())
             counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
     if send.__class__ is not TensorList and not is_direct(send):

@@ -58,7 +58,7 @@ def begin(
 
 
 @contextmanager
-def joined(event: hooks.Event) -> Iterator[None]:
+def as_one(event: hooks.Event) -> Iterator[None]:
     """Let the calls made inside be this event, so that they leave none of their own; it ends here only if they fail."""
     THREAD.is_joining = True
     try:

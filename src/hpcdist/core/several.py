@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from hpcdist.core import reduction
-from hpcdist.core.buffers import check_dense, joined, put, scattering
+from hpcdist.core.buffers import check_dense, concatenate, make_unpack, put
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue_any
-from hpcdist.core.lists import in_one
+from hpcdist.core.lists import flatten
 from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE, Row
 from hpcdist.core.work import Work
@@ -27,7 +27,7 @@ from hpcdist.core.work import Work
 Tensors = Sequence[torch.Tensor]
 
 
-def check_alike(call: str, tensors: Tensors) -> None:
+def check_same_kind(call: str, tensors: Tensors) -> None:
     """Raise c10d's error unless tensors have one dtype, size and layout."""
     if not tensors:
         raise MismatchError(f"{call}: requires non-empty tensor list")
@@ -47,7 +47,7 @@ def check_alike(call: str, tensors: Tensors) -> None:
 
 def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
     """Return this rank's tensors combined, in memory of their own."""
-    check_alike(row.name, tensors)
+    check_same_kind(row.name, tensors)
     reduction.check(row, tensors[0].dtype, op)
     if not async_op:
         pg.backend(tensors[0].device).settle()  # what is queued may still write to them
@@ -92,8 +92,8 @@ def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, as
 
 def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Write one tensor of one rank to all tensors of all ranks."""
-    check_alike("broadcast", tensors)
-    flat = in_one(pg, [tensors[root_tensor]], tensors[0].dtype, async_op).clone()
+    check_same_kind("broadcast", tensors)
+    flat = flatten(pg, [tensors[root_tensor]], tensors[0].dtype, async_op).clone()
 
     def copy() -> None:
         for tensor in tensors:
@@ -105,11 +105,11 @@ def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op
 def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:
     """Gather all tensors of all ranks into each list of outputs, rank by rank."""
     result = [tensor for each in outputs for tensor in each]
-    check_alike("all_gather", [*inputs, *result])
+    check_same_kind("all_gather", [*inputs, *result])
     device = inputs[0].device
-    flat = in_one(pg, [tensor.to(device) for tensor in inputs], inputs[0].dtype, async_op)
+    flat = flatten(pg, [tensor.to(device) for tensor in inputs], inputs[0].dtype, async_op)
     everything = torch.empty(len(pg.ranks) * flat.numel(), dtype=flat.dtype, device=device)
-    copies = [scattering(everything, list(each)) for each in outputs]
+    copies = [make_unpack(everything, list(each)) for each in outputs]
 
     def copy() -> None:
         for each in copies:
@@ -120,10 +120,10 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
 
 def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:
     """Combine the lists of all tensors of all ranks and leave each output its entry."""
-    check_alike("reduce_scatter", [*outputs, *(tensor for each in inputs for tensor in each)])
+    check_same_kind("reduce_scatter", [*outputs, *(tensor for each in inputs for tensor in each)])
     how, device = canonical(op), outputs[0].device
-    joint = [joined([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
-    total = combined(pg, REDUCE_SCATTER_SINGLE, joint, how, async_op)
+    parts = [concatenate([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
+    total = combined(pg, REDUCE_SCATTER_SINGLE, parts, how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
-    then = scattering(mine, list(outputs))
+    then = make_unpack(mine, list(outputs))
     return issue_any(Call(REDUCE_SCATTER_SINGLE, total, mine, how, finish=then, result=list(outputs)), pg, async_op)

@@ -180,7 +180,7 @@ def resolve(group: Any) -> Group:
     raise errors.destroyed(group)
 
 
-def joined(group: Any, call: str) -> Group | None:
+def member_group(group: Any, call: str) -> Group | None:
     """Return the group that a caller means; if this rank is not in it, warn as c10d does and return None.
 
     Raises:
@@ -205,7 +205,7 @@ def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tu
     pg = WORLD.default if group is None else group
     if isinstance(pg, Group) and pg.backends and group_peer is None and peer in pg.group_ranks:
         return pg, pg.group_ranks[peer]
-    pg = joined(group, call)
+    pg = member_group(group, call)
     if pg is None:
         return None
     return pg, group_rank(pg, peer, group_peer)
@@ -215,7 +215,7 @@ def origin(group: Any, call: str, src: int | None, group_src: int | None) -> tup
     """Return the group and a sender's rank in it, or None for anyone, where no sender is given; else as ``route``."""
     if src is not None or group_src is not None:
         return route(group, call, src, group_src)
-    pg = joined(group, call)
+    pg = member_group(group, call)
     return None if pg is None else (pg, None)
 
 

@@ -197,14 +197,14 @@ def options(call: Call, async_op: bool) -> Any:
     return made
 
 
-def shares(tensor: Any, counts: Sequence[int]) -> list[list[torch.Tensor]]:
+def split_by_counts(tensor: Any, counts: Sequence[int]) -> list[list[torch.Tensor]]:
     """Return the ranks' shares of a tensor as the list of lists that c10d takes; an empty one without a tensor."""
     return [] if tensor is None else [list(tensor.reshape(-1).split(list(counts)))]
 
 
 def equal_shares(tensor: Any, size: int) -> list[list[torch.Tensor]]:
     """Return the same of shares of one size."""
-    return shares(tensor, [] if tensor is None else [tensor.numel() // size] * size)
+    return split_by_counts(tensor, [] if tensor is None else [tensor.numel() // size] * size)
 
 
 def in_place(call: Call) -> list[torch.Tensor]:
@@ -229,12 +229,16 @@ DOORS: dict[Row, Callable[[Any, Any, Any], Work]] = {
     REDUCE: lambda pg, call, opts: pg.reduce(in_place(call), opts),
     ALL_GATHER_SINGLE: lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
     ALL_GATHER: lambda pg, call, opts: pg.allgather(
-        shares(call.recv, call.counts[1]) if call.counts else equal_shares(call.recv, pg.size()), [call.send], opts
+        split_by_counts(call.recv, call.counts[1]) if call.counts else equal_shares(call.recv, pg.size()),
+        [call.send],
+        opts,
     ),
     GATHER: lambda pg, call, opts: pg.gather(equal_shares(call.recv, pg.size()), [call.send], opts),
     SCATTER: lambda pg, call, opts: pg.scatter([call.recv], equal_shares(call.send, pg.size()), opts),
     REDUCE_SCATTER_SINGLE: lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),
-    REDUCE_SCATTER: lambda pg, call, opts: pg.reduce_scatter([call.recv], shares(call.send, call.counts[0]), opts),
+    REDUCE_SCATTER: lambda pg, call, opts: pg.reduce_scatter(
+        [call.recv], split_by_counts(call.send, call.counts[0]), opts
+    ),
     ALL_TO_ALL_SINGLE: exchange,
     ALL_TO_ALL: exchange,
 }

@@ -59,21 +59,21 @@ def replace(name: str, function: Function, *owners: Any) -> None:
         setattr(owner, name, replaced)
 
 
-def resolve_group(group: Any) -> Any:
+def member_group(group: Any) -> Any:
     """Return the group that a caller of torch's means."""
     return c10d._world.default_pg if group is None else group
 
 
 def batch_isend_irecv(stock: Function, p2p_op_list: Any) -> Any:
     """Launch the messages on a group of ours together."""
-    group = resolve_group(getattr(p2p_op_list[0], "group", None)) if p2p_op_list else None
+    group = member_group(getattr(p2p_op_list[0], "group", None)) if p2p_op_list else None
     with group.grouped() if isinstance(group, ProcessGroup) else nullcontext():
         return stock(p2p_op_list)
 
 
 def monitored_barrier(stock: Function, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
     """Take groups of ours too."""
-    pg = resolve_group(group)
+    pg = member_group(group)
     if isinstance(pg, ProcessGroup):
         return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.monitored adds it
     return stock(group, timeout, wait_all_ranks)
@@ -81,7 +81,7 @@ def monitored_barrier(stock: Function, group: Any = None, timeout: Any = None, w
 
 def set_timeout(stock: Function, timeout: Any, group: Any = None) -> None:
     """Set the limit of a group of ours; that of 2.13 sets only gloo's and NCCL's."""
-    pg = resolve_group(group)
+    pg = member_group(group)
     if isinstance(pg, ProcessGroup):
         pg.set_timeout(timeout)
     else:

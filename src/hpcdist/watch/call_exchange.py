@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 from hpcdist.core import hooks
-from hpcdist.core.call_log import TELLS, CallLog, Place, Read
+from hpcdist.core.call_log import TELLS, CallLog, CallPosition, Read
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way
 from hpcdist.watch.calls_under_way import UnderWay
@@ -128,7 +128,9 @@ class CallExchange:
         """Take note of where a rank is."""
         if told.get("failure") is not None:
             self._fail(log, ranks, told["failure"], log.leader == log.rank)
-        elif told.get("place") is not None and log.failure is None and not log.agrees(rank, Place(*told["place"])):
+        elif (
+            told.get("place") is not None and log.failure is None and not log.agrees(rank, CallPosition(*told["place"]))
+        ):
             self._compare_words(log, ranks, rank)
 
     def _compare_words(self, log: CallLog, ranks: list[int], rank: int) -> None:

@@ -257,7 +257,7 @@ def end_collections() -> None:
 def end_threads() -> None:
     """Let no call begin any more, and end the threads of torch's own backends while they may take Python's lock.
 
-    gloo's threads let go of a call's tensors a moment after the call has returned, and need the lock for it. If Python
+    gloo's threads release a call's tensors a moment after the call has returned, and need the lock for it. If Python
     has begun to end by then, it ends the thread in a destructor, and the process is aborted ("terminate called without
     an active exception"): 1 of 100 processes, with 8 ranks on 2 cores.
     """

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, PIECE, address, apart, message, shares
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, PIECE, address, apart, buffer_of_runs, message
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
@@ -197,7 +197,7 @@ class Collectives:
         buffers: Any = apart(send, recv, BYTE)
         if buffers is None:  # of more bytes than MPI counts; MPI_IN_PLACE would be a call that only this rank makes
             given = send.clone() if overlap(send, recv) else send
-            buffers = shares(given, send.nbytes), shares(recv, send.nbytes)
+            buffers = buffer_of_runs(given, send.nbytes), buffer_of_runs(recv, send.nbytes)
         self._calls[row](*buffers)
 
     # -- calls that come again -------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def message(tensor: torch.Tensor) -> list[Any]:
     nbytes = tensor.nbytes
     if nbytes <= COUNT_MAX:
         return [address(tensor.data_ptr(), nbytes), BYTE]
-    return shares(tensor, nbytes)
+    return buffer_of_runs(tensor, nbytes)
 
 
 CUTS = MPI.get_vendor()[0] != "Open MPI"  # whether MPI cuts a message that is longer than its buffer
@@ -94,7 +94,7 @@ def apart(
     return (address(first, sent), datatype), (address(second, received), datatype)
 
 
-def shares(tensor: torch.Tensor, nbytes: int) -> list[Any]:
+def buffer_of_runs(tensor: torch.Tensor, nbytes: int) -> list[Any]:
     """Return the memory of a tensor as the buffer of an MPI call that moves ``nbytes`` to or from each rank."""
     return [memory(tensor), *run(nbytes)]
 

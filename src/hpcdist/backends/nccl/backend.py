@@ -208,11 +208,11 @@ class NCCLBackend(Backend):
         ``queue`` and ``finish`` hold all memory that the device will touch; the Work holds both (see ``streams``).
         """
         streams = link.streams
-        held = (queue, finish)
+        keepalive = (queue, finish)
         if self._batch is not None:
-            work = StreamWork(streams, streams.current(), result, held, nbytes, source, is_barrier)
+            work = StreamWork(streams, streams.current(), result, keepalive, nbytes, source, is_barrier)
             return self._batch.add(queue, finish, work)
-        work = StreamWork(streams, streams.fork(), result, held, nbytes, source, is_barrier)
+        work = StreamWork(streams, streams.fork(), result, keepalive, nbytes, source, is_barrier)
         self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
             with streams.on_side():

@@ -62,16 +62,16 @@ def direct(row: Row, function: Callable[..., None]) -> Function:
     return call
 
 
-def shares(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int]]:
+def element_ranges(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int]]:
     """Return the address and the element count of each rank's share of a contiguous tensor."""
     start, width = tensor.data_ptr(), tensor.element_size()
     places = accumulate(counts[:-1], initial=0)
     return [(start + place * width, count) for place, count in zip(places, counts, strict=True)]
 
 
-def equal_shares(tensor: torch.Tensor, size: int) -> list[tuple[int, int]]:
+def equal_ranges(tensor: torch.Tensor, size: int) -> list[tuple[int, int]]:
     """Return the same if all shares are of one size."""
-    return shares(tensor, [tensor.numel() // size] * size)
+    return element_ranges(tensor, [tensor.numel() // size] * size)
 
 
 def all_gather(
@@ -79,7 +79,7 @@ def all_gather(
 ) -> None:
     """Gather shares of any size: every rank broadcasts its own."""
     with library.core.group():
-        for rank, (place, count) in enumerate(shares(recv, counts[1])):
+        for rank, (place, count) in enumerate(element_ranges(recv, counts[1])):
             if count:
                 source = send.data_ptr() if rank == where.rank else place
                 library.bindings.broadcast(source, place, count, datatype, rank, where.handle, stream)
@@ -90,7 +90,7 @@ def reduce_scatter(
 ) -> None:
     """Combine and scatter shares of any size: one reduce to every rank."""
     with library.core.group():
-        for rank, (place, count) in enumerate(shares(send, counts[0])):
+        for rank, (place, count) in enumerate(element_ranges(send, counts[0])):
             if count:
                 target = recv.data_ptr() if rank == where.rank else place
                 library.bindings.reduce(place, target, count, datatype, op, rank, where.handle, stream)
@@ -126,9 +126,9 @@ def all_to_all(
 ) -> None:
     """Exchange shares."""
     if counts is None:
-        sends, receives = equal_shares(send, where.size), equal_shares(recv, where.size)
+        sends, receives = equal_ranges(send, where.size), equal_ranges(recv, where.size)
     else:
-        sends, receives = shares(send, counts[0]), shares(recv, counts[1])
+        sends, receives = element_ranges(send, counts[0]), element_ranges(recv, counts[1])
     exchange(library, where, sends, receives, datatype, stream)
 
 
@@ -139,7 +139,7 @@ def gather(
     nothing = [(0, 0)] * where.size
     sends = list(nothing)
     sends[root] = (send.data_ptr(), send.numel())
-    exchange(library, where, sends, nothing if recv is None else equal_shares(recv, where.size), datatype, stream)
+    exchange(library, where, sends, nothing if recv is None else equal_ranges(recv, where.size), datatype, stream)
 
 
 def scatter(
@@ -149,7 +149,7 @@ def scatter(
     nothing = [(0, 0)] * where.size
     receives = list(nothing)
     receives[root] = (recv.data_ptr(), recv.numel())
-    exchange(library, where, nothing if send is None else equal_shares(send, where.size), receives, datatype, stream)
+    exchange(library, where, nothing if send is None else equal_ranges(send, where.size), receives, datatype, stream)
 
 
 def message(

@@ -7,12 +7,12 @@ given a limit, and under ``TORCH_NCCL_BLOCKING_WAIT=1``.
 
 **What lives until when.** The device reads and writes memory long after the call that queued it has returned, and
 torch's allocator gives the memory of a dropped tensor to the next one that is made on its stream. On the current stream
-that is harmless, because whatever gets the memory is queued behind the call. For the side stream ``Flight.held``
-keeps everything that the call touches: the caller's tensors, the copies and products that stand in for them, and what
-is copied back at the end. It is released when the stream that the call began on waits for the call, since all later
-uses of the memory are behind that wait, as after an abort; or when the host has seen that the call has ended. Nothing
-else holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what is under way is listed
-without it (``Flight``).
+that is harmless, because whatever gets the memory is queued behind the call. For the side stream
+``PendingCall.keepalive`` keeps everything that the call touches: the caller's tensors, the copies and products that
+stand in for them, and what is copied back at the end. It is released when the stream that the call began on waits for
+the call, since all later uses of the memory are behind that wait, as after an abort; or when the host has seen that the
+call has ended. Nothing else holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what
+is under way is listed without it (``PendingCall``).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Streams:
         self._last_call: Any = None  # its record
         self._is_in_graph = False  # whether a graph holds calls, whose replays no event of ours is behind
         self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
-        self.under_way: deque[Flight] = deque()
+        self.under_way: deque[PendingCall] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
         self._unswept = 0  # calls since those that have ended were last looked for
         self._free_events: deque[Any] = deque()  # events whose calls have ended, to be recorded again
@@ -140,11 +140,11 @@ class Streams:
         if self.is_capturing():
             work.is_captured = self._is_in_graph = True
             return work
-        self.under_way.append(work.flight)
+        self.under_way.append(work.pending)
         if self.failure is not None:  # meanwhile, after those under way were told
             self.fail_all(self.failure)
         self._unswept += 1
-        if self._unswept >= SWEEP_EVERY or work.flight.nbytes >= SWEEP_BYTES:
+        if self._unswept >= SWEEP_EVERY or work.pending.nbytes >= SWEEP_BYTES:
             with self._guard, self.querying():
                 self._sweep()
         return work
@@ -168,19 +168,19 @@ class Streams:
                 rest = middle
         failed = under_way[ended - 1].work().exception() is not None  # the device has, or the communicator was aborted
         for _ in range(ended):
-            flight = under_way.popleft()
+            pending = under_way.popleft()
             if failed:
-                flight.work().has_ended()
+                pending.work().has_ended()
                 continue
-            flight.passed()
-            if flight.owns_end:
-                self._free_events.append(flight.end)
+            pending.passed()
+            if pending.owns_end:
+                self._free_events.append(pending.end)
 
     def pending(self) -> list[StreamWork]:
         """Return the asynchronous calls that the device has not ended; any thread may ask."""
         with self._guard, self.querying():
             self._sweep()
-            works = [flight.work() for flight in self.under_way]
+            works = [pending.work() for pending in self.under_way]
             return [work for work in works if not work.has_ended()]
 
     def fail_all(self, error: BaseException) -> None:
@@ -190,21 +190,21 @@ class Streams:
         """
         with self._guard:
             while self.under_way:
-                flight = self.under_way.popleft()
-                if flight.held:
-                    self._free_behind(flight)
-                flight.work().fail(error)
+                pending = self.under_way.popleft()
+                if pending.keepalive:
+                    self._free_behind(pending)
+                pending.work().fail(error)
 
-    def _free_behind(self, flight: Flight) -> None:
+    def _free_behind(self, pending: PendingCall) -> None:
         """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
         with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
-            with self.cuda.stream(flight.begun_on):
+            with self.cuda.stream(pending.begun_on):
                 is_capturing = self.cuda.is_current_stream_capturing()
             if not is_capturing:
-                flight.end.wait(flight.begun_on)
+                pending.end.wait(pending.begun_on)
                 return
             # a capture cannot wait for what was queued before it, and the host not for ever
-            wait_until(flight.end.query, ABORT_SECONDS)
+            wait_until(pending.end.query, ABORT_SECONDS)
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
@@ -280,21 +280,21 @@ class EventWork(Work):
             self.has_ended()
 
 
-class Flight:
+class PendingCall:
     """A call on a side stream until the host has seen its end, whatever becomes of the caller's Work.
 
     Attributes:
-        held: what the call touches, kept as long as the module's text says.
+        keepalive: what the call touches, kept as long as the module's text says.
         begun_on: the stream that was current when it was made.
         nbytes: of its larger buffer.
         end: the event behind it.
         owns_end: whether that is this call's own, and not one of several that were launched together.
     """
 
-    __slots__ = ("_call", "_streams", "_work", "begun_on", "end", "held", "nbytes", "owns_end")
+    __slots__ = ("_call", "_streams", "_work", "begun_on", "end", "keepalive", "nbytes", "owns_end")
 
-    def __init__(self, work: StreamWork, begun_on: Any, held: tuple[Any, ...], nbytes: int) -> None:
-        self.held = held
+    def __init__(self, work: StreamWork, begun_on: Any, keepalive: tuple[Any, ...], nbytes: int) -> None:
+        self.keepalive = keepalive
         self.begun_on = begun_on
         self.nbytes = nbytes
         self.end: Any = None
@@ -308,13 +308,13 @@ class Flight:
         work = self._work()
         if work is None:
             work = StreamWork(self._streams, None, [], (), 0, None, False)
-            work.flight, work.end, work._call = self, self.end, self._call
+            work.pending, work.end, work._call = self, self.end, self._call
             self._work = lambda: work
         return work
 
     def passed(self) -> None:
         """End without an error, because a later call on the stream has ended."""
-        self.held = ()
+        self.keepalive = ()
         work = self._work()
         if work is not None:
             work.passed()
@@ -324,7 +324,7 @@ class StreamWork(EventWork):
     """A call on a side stream.
 
     Attributes:
-        flight: what is known of it without its outputs.
+        pending: what is known of it without its outputs.
         is_captured: whether it is part of a CUDA graph, which runs later and any number of times: it never ends.
     """
 
@@ -335,20 +335,20 @@ class StreamWork(EventWork):
         streams: Streams,
         begun_on: Any,
         result: list[torch.Tensor],
-        held: tuple[Any, ...],
+        keepalive: tuple[Any, ...],
         nbytes: int,
         source: int | None,
         is_barrier: bool,
     ) -> None:
         super().__init__(streams, result, None)
-        self.flight = Flight(self, begun_on, held, nbytes)
+        self.pending = PendingCall(self, begun_on, keepalive, nbytes)
         self._source = source
         self._is_barrier = is_barrier
 
     def ends_with(self, end: Any, owns_end: bool = True) -> None:
         """Take note of the event behind the call."""
-        self.end = self.flight.end = end
-        self.flight.owns_end = owns_end
+        self.end = self.pending.end = end
+        self.pending.owns_end = owns_end
 
     def _ends(self, event: Event) -> None:
         """Let a profiler's event end now, as c10d's does: the profiler sees the kernels themselves.
@@ -374,7 +374,7 @@ class StreamWork(EventWork):
 
     def _finish(self, error: BaseException | None = None) -> None:
         super()._finish(error)
-        self.flight.held = ()
+        self.pending.keepalive = ()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too.
@@ -403,8 +403,8 @@ class StreamWork(EventWork):
             )
         current = self._streams.current()
         self.end.wait(current)
-        if current is self.flight.begun_on:
-            self.flight.held = ()  # another stream's wait does not keep the first one from getting the memory
+        if current is self.pending.begun_on:
+            self.pending.keepalive = ()  # another stream's wait does not keep the first one from getting the memory
         return current
 
     def block_current_stream(self) -> None:
@@ -484,7 +484,7 @@ class Batch:
     def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
         """Queue all calls on the device in one group; ``launch`` is that of the group's communicators."""
         last = {work._streams: work for _, _, work in self.calls}
-        for streams, stream in dict.fromkeys((work._streams, work.flight.begun_on) for _, _, work in self.calls):
+        for streams, stream in dict.fromkeys((work._streams, work.pending.begun_on) for _, _, work in self.calls):
             streams.fork(stream)
 
         def queue(_: int) -> None:

@@ -56,7 +56,7 @@ def broadcast_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    pg = world.joined(group, "broadcast_multigpu")
+    pg = world.member_group(group, "broadcast_multigpu")
     if pg is None:
         return None
     given = checked("broadcast_multigpu", tensor_list, "tensor_list")
@@ -78,7 +78,7 @@ def all_reduce_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    pg = world.joined(group, "all_reduce_multigpu")
+    pg = world.member_group(group, "all_reduce_multigpu")
     if pg is None:
         return None
     given = checked("all_reduce_multigpu", tensor_list, "tensor_list")
@@ -102,7 +102,7 @@ def reduce_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    pg = world.joined(group, "reduce_multigpu")
+    pg = world.member_group(group, "reduce_multigpu")
     if pg is None:
         return None
     given = checked("reduce_multigpu", tensor_list, "tensor_list")
@@ -127,7 +127,7 @@ def all_gather_multigpu(
     Raises:
         ValueError: a list of another length.
     """
-    pg = world.joined(group, "all_gather_multigpu")
+    pg = world.member_group(group, "all_gather_multigpu")
     if pg is None:
         return None
     given = checked("all_gather_multigpu", input_tensor_list, "input_tensor_list")
@@ -157,7 +157,7 @@ def reduce_scatter_multigpu(
     Raises:
         ValueError: a list of another length.
     """
-    pg = world.joined(group, "reduce_scatter_multigpu")
+    pg = world.member_group(group, "reduce_scatter_multigpu")
     if pg is None:
         return None
     outputs = checked("reduce_scatter_multigpu", output_tensor_list, "output_tensor_list")
