@@ -19,7 +19,7 @@ import torch
 import hpcdist as dist
 
 CALLS = int(os.environ.get("HPCDIST_TEST_CALLS", "0"))
-FEW, MANY = 500, 1000  # on as many ranks as share the cores, and on one or two
+FEW, MANY = 250, 1000  # on as many ranks as share the cores, and on one or two
 SIZES = (1, 16, 16, 16, 300, 20_000)  # the last one wakes the worker at once
 SECONDS = 60  # a wait that takes longer never ends
 
