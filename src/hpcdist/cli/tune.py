@@ -26,7 +26,7 @@ from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import HALF, Thresholds
 from hpcdist.cli.bench.collectives import buffers
 from hpcdist.cli.bench.report import least, size_name
-from hpcdist.cli.bench.timing import Bench
+from hpcdist.cli.bench.timing import Bench, opened
 from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
@@ -62,14 +62,7 @@ def run(args: list[str]) -> int:
     made = parser()
     options = made.parse_args(args)
     path = options.output or threshold_file.users_file()
-    began = not dist.is_initialized()
-    if began:
-        dist.init_process_group()
-    try:
-        try:
-            bench = Bench(options)
-        except dist.DistBackendError as error:  # the group is gloo's or loopback's
-            made.error(f"{error}; start it by a launcher of MPI: srun python -m hpcdist tune")
+    with opened(options, made, "start it by a launcher of MPI: srun python -m hpcdist tune") as bench:
         nodes = bench.wire.nodes
         if bench.size == 1:
             made.error("shared memory takes two ranks or more: mpirun -n 2 python -m hpcdist tune")
@@ -81,9 +74,6 @@ def run(args: list[str]) -> int:
         if bench.rank == 0:
             threshold_file.write(path, bench.library.rsplit(" ", 1)[0], place, found)
             print(f"Written to {path}, for the processor {processor()!r}.")
-    finally:
-        if began:
-            dist.destroy_process_group()
     return 0
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-import hpcdist as dist
 from hpcdist.backends.mpi.node.thresholds import number_of_bytes
 from hpcdist.cli.bench import plots, report
-from hpcdist.cli.bench.timing import Bench
+from hpcdist.cli.bench.timing import opened
 from hpcdist.cli.job_arguments import JobParser, described
 
 # subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
@@ -100,21 +99,11 @@ def run(args: list[str]) -> int:
     if options.html and not plots.can_draw():
         made.error(plots.MISSING)
     module: Any = importlib.import_module(SUBJECTS[options.subject])
-    began = not dist.is_initialized()
-    if began:
-        dist.init_process_group()
-    try:
-        try:
-            bench = Bench(options)
-        except dist.DistBackendError as error:  # the group is gloo's or loopback's
-            made.error(f"{error}; start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench")
+    with opened(options, made, "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench") as bench:
         if options.explain:
             report.explain(bench)
             return 0
         module.measure(bench)
         report.write(bench)
         plots.write(bench)
-    finally:
-        if began:
-            dist.destroy_process_group()
     return 0

@@ -6,7 +6,8 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -117,3 +118,26 @@ class Bench:
             wire = max(self.comm.allgather(sent[side])) / (self.options.rounds * calls[side] * operations)
             self.figures.append(Figure(what, dtype, nbytes, side, medians[side], min(slowest), max(slowest), wire))
         return medians
+
+
+@contextmanager
+def opened(options: argparse.Namespace, parser: argparse.ArgumentParser, start: str) -> Iterator[Bench]:
+    """Make the bench of a command, on the default group or on one that ends with it.
+
+    Args:
+        options: the parsed command line.
+        parser: ends the command if the group is not on MPI.
+        start: how to start it then.
+    """
+    began = not dist.is_initialized()
+    if began:
+        dist.init_process_group()
+    try:
+        try:
+            bench = Bench(options)
+        except dist.DistBackendError as error:  # the group is gloo's or loopback's
+            parser.error(f"{error}; {start}")
+        yield bench
+    finally:
+        if began:
+            dist.destroy_process_group()
