@@ -85,7 +85,7 @@ def test_send_and_recv(rank, size):
 def test_messages_of_objects_and_of_tensors_are_not_taken_for_each_other(rank, size):
     if size < 2:
         pytest.skip("needs two ranks")
-    tensor = torch.full((2,), 5.0)
+    tensor = torch.full((2,), 5.0, device="cpu")  # as objects: NCCL has no tags
     if rank == 0:
         sent = dist.isend(tensor, 1)
         dist.send_object_list(["one"], 1)
