@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 import hpcdist as dist
 from hpcdist.core import hooks
 from hpcdist.core.call_cache import KEPT, LOOKS, CachedCall
+from hpcdist.core.issue import issue
 from hpcdist.core.journal import RING
 from hpcdist.core.table import (
     ALL_GATHER,
@@ -386,6 +387,23 @@ def forms(rank, size):
         "all_to_all": (lambda g: dist.all_to_all(outputs, inputs, g), outputs, [rank] * size),
         "in place": (lambda g: dist.all_to_all_single(square, square, group=g), [square], [torch.arange(size)]),
         "splits": (lambda g: dist.all_to_all_single(whole, sent, splits, splits, g), [whole], [rank]),
+        "splits of the input": (lambda g: dist.all_to_all_single(whole, sent, None, splits, g), [whole], [rank]),
+        "splits of the output": (lambda g: dist.all_to_all_single(whole, sent, splits, None, g), [whole], [rank]),
+        "counts": (
+            lambda g: issue(ALL_TO_ALL, g, sent, whole, counts=(splits, splits)),
+            [whole],
+            [rank],
+        ),
+        "counts of a gather": (
+            lambda g: issue(ALL_GATHER, g, inputs[rank], whole, counts=([length], splits)),
+            [whole],
+            [sent],
+        ),
+        "counts of a reduction": (
+            lambda g: issue(REDUCE_SCATTER, g, sent, plain, ReduceOp.SUM, counts=(splits, [length])),
+            [plain],
+            [rank * size],
+        ),
     }
 
 
@@ -405,6 +423,22 @@ def test_calls_of_every_form_by_turns(group, rank, size):
     if "HPCDIST_TEST_BACKEND" not in os.environ:  # others prepare fewer
         assert all(known(group, row) for row in (REDUCE, ALL_TO_ALL_SINGLE, *LISTED))
     assert len(group.known[ALL_REDUCE]) == KEPT
+
+
+def test_what_was_prepared_is_used(group, rank, size):
+    """Otherwise the same call would be prepared again and again."""
+    for name, (call, *_) in forms(rank, size).items():
+        for _ in range(4 * LOOKS):
+            call(group)
+        assert all(len(kept) == 1 for kept in group.known.values()), (name, group.known)
+        group.known.clear()
+
+
+def test_sizes_other_than_the_counts_are_refused(group, size):
+    for _ in range(ENOUGH):
+        issue(ALL_GATHER, group, torch.ones(2), torch.empty(2 * size), counts=([2], [2] * size))
+    with pytest.raises(ValueError, match="do not fit"):
+        issue(ALL_GATHER, group, torch.ones(3), torch.empty(3 * size), counts=([2], [2] * size))
 
 
 def test_calls_of_every_form_in_a_group_of_one(rank):

@@ -133,7 +133,8 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         is_easy = not sides or (len(tensors) == 1 and made.tensor.shape == tensors[0].shape)
         any_size = bool(tensors) and is_easy and is_on_cpu and has_any_size(given, made)
         if counts is not None:
-            counts = list(counts[0]), list(counts[1])
+            sent, received = (None if each is None else list(each) for each in counts)  # either of splits may be None
+            counts = sent, received
         looks = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors]
         kind = row if root is None else (row, root)
         if tensors and not any_size and not self.is_again(kind, (op, counts, looks)):
@@ -178,9 +179,10 @@ def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
 
 def has_any_size(given: Call, made: Call) -> bool:
     """Tell whether a call of contiguous tensors is one of its kind whatever their sizes, as long as these fit."""
-    sides = [each for each in (made.send, made.recv) if each is not None]
+    if given.counts is not None:
+        return False
     if given.row is ALL_TO_ALL_SINGLE:  # rows are to be divided among the ranks, and of one dimension they are elements
-        return given.counts is None and all(each.dim() == 1 for each in sides)
+        return made.send.dim() == made.recv.dim() == 1
     return made.counts is None or len({*made.counts[0], *made.counts[1]}) == 1
 
 
