@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,8 @@ import hpcdist as dist
 from hpcdist.backends.mpi import retired
 from hpcdist.core import hooks
 from hpcdist.core.unfinished import Unfinished
+from hpcdist.core.waiting import wait_until
+from hpcdist.watch.watchdog import RUNNING
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
 
@@ -227,3 +230,37 @@ def test_the_store_of_torchs_world_behind_its_prefix_store(rank, size):
     assert not store.check(["a"])
     assert not store.delete_key("a")
     dist.barrier()
+
+
+def test_ranks_that_leave_make_no_call_on_the_programs_communicator(rank, size):
+    from mpi4py import MPI
+
+    from hpcdist.backends.mpi.process import runtime
+
+    if size == 1:
+        pytest.skip("needs two ranks")
+    dist.barrier()
+    barrier = None if rank == 0 else MPI.COMM_WORLD.Ibarrier()
+    leaves = runtime.exit_barrier() if rank == 0 else None
+    dist.barrier()
+    time.sleep(0.05)
+    if rank == 0:
+        assert not leaves()
+        MPI.COMM_WORLD.Ibarrier().Wait()
+    else:
+        assert not barrier.Test()  # rank 0 has not come, though it leaves
+        barrier.Wait()
+        leaves = runtime.exit_barrier()
+    assert wait_until(leaves, 10)
+
+
+def test_the_folder_of_traces_has_a_name_of_its_own(rank, size):
+    """It stands in /tmp, and says nothing of the job's secret."""
+    (watchdog,) = RUNNING
+    names = [None] * size
+    dist.all_gather_object(names, watchdog.recorder.name)
+    assert len({*names}) == 1
+    assert len(names[0]) >= 16
+    secrets = [*watchdog.channel.keys, *(each.key for each in watchdog.channel.endpoints.values())]
+    parts = {names[0][at : at + 10] for at in range(len(names[0]) - 9)}
+    assert not [part for part in parts for each in secrets if part in each]

@@ -157,6 +157,26 @@ def test_signals_are_counted_by_sender(opened, rank, size):
         dist.barrier()
 
 
+def test_a_signal_to_another_node_is_atomic(rank, size, monkeypatch):
+    """Its receiver polls what MPI_Put may write in parts."""
+    monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
+    made = []
+
+    class Seen:
+        def __getattr__(self, name):
+            made.append(name)
+            return getattr(between, name)
+
+    with dist.Window(1) as window:
+        after, before = neighbours(rank, size)
+        between, window._remote._group = window._remote._group, Seen()
+        window.signal(after)
+        window.wait_signal(before)
+        window._remote._group = between
+        assert made == (["Accumulate", "Flush"] if after % 2 != rank % 2 else [])
+        dist.barrier()
+
+
 def test_memory_of_neighbours(rank, size):
     with dist.Window(3) as window:
         after, before = neighbours(rank, size)

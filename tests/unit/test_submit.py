@@ -111,8 +111,10 @@ def directives(script):
 
 def test_options_of_sbatch_pass_through_in_every_form(capsys):
     given = ["-N4", "-p", "long", "--exclusive", "--nice=7", "-H", "--array", "0-7%2", "--constraint=a&b", "-n", "8"]
+    given += ["--output", "here-%j.out"]
     found = directives(filled(capsys, "cpu", *given, "--", "train.py"))
     assert {"nodes=4", "partition=long", "exclusive", "nice=7", "hold", "array=0-7%2", "constraint=a&b"} < {*found}
+    assert "output=here-%j.out" in found
     assert len({line.partition("=")[0] for line in found}) == len(found)
 
 

@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 import torch
 
 from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import CUTS
 from hpcdist.backends.mpi.node.call_board import (
     COUNTED,
     COUNTS_KEPT,
@@ -126,14 +127,14 @@ class CallCheck:
         self.is_open = True
 
     @property
-    def is_on(self) -> bool:
-        """Whether calls are compared; known from the first one on."""
-        return self.board is not None
-
-    @property
     def compares_shares(self) -> bool:
-        """Whether the ranks of an exchange compare their shares by MPI: the board does not have them all."""
-        return self.board is not None and (self.log is not None or not self.board.has_counts)
+        """Whether the ranks of an exchange compare their shares by MPI: the board does not have them all.
+
+        Those that compare no calls do so too if MPI would write past a share (``exchange``).
+        """
+        if self.board is None:
+            return not CUTS and self._communicator.size > 1
+        return self.log is not None or not self.board.has_counts
 
     def _last(self) -> int:
         """Return the number of the last call whose words are written."""

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, PIECE, address, apart, buffer_of_runs, message
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, buffer_of_runs, message
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
@@ -190,7 +190,7 @@ class Collectives:
                 send = send.clone()
             check = self.check
             is_new = check is not None and check.compares_shares
-            if ways := self._exchange.run(send, recv, counts, is_new, check is None or check.is_on):
+            if ways := self._exchange.run(send, recv, counts, is_new):
                 assert check is not None
                 check.differ(ways)
             return
@@ -235,8 +235,6 @@ class Collectives:
         if row in VECTORS:
             return self._vectors.prepared(call)
         if row in EXCHANGES:
-            if not (CUTS or self.check is None or self.check.is_on):
-                return None  # described again each time, so that MPI writes nothing past a share
             return self._exchange.prepared(send, recv, counts)
         plan = self.plans.of(row, send.dtype, op)
         function, how, size = self._calls[row], plan.reduction, self._size

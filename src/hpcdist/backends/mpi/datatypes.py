@@ -68,12 +68,7 @@ def landing(tensor: torch.Tensor) -> list[Any]:
 
 @cache
 def folded(nbytes: int) -> MPI.Datatype:
-    """Return what ``fold`` makes; kept."""
-    return fold(nbytes)
-
-
-def fold(nbytes: int) -> MPI.Datatype:
-    """Make a datatype of which a second one begins where the first does (MPI 5.1.7)."""
+    """Return a datatype of which a second one begins where the first does (MPI 5.1.7); kept."""
     count, piece = run(nbytes)
     whole = piece.Create_contiguous(count)
     made = whole.Create_resized(0, 0).Commit()

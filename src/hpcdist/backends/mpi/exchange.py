@@ -6,8 +6,9 @@ each by MPI_Sendrecv (MPI 3.10). How this rank describes a share to MPI is its o
 int holds it, else as a derived datatype (MPI 5.1). On 2 ranks and 64 B, MPI_Alltoallw takes 3.9 µs in Open MPI and 5.7
 in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own share 2.5 and 3.5.
 
-If nothing has compared the shares before (HPCDIST_CHECK_CALLS=0), Open MPI is kept from writing past them, as in
-``receives``: two ranks receive a message of known length, more of them into runs that are folded.
+Open MPI writes a share that is longer than its receiver expects whole (``receives``), and in 4.1.4 that receiver stays
+in MPI (``ompi_request_default_wait_all``). So there each exchange compares the shares first if nothing else has
+(HPCDIST_CHECK_CALLS=0).
 """
 
 from __future__ import annotations
@@ -24,13 +25,11 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, CUTS, address, fold, memory, run, shifted, starts_of
-from hpcdist.backends.mpi.receives import PROBES
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, memory, run, shifted, starts_of
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList, do_overlap
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.table import Counts
-from hpcdist.core.waiting import wait_until
 
 LAYOUTS = 64  # of equal shares, kept
 TAG = 1  # on the private duplicate, where objects travel with 0
@@ -52,7 +51,6 @@ class Exchange:
         recv: torch.Tensor | TensorList,
         counts: Counts | None,
         is_new: bool,
-        is_checked: bool,
     ) -> list[str]:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
@@ -63,25 +61,21 @@ class Exchange:
                 to everyone.
             is_new: whether each pair of ranks compares its shares first, by one more exchange of two numbers, because
                 nothing else does; the same on all ranks. Shares that differ are left out.
-            is_checked: whether shares were compared before; the same on all ranks.
 
         Returns:
             In words, the shares of this rank that differ from another's.
 
         Raises:
             MismatchError: this rank sends itself another number of elements than it receives from itself, of which the
-                other ranks know nothing; or a share is longer than what receives it, of two that have not compared.
+                other ranks know nothing.
         """
         size, itemsize = self._size, send.itemsize
-        are_cut = CUTS or is_checked or is_new
         if counts is None and size > 2 and not is_new:
             with ExitStack() as made:
                 source, target = (
                     (memory(tensor), *equal(tensor.nbytes // size, size, made))  # type: ignore[arg-type]  # no lists
                     for tensor in (send, recv)
                 )
-                if not are_cut:
-                    target = self._folded(target, [recv.nbytes // size] * size, made)
                 self._comm.Alltoallw(list(source), list(target))
             return []
         if counts is None:
@@ -98,31 +92,16 @@ class Exchange:
         if to_self != from_self:  # raised once the others have their shares: MPI would end the call on this rank only
             sent[rank] = received[rank] = 0
         if size == 2:
-            self._swap(sources, targets, sent, received, are_cut)
+            self._swap(sources, targets, sent, received)
         else:
             with ExitStack() as made:
-                target = spread(targets, received, made)
-                if not are_cut:
-                    target = self._folded(target, received, made)
-                self._comm.Alltoallw(list(spread(sources, sent, made)), list(target))
+                self._comm.Alltoallw(list(spread(sources, sent, made)), list(spread(targets, received, made)))
         if to_self != from_self and not ways:
             raise MismatchError(
                 f"exchange: rank {rank} of {size} sends itself {to_self} bytes and receives {from_self} from itself; "
                 "its own splits of input and output must be equal"
             )
         return ways
-
-    def _folded(self, buffer: tuple[Any, ...], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
-        """Describe shares to be received so that no longer ones are written; ``made`` frees their datatypes."""
-        memory, counts, offsets, types = buffer
-        counts, types = list(counts), list(types)
-        folded = {nbytes: fold(nbytes) for nbytes in {*lengths} if nbytes}
-        for datatype in folded.values():
-            made.callback(datatype.Free)
-        for rank, nbytes in enumerate(lengths):
-            if nbytes and rank != self._rank:
-                counts[rank], types[rank] = 2, folded[nbytes]
-        return memory, counts, offsets, types
 
     def _compare(self, sent: list[int], received: list[int]) -> list[str]:
         """Compare bytes to and from each rank with what they say; those that differ become 0 on both."""
@@ -139,37 +118,13 @@ class Exchange:
                 sent[rank] = received[rank] = 0
         return ways
 
-    def _swap(
-        self, sources: list[int], targets: list[int], sent: list[int], received: list[int], are_cut: bool
-    ) -> None:
+    def _swap(self, sources: list[int], targets: list[int], sent: list[int], received: list[int]) -> None:
         """Exchange bytes between two ranks: the shares that begin at the addresses ``sources`` and ``targets``."""
         rank, other = self._rank, 1 - self._rank
         source = [address(sources[other], sent[other]), *run(sent[other])]
         target = [address(targets[other], received[other]), *run(received[other])]
-        private = self._communicator.open_private()
-        if are_cut:
-            private.Sendrecv(source, other, TAG, target, other, TAG)
-        else:
-            self._swap_by_length(private, source, target, received[other])
+        self._communicator.open_private().Sendrecv(source, other, TAG, target, other, TAG)
         memmove(targets[rank], sources[rank], sent[rank])  # releases the GIL
-
-    def _swap_by_length(self, private: MPI.Intracomm, source: list[Any], target: list[Any], nbytes: int) -> None:
-        """Send a message and receive one, elsewhere if it has more than ``nbytes``."""
-        other, status, message = 1 - self._rank, MPI.Status(), None
-
-        def is_there() -> bool:
-            nonlocal message
-            message = private.Improbe(other, TAG, status)
-            return message is not None
-
-        sending = private.Isend(source, other, TAG)
-        wait_until(is_there, looks=PROBES)
-        length = status.Get_elements(BYTE)
-        is_long = length > nbytes
-        message.Recv([MPI.buffer.allocate(length), *run(length)] if is_long else target)  # type: ignore[union-attr]
-        sending.Wait()
-        if is_long:
-            raise self._communicator.too_long("all_to_all", status, nbytes, f"{length:,}")
 
     def prepared(self, send: Any, recv: Any, counts: Counts | None) -> Prepared | None:
         """Return what exchanges shares as one call of MPI, with a copy of a rank's own if there are two; None else."""
