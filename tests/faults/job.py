@@ -16,10 +16,12 @@ import torch
 
 import hpcdist as dist
 from hpcdist.launch import environment
+from hpcdist.watch import question
 
 VICTIM = int(os.environ.get("FAULT_VICTIM", "1"))
 SECOND = int(os.environ.get("FAULT_SECOND", "-1"))  # a rank that ends by os._exit at the same time
 SECONDS = float(os.environ.get("FAULT_TIMEOUT", "2"))
+question.FAN = int(os.environ.get("FAULT_FAN", question.FAN))  # how many ranks one rank asks by itself
 tensor = torch.ones(int(os.environ.get("FAULT_COUNT", "8")))
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpcdist.watch.channel import HEAD, QUESTION, Endpoint, seal
+from hpcdist.watch.datagrams import HEAD, QUESTION, seal
 from hpcdist.watch.debug_socket import PREFIX
+from hpcdist.watch.endpoint import Endpoint
 from tests.faults.launch import FIRST, HERE, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
+from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, PLAIN, Job, is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -106,6 +106,18 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
     while any(is_alive(pid) for pid in pids.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_a_report_goes_around_a_relay_that_is_stopped() -> None:
+    """Each rank asks two others, which ask the rest: rank 0 asks ranks 1 (which is stopped) and 4."""
+    environment = {"FAULT_TIMEOUT": str(TIMEOUT), "FAULT_FAN": "2"}
+    with Job(PLAIN[0], 6, ["stop", "all_reduce"], **environment, is_forked=True) as job:
+        job.wait("fault", 1, START_SECONDS)
+        job.finish(TIMEOUT + 15 + SLACK)
+        text = job.stderr()
+        assert f"rank {VICTIM} has not entered all_reduce" in text
+        assert "its process is stopped" in text
+        assert "ranks 0, 2 to 5 are in it" in text
 
 
 def check_mismatch(job: Job, call: str, waiting: int) -> None:

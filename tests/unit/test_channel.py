@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.watch import channel as module
-from hpcdist.watch.channel import ANSWER, HEAD, QUESTION, TAG_BYTES, Channel, Numbers, fits, key_of, seal
+from hpcdist.watch import datagrams as module
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, key_of, seal
+from hpcdist.watch.question import fits
 
 NAMES = {"kind": "name", "from": 0}
 INPUTS = int(os.environ.get("HPCDIST_FUZZ", "2000"))  # of each kind; 100,000 were tried

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hpcdist.core import hooks
-from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.inspection import ENDPOINTS, Inspection
 from hpcdist.watch.timing import COLLECTIVE, LISTENERS, TimedCall
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hpcdist.watch import liveness as module
-from hpcdist.watch.channel import Channel, Endpoint, process_status
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, Liveness
 

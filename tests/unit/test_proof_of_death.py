@@ -13,7 +13,7 @@ import time
 import pytest
 
 from hpcdist.launch import addresses
-from hpcdist.watch.channel import machine
+from hpcdist.watch.endpoint import machine
 from hpcdist.watch.liveness import AT_ONCE, ProofOfDeath, answers
 from tests.ports import free_port
 

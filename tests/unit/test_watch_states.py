@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.escalation import (
     AGAIN_SECONDS,
     NEWS_SECONDS,

@@ -15,10 +15,12 @@ from hpcdist.core.printing import aligned_text, printable, sized
 from hpcdist.core.ranks import listed, plural
 from hpcdist.launch import arrival
 from hpcdist.watch import debug_socket, report
-from hpcdist.watch.channel import Channel, Endpoint, key_of
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.datagrams import key_of
+from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.liveness import Liveness
 
-ANSWER_SECONDS, RANK_SECONDS = 1.0, 1e-4
+ANSWER_SECONDS = 1.0
 LATE_SECONDS = 1.0  # how long others wait in a call before those that have not entered it are called late
 RANKS = ("rank", "host", "", "where it is")
 GROUPS = ("group", "backend", "ranks", "collectives", "messages", "behind")
@@ -56,8 +58,7 @@ class Picture(NamedTuple):
 
 def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
     """Ask ranks where they are."""
-    seconds = ANSWER_SECONDS + len(ranks) * RANK_SECONDS
-    return channel.ask(ranks, "inspect", debug_socket.INSPECTED, seconds, first=first)
+    return channel.ask(ranks, "inspect", debug_socket.INSPECTED, ANSWER_SECONDS, first=first)
 
 
 def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:

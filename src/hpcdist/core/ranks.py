@@ -17,15 +17,24 @@ def by_value(values: Iterable[Value]) -> dict[Value, list[int]]:
     return ranks
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 3``, ``ranks 0 to 6, 9``; cut if there are many runs."""
+def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks as the first and the last one of each run, in order."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
         else:
-            runs.append([rank])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:RUNS_SHOWN]]
+            runs.append([rank, rank])
+    return runs
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text: ``rank 3``, ``ranks 0 to 6, 9``; cut if there are many runs."""
+    runs = runs_of(ranks)
+    parts = [
+        f"{first} to {last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
+        for first, last in runs[:RUNS_SHOWN]
+    ]
     if len(runs) > RUNS_SHOWN:
         parts.append(f"… ({len(ranks)} in all)")
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"

@@ -19,7 +19,8 @@ from hpcdist.core.call_log import TELLS, CallLog, CallPosition, Read
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way
 from hpcdist.watch.calls_under_way import UnderWay
-from hpcdist.watch.channel import Channel, Message
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.question import Message
 
 KIND, KEPT_KIND = "calls", "kept calls"
 PLACE = ([int, int, int], None)

@@ -5,138 +5,38 @@ communicator, or whose MPI holds a lock, may make no progress on ours. A datagra
 which might be the stopped one, and no file to leave behind; a thread answers it while the main thread is inside MPI or
 computes. Questions may be lost, so they are repeated until they are answered.
 
-    | tag: 16 bytes | sender: 8 | number: 8 | index: 4 | JSON |
+Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group
+(``datagrams``). What is authentic must have the shape that its kind has, so that no handler and no reader of an answer
+needs to check it.
 
-The tag is BLAKE2b over all that follows, with the key of the rank that is asked, for a question and its answer alike.
-Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group. Nothing is
-parsed before its tag is checked. A sender numbers what it sends, and the receiver drops a number that it has had. An
-answer repeats the head of its question; so a recorded one fits no other. Then the JSON must have the shape that its
-kind has, so that no handler and no reader of an answer needs to check it.
-
-A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` does not.
+A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` and ``tell`` do not.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
 
 from hpcdist.core.readiness import readable
 from hpcdist.launch import addresses, environment
+from hpcdist.watch.datagrams import ANSWER, HEAD, LARGEST, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
+from hpcdist.watch.endpoint import Endpoint, Process, machine, process_status
+from hpcdist.watch.question import ASKED, RELAY, Message, Question, expanded, fits, merged, relay_seconds
 
-LARGEST = 60_000  # bytes of JSON in a datagram, under UDP's limit
-AGAIN_SECONDS = 0.25  # a question unanswered for so long is asked again: datagrams may be lost
-BURST = 64  # questions between two looks for answers: a socket's buffer holds a few hundred
+INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
 AT_ONCE = 256  # datagrams that one look takes in, so that a flood of them does not keep the thread from its other work
-WINDOW = 64  # numbers that may arrive out of order
-SENDERS = 1 << 16  # whose numbers are remembered; more than a job has processes
 
-TAG_BYTES = 16
-HEAD = struct.Struct(">8sQI")  # sender, number, and whom the sender asks, in its own numbers
-QUESTION, ANSWER = b"question", b"answer"
-
-Process = tuple[str, int]  # machine and process id
-Message = dict[str, Any]
 Handler = Callable[[Message], "Message | None"]
-
-
-class Endpoint(NamedTuple):
-    """Where the watchdog of one rank listens, and what its process is."""
-
-    addresses: tuple[str, ...]
-    port: int
-    stream_port: int  # of TCP: connections there end with the process (``liveness``)
-    key: str  # hexadecimal
-    sender: str  # what its datagrams begin with; hexadecimal
-    pid: int
-    birth: str  # when the process was started, by the kernel's count: tells it from a later one with its id
-    machine: str  # tells processes that see each other's process ids apart from others
-    node_key: str  # ``environment.node_key``
-    host: str
-
-    @property
-    def process(self) -> Process:
-        """What names the process on all nodes, however its rank is numbered."""
-        return self.machine, self.pid
-
-    @property
-    def node(self) -> tuple[str, str]:
-        """What is the same for the processes that see each other."""
-        return self.machine, self.node_key
-
-
-@cache
-def machine() -> str:
-    """Return what is the same for all processes that share this kernel and its process ids."""
-    return addresses.kernel_id("pid") or secrets.token_hex(8)
-
-
-def process_status(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state in ``/proc`` and when it was started; "" if it has gone, ? if unknown."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
-        finally:
-            os.close(descriptor)
-        return fields[0].decode(), fields[19].decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return "", ""
-    except (OSError, IndexError):  # this process may have no descriptor left
-        return "?", ""
-
-
-def key_of(secret: str) -> str:
-    """Return the key that a secret of the user's choice stands for."""
-    return blake2b(secret.encode(), digest_size=32).hexdigest()
-
-
-def seal(key: str, way: bytes, head: bytes, text: bytes) -> bytes:
-    """Return a datagram: what is sent, and before it the tag that only who knows the key can make."""
-    content = head + text
-    return blake2b(content, key=bytes.fromhex(key), digest_size=TAG_BYTES, person=way).digest() + content
-
-
-def is_sealed(key: str, way: bytes, data: bytes) -> bool:
-    """Tell whether a datagram was made by ``seal`` with a key, and is a question or an answer."""
-    content = memoryview(data)[TAG_BYTES:]
-    tag = blake2b(content, key=bytes.fromhex(key), digest_size=TAG_BYTES, person=way).digest()
-    return len(content) >= HEAD.size and secrets.compare_digest(tag, data[:TAG_BYTES])
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Tell whether a value out of JSON has a shape.
-
-    Args:
-        value: the value.
-        shape: a type; None; a tuple of shapes, one of which fits; a list of one shape, that of all entries; a list of
-            more, one for each entry; a dict of the shapes of some keys, where a missing one counts as None; or a dict
-            of ``str`` and the shape of all values.
-    """
-    if isinstance(shape, tuple):
-        return any(fits(value, each) for each in shape)
-    if isinstance(shape, list):
-        if not isinstance(value, list) or (len(shape) > 1 and len(shape) != len(value)):
-            return False
-        shapes = shape * len(value) if len(shape) == 1 else shape
-        return all(map(fits, value, shapes))
-    if isinstance(shape, dict):
-        if str in shape:
-            return isinstance(value, dict) and all(fits(each, shape[str]) for each in value.values())
-        return isinstance(value, dict) and all(fits(value.get(key), each) for key, each in shape.items())
-    return value is None if shape is None else isinstance(value, shape)
 
 
 def datagram_socket() -> socket.socket:
@@ -147,27 +47,41 @@ def datagram_socket() -> socket.socket:
     return made
 
 
-class Numbers:
-    """The numbers that have come from each sender, so that none is taken twice."""
+def received(source: socket.socket) -> Iterator[tuple[bytes, Any]]:
+    """Yield the datagrams that have come, with who sent them; not all if there is a flood of them."""
+    for _ in range(AT_ONCE):
+        try:
+            yield source.recvfrom(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            continue  # news that an earlier datagram did not arrive
 
-    def __init__(self) -> None:
-        self._had: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # the highest, and bits for those below it
 
-    def is_new(self, sender: bytes, number: int) -> bool:
-        """Tell whether a number has not come before, and take note of it; one that is too old counts as had."""
-        highest, bits = self._had.get(sender, (0, 0))
-        if number > highest:
-            bits = (bits << min(number - highest, WINDOW) | 1) & ((1 << WINDOW) - 1)
-            highest = number
-        elif (age := highest - number) >= WINDOW or bits >> age & 1:
-            return False
-        else:
-            bits |= 1 << age
-        self._had[sender] = highest, bits
-        self._had.move_to_end(sender)
-        if len(self._had) > SENDERS:
-            self._had.popitem(last=False)
-        return True
+class Reply(NamedTuple):
+    """How and where a question is answered."""
+
+    key: str
+    head: bytes
+    address: Any
+
+
+class Relayed:
+    """A question that this rank asks others for another one, or for nobody who waits.
+
+    Attributes:
+        question: what is asked of them.
+        until: when nobody is interested any more.
+        reply: to whom the answers go.
+        wanted: the ranks whose answers were still missing there, when it was last asked.
+        is_returned: whether all answers were sent there.
+    """
+
+    def __init__(self, question: Question, until: float = 0.0) -> None:
+        self.question, self.until = question, until
+        self.reply: Reply | None = None
+        self.wanted: list[int] = []
+        self.is_returned = False
 
 
 class Channel:
@@ -181,6 +95,7 @@ class Channel:
         node_peers: those of this node; looked at every second, so kept apart from the others.
         left_out: those of ranks that the world was shrunk by.
         changes: how often the endpoints have changed.
+        numbering: the same on ranks that count the ranks alike.
         has_heard: whether a datagram has come from another node: UDP is not blocked.
         note_life: called with the process that an authenticated datagram has come from.
         note_failure: called with what a handler has raised.
@@ -216,6 +131,9 @@ class Channel:
         self._handlers: dict[str, tuple[Handler | None, Any]] = {}
         self._numbers, self._had = count(1), Numbers()
         self._senders: dict[bytes, Endpoint] = {}
+        self._sender = bytes.fromhex(self.own.sender)
+        self._relayed: dict[str, Relayed] = {}  # by their tokens
+        self.numbering = ""
         self._reserve: socket.socket | None = datagram_socket()  # there may be no descriptor left for a question
 
     # -- who is where --------------------------------------------------------------------------------
@@ -240,6 +158,8 @@ class Channel:
         self.endpoints = endpoints
         self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
         self._senders = {bytes.fromhex(each.sender): each for each in self.everyone()}
+        numbers = "".join(f"{rank}:{endpoints[rank].sender}" for rank in sorted(endpoints))
+        self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
         self.changes += 1
 
     def everyone(self) -> list[Endpoint]:
@@ -283,22 +203,23 @@ class Channel:
 
     def answer(self) -> None:
         """Take in the messages that have come, and answer them."""
-        for _ in range(AT_ONCE):
-            try:
-                data, address = self.socket.recvfrom(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                continue  # news that an earlier answer did not arrive
+        for data, address in received(self.socket):
             try:
                 self._take(data, address)
             except Exception as error:  # whatever a message holds, this thread goes on
                 self.note_failure(error)
+        for each in list(self._relayed.values()):
+            if each.question.is_answered and not each.is_returned:
+                each.is_returned = True
+                self._return(each)
 
     def _take(self, data: bytes, address: Any) -> None:
         """Handle what has come, if it is a message of this job's."""
         key = next((key for key in self.keys if is_sealed(key, QUESTION, data)), None)
         if key is None:
+            for each in self._relayed.values():
+                if self._take_answer(each.question, data):
+                    return
             return
         head = data[TAG_BYTES : TAG_BYTES + HEAD.size]
         sender, number, _ = HEAD.unpack(head)
@@ -311,95 +232,148 @@ class Channel:
             return
         if not fits(message, {"kind": str, "from": int}):
             return
+        reply = Reply(key, head, address)
+        if message["kind"] == RELAY:
+            self._relay(message, reply)
+        elif (answer := self._handled(message)) is not None:
+            self._reply(reply, answer)
+
+    def _handled(self, message: Message) -> Message | None:
+        """Return this rank's answer to a message, or None."""
         handler, shape = self._handlers.get(message["kind"], (None, None))
-        answer = handler(message) if handler is not None and fits(message, shape) else None
-        if answer is not None and len(text := json.dumps(answer).encode()) <= LARGEST:
+        return handler(message) if handler is not None and fits(message, shape) else None
+
+    def _reply(self, to: Reply, answer: Message) -> None:
+        if len(text := json.dumps(answer).encode()) <= LARGEST:
             with suppress(OSError):
-                self.socket.sendto(seal(key, ANSWER, head, text), address)
+                self.socket.sendto(seal(to.key, ANSWER, to.head, text), to.address)
+
+    # -- questions to many ranks ---------------------------------------------------------------------
+
+    def _question(self, asked: dict[int, Endpoint], message: Message, shape: Any, token: str | None) -> Question:
+        """Return a question; one with a token may be relayed."""
+        relay = None if token is None else {"token": token, "numbering": self.numbering}
+        return Question(asked, message, lambda answer: fits(answer, shape), relay)
+
+    def _relay(self, message: Message, reply: Reply) -> None:
+        """Ask other ranks what a rank asks all of them, or return what they have answered since."""
+        if not fits(message, ASKED) or message["numbering"] != self.numbering:
+            return
+        relayed = self._relayed.get(message["token"])
+        ranks = expanded(message["ranks"], len(self.endpoints))
+        if relayed is None:
+            self._note(self.endpoints.get(message["message"]["from"]))
+            asked = {each: self.endpoints[each] for each in ranks if each != self.rank and each in self.endpoints}
+            question = self._question(asked, message["message"], {}, message["token"])
+            relayed = self._relayed[message["token"]] = Relayed(question)
+            own = self._handled(message["message"]) if self.rank in ranks else None
+            if own is not None:
+                question.answers[self.rank] = own
+        relayed.until = time.monotonic() + INTEREST_SECONDS
+        relayed.reply, relayed.wanted, has_begun = reply, ranks, relayed.reply is not None
+        if has_begun or relayed.question.is_answered:
+            self._return(relayed)
+
+    def _return(self, relayed: Relayed) -> None:
+        """Send what has come of the answers that a relayed question still lacks."""
+        if relayed.reply is not None:
+            answers = relayed.question.answers
+            for each in merged({rank: answers[rank] for rank in relayed.wanted if rank in answers}):
+                self._reply(relayed.reply, each)
+
+    def push(self) -> float:
+        """Go on with the questions that this rank asks others for another one; return when that is due again.
+
+        The thread that calls ``answer`` calls this.
+        """
+        now, due = time.monotonic(), math.inf
+        for token, each in list(self._relayed.items()):
+            if now >= each.until:
+                del self._relayed[token]
+            elif not each.question.is_answered:
+                self._send(self.socket, each.question, now)
+                due = min(due, each.question.again)
+        return due
+
+    def _send(self, sending: socket.socket, question: Question, now: float) -> None:
+        """Send what is due of a question."""
+        for index, endpoint, number, text in question.due(now, self._numbers):
+            self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, index & 0xFFFFFFFF), text)
+
+    def _seal_to(self, sending: socket.socket, endpoint: Endpoint, head: bytes, text: bytes) -> None:
+        data = seal(endpoint.key, QUESTION, head, text)
+        for target in self.targets(endpoint):
+            with suppress(OSError):
+                sending.sendto(data, target)
+
+    def _take_answer(self, question: Question, data: bytes) -> bool:
+        """Take in what has come if it answers a question, and tell whether it does."""
+        if len(data) < TAG_BYTES + HEAD.size:
+            return False
+        sender, number, index = HEAD.unpack_from(data, TAG_BYTES)
+        asked = question.who(index, number)
+        if sender != self._sender or asked is None or not is_sealed(asked.key, ANSWER, data):
+            return False
+        self._note(asked)
+        with suppress(ValueError, RecursionError):
+            for each in question.take(index, number, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
+                self._note(each)
+        return True
 
     def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
         """Send a message to ranks once, which may be lost; nothing is waited for."""
-        text = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
-        self._send(self.socket, {rank: each for rank in ranks if (each := self.endpoints.get(rank))}, text)
+        text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
+        for rank in ranks:
+            if (endpoint := self.endpoints.get(rank)) is not None:
+                self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank & 0xFFFFFFFF), text)
+
+    def tell(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
+        """Send a message to any number of ranks, again to those that have not answered; nothing is waited for.
+
+        The thread that calls ``answer`` calls this.
+        """
+        asked = {rank: each for rank in ranks if rank != self.rank and (each := self.endpoints.get(rank)) is not None}
+        token, now = secrets.token_hex(8), time.monotonic()
+        question = self._question(asked, {"kind": kind, "from": self.rank, **content}, {}, token)
+        self._relayed[token] = Relayed(question, now + INTEREST_SECONDS)
+        self._send(self.socket, question, now)
 
     def ask(self, ranks: Iterable[int], kind: str, shape: Any, seconds: float, /, **content: Any) -> dict[int, Message]:
         """Ask ranks and return the answers that come in time, by rank.
 
         Args:
-            ranks: whom to ask; those whose endpoint is not known do not answer.
+            ranks: whom to ask, as many as there are (``question``); those whose endpoint is not known do not answer.
             kind: of the question.
             shape: of an answer, as ``fits`` takes it; others are dropped.
-            seconds: how long to wait.
+            seconds: how long to wait; for many ranks longer, if one that relays the question is silent.
             content: what the question holds; has to fit into a datagram.
         """
-        waiting = {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
-        return self.ask_endpoints(waiting, kind, shape, seconds, **content)
+        asked = {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
+        message = {"kind": kind, "from": self.rank, **content}
+        question = self._question(asked, message, shape, secrets.token_hex(8))
+        return self._wait(question, seconds + relay_seconds(len(asked)))
 
     def ask_endpoints(
         self, asked: dict[int, Endpoint], kind: str, shape: Any, seconds: float, /, **content: Any
     ) -> dict[int, Message]:
-        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks."""
-        answers: dict[int, Message] = {}
-        waiting = dict(asked)
-        numbers: set[int] = set()
-        text = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
+        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks, but each by itself."""
+        return self._wait(self._question(asked, {"kind": kind, "from": self.rank, **content}, shape, None), seconds)
+
+    def _wait(self, question: Question, seconds: float) -> dict[int, Message]:
+        """Wait for the answers to a question, and return those that come in time."""
         others = [self.socket] if threading.get_ident() == self.thread else []  # they may ask this one meanwhile
         deadline = time.monotonic() + seconds
         with self._asking_socket() as asking:
-
-            def collect() -> None:
-                for index, answer in self._answers(asking, waiting, numbers):
-                    if fits(answer, shape):
-                        answers[index] = answer
-                        del waiting[index]
-                if others:
+            while not question.is_answered and (now := time.monotonic()) < deadline:
+                self._send(asking, question, now)
+                due = min(question.again, deadline, self.push() if others else math.inf)
+                ready = readable([asking, *others], due - now)
+                if asking in ready:
+                    for data, _ in received(asking):
+                        self._take_answer(question, data)
+                if self.socket in ready:
                     self.answer()
-
-            again = 0.0
-            while waiting and (now := time.monotonic()) < deadline:
-                if now >= again:
-                    again = now + AGAIN_SECONDS
-                    several = list(waiting.items())
-                    for first in range(0, len(several), BURST):
-                        numbers.add(self._send(asking, dict(several[first : first + BURST]), text))
-                        if first + BURST < len(several):
-                            collect()
-                if readable([asking, *others], min(again, deadline) - now):
-                    collect()
-        return answers
-
-    def _send(self, sending: socket.socket, endpoints: dict[int, Endpoint], text: bytes) -> int:
-        """Send a message to processes, all under one number, which is returned."""
-        number, sender = next(self._numbers), bytes.fromhex(self.own.sender)
-        for index, each in endpoints.items():
-            data = seal(each.key, QUESTION, HEAD.pack(sender, number, index & 0xFFFFFFFF), text)
-            for target in self.targets(each):
-                with suppress(OSError):
-                    sending.sendto(data, target)
-        return number
-
-    def _answers(
-        self, asking: socket.socket, waiting: dict[int, Endpoint], numbers: set[int]
-    ) -> Iterator[tuple[int, Message]]:
-        """Yield the authentic answers that have come, with the number of the process that was asked."""
-        by_index = {index & 0xFFFFFFFF: index for index in waiting}
-        for _ in range(AT_ONCE):
-            try:
-                data, _ = asking.recvfrom(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                continue
-            if len(data) < TAG_BYTES + HEAD.size:
-                continue
-            _, number, head_index = HEAD.unpack_from(data, TAG_BYTES)
-            index = by_index.get(head_index)
-            asked = None if index is None else waiting.get(index)
-            if index is None or asked is None or number not in numbers or not is_sealed(asked.key, ANSWER, data):
-                continue
-            self._note(asked)
-            with suppress(ValueError, RecursionError):
-                yield index, json.loads(data[TAG_BYTES + HEAD.size :])
+        return question.answers
 
     @contextmanager
     def _asking_socket(self) -> Iterator[socket.socket]:

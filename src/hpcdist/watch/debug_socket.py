@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcdist.watch.channel import fits
+from hpcdist.watch.question import fits
 from hpcdist.watch.report import WHERE
 
 PREFIX = "hpcdist-"
@@ -25,7 +25,7 @@ TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
 CLIENT_SECONDS = 2.0  # how long a rank may take to say where it is found
 LARGEST = 1 << 16  # bytes that it may say
 
-# shapes of what is said (``channel.fits``)
+# shapes of what is said (``question.fits``)
 ENDPOINT = [[str], int, int, str, str, int, str, str, str, str]
 FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "size": int, "endpoint": ENDPOINT}
 GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("rank", "size", "collectives", "messages"), int)}

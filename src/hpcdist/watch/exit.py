@@ -27,7 +27,7 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
-from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.job_end import END_SECONDS
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
@@ -148,6 +148,7 @@ class ProcessExit:
                 membership.skip_finalize(END_SECONDS)
                 return
             if decision is Decision.LEAVE:
+                observer.tell_others()
                 membership.skip_finalize()
                 return
         if (failure := failure or difference()) is not None:
@@ -214,14 +215,34 @@ class Observer:
         return sorted((rank for rank in staying if rank != me), key=lambda rank: (rank < me, rank))
 
     def _asked(self, states: ExitStates) -> list[int]:
-        """Return the ranks to ask now: all if one has ended, and else so many as are looked at in turn."""
+        """Return the ranks to ask now: as many as are looked at in turn; or all, on the lowest rank once one has ended.
+
+        Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and tells all.
+        """
         others = self._others()
-        if states.lacks_one or len(others) <= ASKED_AT_ONCE:
+        if len(others) <= ASKED_AT_ONCE or (states.lacks_one and self._is_first()):
             return others
         start = self.asked % len(others)
         self.asked += ASKED_AT_ONCE
         turn = [*others, *others][start : start + ASKED_AT_ONCE]
         return list({*turn, *(rank for rank, _, _ in states.suspects)})
+
+    def _is_first(self) -> bool:
+        """Tell whether this is the lowest rank that has not ended."""
+        endpoints, liveness = self.watchdog.channel.endpoints, self.watchdog.liveness
+        return next((rank for rank in sorted(endpoints) if not liveness.has_ended(endpoints[rank])), None) in (
+            None,
+            self.watchdog.rank,
+        )
+
+    def tell_others(self) -> None:
+        """Tell the other ranks that all leave, if they are so many that they do not ask each other."""
+        liveness, endpoints = self.watchdog.liveness, self.watchdog.channel.endpoints
+        others = [
+            rank for rank, each in endpoints.items() if rank != self.watchdog.rank and not liveness.has_ended(each)
+        ]
+        if len(others) > ASKED_AT_ONCE and self._is_first():
+            self.watchdog.channel.ask(others, "all leave", {}, ANSWER_SECONDS)
 
 
 EXIT = ProcessExit()
@@ -325,7 +346,7 @@ def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str
         if answer["left"]:
             watchdog.liveness.note_left(watchdog.channel.endpoints.get(rank))
         for call in answer["calls"]:
-            if watchdog.rank in call["ranks"] and needs(call, watchdog.rank):
+            if call["has_asker"] and needs(call, watchdog.rank):
                 where = f"{report.title(call)} on {call['label']}, {call['where']}"
                 found[rank, call["group"], call["number"]] = f"rank {rank} waits for it in {where}"
     return found, [rank for rank in ranks if rank not in answers]

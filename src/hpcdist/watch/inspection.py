@@ -10,7 +10,7 @@ from typing import Any
 from hpcdist.core.group import Group
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, timing
-from hpcdist.watch.channel import Endpoint
+from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.report import label
 from hpcdist.watch.timing import WAIT, TimedCall
 

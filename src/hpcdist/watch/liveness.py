@@ -23,7 +23,9 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from hpcdist.launch import addresses
-from hpcdist.watch.channel import Channel, Endpoint, Message, Process, machine, process_status
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.endpoint import Endpoint, Process, machine, process_status
+from hpcdist.watch.question import RUN, Message, expanded
 
 PAUSE_SECONDS = 1.0  # between two looks at the connections to the next node
 FRESH_SECONDS = 0.1  # how long a look at the processes of this node is valid
@@ -131,7 +133,9 @@ class Liveness:
         channel.note_life = self.note_life
         channel.register("hello", lambda message: channel.send([message["from"]], "here"), {})
         channel.register("ended", self._note_ended, {"processes": [[str, int]]})
-        channel.register("judge", self._judge, {"ranks": [int]})
+        channel.register("here", lambda message: {}, {})
+        channel.register("all leave", self._note_all_left, {})
+        channel.register("judge", self._judge, {"ranks": RUN})
 
     # -- what is known ---------------------------------------------------------------------------------
 
@@ -203,7 +207,9 @@ class Liveness:
         return f"{PROCESS_STATES[''] if has_ended else NO_ANSWER} (process {endpoint.pid} on {endpoint.host})"
 
     def _judge(self, message: Message) -> Message:
-        return {"judged": [[rank, self.judge(rank)] for rank in message["ranks"]]}
+        peers = self.channel.node_peers
+        asked = expanded(message["ranks"], len(self.channel.endpoints))
+        return {"judged": [[rank, self.judge(rank)] for rank in asked if rank in peers]}
 
     # -- what is found out and sent --------------------------------------------------------------------
 
@@ -211,6 +217,10 @@ class Liveness:
         """Take note that a rank makes no more calls."""
         if endpoint is not None:
             self.left.add(endpoint.process)
+
+    def _note_all_left(self, message: Message) -> Message:
+        self.left.update(each.process for each in self.channel.endpoints.values())
+        return {}
 
     def note_life(self, process: Process) -> None:
         """Take note that something authentic has come from a process: it has not ended."""
@@ -222,7 +232,7 @@ class Liveness:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self.channel.send(self.channel.endpoints, "here")
+            self.channel.tell(self.channel.endpoints, "here")
         self.ended |= ended - {self.channel.own.process}
         return {}
 

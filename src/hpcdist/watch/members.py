@@ -13,7 +13,8 @@ from hpcdist.core.agreement import lists_differ
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way
 from hpcdist.watch.calls_under_way import UnderWay
-from hpcdist.watch.channel import Channel, Message
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.question import Message
 
 KIND, NAME = "members", "create_group"
 SHAPE = {"lists": [[int]]}

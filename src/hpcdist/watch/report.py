@@ -2,7 +2,8 @@
 
 If each rank that waits asked all others, N ranks would send N² questions, and lose most of the answers. So the rank
 that is overdue first asks. A rank that is asked about the call that it waits in itself asks nothing, but waits for the
-report, which the asker sends to every rank in that call. Question, answer, report and receipt are 4 datagrams a rank.
+report, which the asker sends to every rank in that call. Question, answer, report and receipt are 4 datagrams a rank,
+which ranks relay to each other if they are many (``question``).
 If two ask at once, the lower rank goes on. If no report comes from an asker (it was stopped or killed), another rank
 follows.
 
@@ -16,19 +17,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import listed, runs_of
 from hpcdist.watch.liveness import JUDGED, NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, Liveness
+from hpcdist.watch.question import relay_seconds
 
 if TYPE_CHECKING:  # the command debug needs no torch
     from hpcdist.watch.calls_under_way import UnderWay
 
 TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
 PATIENCE_SECONDS = 2.0  # how long after its question an asker's report may take
-RANK_SECONDS = 1e-4  # what a rank more adds to the time for answers; 10,000 questions and answers took 1.3 s
+LINES = 40  # that a report has at most
+SEVERAL = 8  # kinds of tensors that it names, and reasons of silent ranks before they name no process any more
+PROCESS = re.compile(r" \(process \d+\)|(?<=\()process \d+ (?=on )")
 FRESH_SECONDS = 5.0  # how long a report says where the ranks are
 KEPT = 64  # calls that are remembered
 COLLECTIVE = [str, int, str]  # shapes in messages
@@ -38,12 +43,11 @@ Answers = dict[int, dict[str, Any]]  # by rank
 
 CALL = {
     **dict.fromkeys(("group", "label", "name", "dtype", "where", "state"), str),
-    **dict.fromkeys(("message", "background"), bool),
+    **dict.fromkeys(("message", "background", "has_asker"), bool),
     "number": int,
     "peer": (int, None),
     "shape": ([int], None),
     "seconds": (int, float),
-    "ranks": [int],
 }
 WHERE = {"entered": (int, None), "calls": [CALL], "main": str, "leaving": bool, "left": bool}  # shape of an answer
 
@@ -122,40 +126,67 @@ def compose(
         return compose_message(mine, me, ranks, answers, judge)
     inside, shapes = [me], {(str(mine["shape"]), mine["dtype"]): [me]}
     absent: dict[str, list[int]] = {}
-    lines = []
+    differing: dict[str, list[int]] = {}
+    ahead: dict[str, list[int]] = {}
+    silent = []
     for rank in ranks:
         if rank == me:
             continue
         answer = answers.get(rank)
         if answer is None:
-            absent.setdefault(judge(rank), []).append(rank)
+            silent.append(rank)
             continue
         same = next((call for call in collectives(answer, group) if call["number"] == mine["number"]), None)
         if same is not None and same["name"] == mine["name"]:
             inside.append(rank)
             shapes.setdefault((str(same["shape"]), same["dtype"]), []).append(rank)
         elif same is not None:
-            lines.append(
-                f"{listed([rank])} differs: call #{mine['number']} of {mine['label']} is {same['name']} there, "
-                f"{same['where']}"
-            )
+            differing.setdefault(f"{same['name']} there, {same['where']}", []).append(rank)
         elif answer["entered"] is not None and answer["entered"] >= mine["number"]:
-            lines.append(f"{listed([rank])} has done {name} or a call in its place; it is {place(answer, group)}")
+            ahead.setdefault(place(answer, group), []).append(rank)
         else:
             absent.setdefault(place(answer, group), []).append(rank)
-    for where, missing in absent.items():
-        are, have = ("is", "has") if len(missing) == 1 else ("are", "have")
-        they = "it" if len(missing) == 1 else "they"
+    lines = []
+    for other, who in differing.items():
+        differ = "differs" if len(who) == 1 else "differ"
+        lines.append(f"{listed(who)} {differ}: call #{mine['number']} of {mine['label']} is {other}")
+    for where, who in ahead.items():
+        have, they = verbs(who)
+        lines.append(f"{listed(who)} {have} done {name} or a call in its place; {they} {where}")
+    for where, missing in [*absent.items(), *by_reason(silent, judge).items()]:
+        have, they = verbs(missing)
         if is_unknown(where):
             lines.append(f"whether {listed(missing)} {have} entered {name} of {mine['label']} is not known; {where}")
             continue
-        said = f"{they} {are} {where}" if where.startswith(("in ", "not in", "leaving")) else where
+        said = f"{they} {where}" if where.startswith(("in ", "not in", "leaving")) else where
         lines.append(f"{listed(missing)} {have} not entered {name} of {mine['label']}; {said}")
     if len(shapes) > 1:
-        ways = "; ".join(f"{listed(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items())
-        lines.append(f"the tensors differ: {ways}")
-    lines.append(f"{listed(inside)} {'is' if len(inside) == 1 else 'are'} in it")
-    return lines
+        several = [f"{listed(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items()]
+        more = [f"and {len(several) - SEVERAL} other kinds"] if len(several) > SEVERAL else []
+        lines.append(f"the tensors differ: {'; '.join([*several[:SEVERAL], *more])}")
+    return [*shortened(lines), f"{listed(inside)} {'is' if len(inside) == 1 else 'are'} in it"]
+
+
+def verbs(ranks: Sequence[int]) -> tuple[str, str]:
+    """Return the verbs of a sentence about ranks: what they have done, and where they are."""
+    return ("has", "it is") if len(ranks) == 1 else ("have", "they are")
+
+
+def by_reason(silent: Sequence[int], judge: Callable[[int], str]) -> dict[str, list[int]]:
+    """Return the ranks that gave no answer by the reason; which process it is goes if there are many reasons."""
+    reasons = {rank: judge(rank) for rank in silent}
+    if len(set(reasons.values())) > SEVERAL:
+        reasons = {rank: PROCESS.sub("", reason) for rank, reason in reasons.items()}
+    found: dict[str, list[int]] = {}
+    for rank, reason in reasons.items():
+        found.setdefault(reason, []).append(rank)
+    return found
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """Return lines, of which the last one says so if some are left out."""
+    most = LINES - 2  # one says what is left out, and one which ranks are in the call
+    return lines if len(lines) <= most + 1 else [*lines[:most], f"and {len(lines) - most} lines more"]
 
 
 def compose_message(
@@ -163,18 +194,17 @@ def compose_message(
 ) -> list[str]:
     """Return the lines that say where the other side of a message is, or everyone who might be."""
     lines: dict[str, list[int]] = {}
+    silent = []
     for rank in [mine["peer"]] if mine["peer"] is not None else [each for each in ranks if each != me]:
         if rank == me:
             lines.setdefault("is this rank itself, which waits", []).append(rank)
-            continue
-        answer = answers.get(rank)
-        if answer is not None:
-            where = f"is {place(answer, mine['group'])}"
+        elif rank in answers:
+            lines.setdefault(f"is {place(answers[rank], mine['group'])}", []).append(rank)
         else:
-            judged = judge(rank)
-            where = f"{'may not have' if is_unknown(judged) else 'has not'} met it; {judged}"
-        lines.setdefault(where, []).append(rank)
-    return [f"{listed(ranks)} {where}" for where, ranks in lines.items()]
+            silent.append(rank)
+    for reason, who in by_reason(silent, judge).items():
+        lines[f"{'may not have' if is_unknown(reason) else 'has not'} met it; {reason}"] = who
+    return shortened([f"{listed(ranks)} {where}" for where, ranks in lines.items()])
 
 
 def headline(mine: dict[str, Any], timeout: float) -> str:
@@ -263,7 +293,7 @@ class Reports:
         lowest = self.asker(collective)
         if lowest is None or rank <= lowest:
             # it asks, has the silent ones judged, and sends its report
-            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 3 * size * RANK_SECONDS))
+            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 3 * relay_seconds(size)))
 
     def note_sweep(self, group: str) -> None:
         """Take note that all ranks of a group were asked for their traces."""
@@ -327,7 +357,8 @@ def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Call
     by_node = {endpoints[rank].node: rank for rank in answers}
     witnesses = {by_node[node] for rank in unseen if (node := endpoints[rank].node) in by_node}
     judged: dict[int, str] = {}
-    for witness, answer in channel.ask(sorted(witnesses), "judge", JUDGED, NEWS_SECONDS, ranks=unseen).items():
+    asked = channel.ask(sorted(witnesses), "judge", JUDGED, NEWS_SECONDS, ranks=runs_of(unseen))
+    for witness, answer in asked.items():
         for rank, reason in answer["judged"]:
             if rank in endpoints and endpoints[rank].node == endpoints[witness].node:
                 judged[rank] = f"{reason} on {endpoints[rank].host}"

@@ -34,7 +34,8 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange
 from hpcdist.watch.calls_under_way import UnderWay
-from hpcdist.watch.channel import LARGEST, Channel, Message, key_of
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.datagrams import LARGEST, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, DebugSocket, slurm_job
 from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
 from hpcdist.watch.inspection import Inspection, program
@@ -42,10 +43,10 @@ from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.members import Members
+from hpcdist.watch.question import Message
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.report import (
     COLLECTIVE,
-    RANK_SECONDS,
     REPORT,
     WHERE,
     Answers,
@@ -149,7 +150,7 @@ class Watchdog:
         self.channel.thread = threading.get_ident()
         while True:
             try:
-                self._take_in(self._next_look - time.monotonic())
+                self._take_in(min(self._next_look, self.channel.push()) - time.monotonic())
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + SHORTEST_TICK  # also if a look raises
                     self.look()
@@ -299,9 +300,11 @@ class Watchdog:
             self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
         calls = []
         for each in calls_under_way.under_way():
-            ranks = list(each.group.ranks) if asker in each.group.ranks else []
-            calls.append({**self._described(each), "ranks": ranks, "state": self._watched(each).state.value})
-        calls += [{**made, "ranks": [], "state": "reported"} for made in list(self._given_up)]
+            made = self._described(each)
+            calls.append({**made, "has_asker": asker in each.group.ranks, "state": self._watched(each).state.value})
+        calls += [{**made, "has_asker": False, "state": "reported"} for made in list(self._given_up)]
+        for made in calls:
+            made["seconds"] = round(made["seconds"])  # so that the answers of many ranks are equal
         return {
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
@@ -313,7 +316,7 @@ class Watchdog:
     def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> Answers:
         """Ask other ranks where they are; ``more`` is what else the question holds, as ``_where`` reads it."""
         others = [rank for rank in ranks if rank != self.rank]
-        return self.channel.ask(others, "where", WHERE, seconds + len(others) * RANK_SECONDS, group=group, **more)
+        return self.channel.ask(others, "where", WHERE, seconds, group=group, **more)
 
     def reset(self) -> None:
         """Take note that the world's ranks are about to get other numbers, by ``begin``."""
@@ -502,12 +505,15 @@ class Watchdog:
     def announce_abort(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
         """Write why the job is aborted, also to all its processes, which end by themselves after some seconds."""
         self.say(reason)
-        others = [each for each in self.channel.everyone() if each != self.channel.own]
         first_line = reason.splitlines()[0]
         if not self.job_end.is_known:  # else the others know
-            self.channel.ask_endpoints(
-                dict(enumerate(others)), "abort", {}, NEWS_SECONDS, reason=first_line[:1000], seconds=seconds
+            news = {"reason": first_line[:1000], "seconds": seconds}
+            channel, own = self.channel, self.channel.own
+            channel.ask(
+                [rank for rank, each in channel.endpoints.items() if each != own], "abort", {}, NEWS_SECONDS, **news
             )
+            left_out = dict(enumerate(each for each in channel.left_out if each != own))
+            channel.ask_endpoints(left_out, "abort", {}, NEWS_SECONDS, **news)
         self.job_end.note(first_line, seconds)
 
     def say(self, text: str) -> None:

@@ -1,0 +1,184 @@
+"""Question to any number of ranks, of which this one asks a few, and those ask the others (``Channel.ask``).
+
+    rank 0 ─┬─ rank 1 ── ranks 2 to 64
+            ├─ rank 65 ── ranks 66 to 128
+            └─ …
+
+So no rank sends or receives more than ``FAN`` datagrams at a time, and one question to N ranks takes log N steps. A
+rank that is asked to relay a question asks its part of the ranks in the same way, and returns their answers, equal ones
+once for all ranks that have given them. It is asked again four times a second for those that are missing, and returns
+what it has by then. So a slow rank delays no other, and a relay that answers nothing for a while is passed over: its
+part of the ranks is asked without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.core.ranks import runs_of
+
+if TYPE_CHECKING:
+    from hpcdist.watch.endpoint import Endpoint
+
+FAN = 16  # ranks that one rank asks by itself
+AGAIN_SECONDS = 0.25  # a question unanswered for so long is asked again: datagrams may be lost
+SILENT_SECONDS = 0.6  # after so long without an answer a relay is passed over
+STEP_SECONDS = 0.75  # in which a relay is found silent, and others are asked in its place
+REPLY_BYTES = 50_000  # of JSON in one datagram of several that hold an answer
+
+RUN = [[int, int]]  # shape of ranks: the first and the last one of each run
+RELAY = "relay"  # what such questions are called
+ASKED = {"token": str, "numbering": str, "ranks": RUN, "message": {"kind": str, "from": int}}
+ANSWERED = {"answers": [[dict, RUN]]}
+
+Message = dict[str, Any]
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Tell whether a value out of JSON has a shape.
+
+    Args:
+        value: the value.
+        shape: a type; None; a tuple of shapes, one of which fits; a list of one shape, that of all entries; a list of
+            more, one for each entry; a dict of the shapes of some keys, where a missing one counts as None; or a dict
+            of ``str`` and the shape of all values.
+    """
+    if isinstance(shape, tuple):
+        return any(fits(value, each) for each in shape)
+    if isinstance(shape, list):
+        if not isinstance(value, list) or (len(shape) > 1 and len(shape) != len(value)):
+            return False
+        shapes = shape * len(value) if len(shape) == 1 else shape
+        return all(map(fits, value, shapes))
+    if isinstance(shape, dict):
+        if str in shape:
+            return isinstance(value, dict) and all(fits(each, shape[str]) for each in value.values())
+        return isinstance(value, dict) and all(fits(value.get(key), each) for key, each in shape.items())
+    return value is None if shape is None else isinstance(value, shape)
+
+
+def parts_of(ranks: list[int]) -> dict[int, set[int]]:
+    """Return the ranks to ask, each with all those of its part, itself among them."""
+    size, longer = divmod(len(ranks), FAN)
+    parts, first = {}, 0
+    for index in range(min(FAN, len(ranks))):
+        end = first + size + (index < longer)
+        parts[ranks[first]] = set(ranks[first:end])
+        first = end
+    return parts
+
+
+def relay_seconds(count: int) -> float:
+    """Return how much longer so many ranks' answers may take than one rank's, if a relay is silent at each step."""
+    return STEP_SECONDS * max(0, math.ceil(math.log(max(1, count), FAN)) - 1)
+
+
+def expanded(runs: Iterable[Iterable[int]], size: int) -> list[int]:
+    """Return ranks below ``size`` that are given as ascending runs."""
+    ranks: list[int] = []
+    for first, last in runs:
+        ranks += range(max(first, ranks[-1] + 1 if ranks else 0), min(last, size - 1) + 1)
+    return ranks
+
+
+def merged(answers: dict[int, Message]) -> list[Message]:
+    """Return answers as messages that hold equal ones once, each small enough for a datagram."""
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        ranks.setdefault(json.dumps(answer), []).append(rank)
+    replies: list[list[Any]] = [[]]
+    room = REPLY_BYTES
+    for text, who in ranks.items():
+        runs = runs_of(who)
+        room -= len(text) + 16 * len(runs)
+        if room < 0 and replies[-1]:
+            replies.append([])
+            room = REPLY_BYTES - len(text) - 16 * len(runs)
+        replies[-1].append([json.loads(text), runs])
+    return [{"answers": each} for each in replies]
+
+
+class Question:
+    """What is still missing of one question's answers, and whom it is asked of.
+
+    Args:
+        asked: the endpoints of ranks, or of processes by numbers of the caller's choice.
+        message: the question.
+        accepts: tells whether an answer has the shape that it should have.
+        relay: what a question to be relayed holds besides ``message`` and ``ranks``; None to ask each process directly.
+
+    Attributes:
+        answers: those that have come.
+        again: when it is to be sent again to those who have not answered.
+    """
+
+    def __init__(
+        self, asked: dict[int, Endpoint], message: Message, accepts: Callable[[Any], bool], relay: Message | None
+    ) -> None:
+        self.answers: dict[int, Message] = {}
+        self.again = 0.0
+        self._endpoints, self._message, self._accepts, self._relay = asked, message, accepts, relay
+        ranks = sorted(asked)
+        self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
+        self._heard: dict[int, float] = {}  # when those that are asked were heard last, or asked first
+        self._numbers: dict[int, bool] = {}  # under which it was sent, and whether to be relayed
+        self._by_index = {each & 0xFFFFFFFF: each for each in ranks}
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether everybody has answered."""
+        return not self._missing
+
+    def due(self, now: float, numbers: Iterator[int]) -> list[tuple[int, Endpoint, int, bytes]]:
+        """Return what to send now: whom it is for, where that one listens, a number, and the text."""
+        if now < self.again:
+            return []
+        self.again = now + AGAIN_SECONDS
+        self._pass_over(now)
+        plain, relayed = next(numbers), next(numbers)
+        self._numbers |= {plain: False, relayed: True}
+        text = json.dumps(self._message).encode()
+        found = []
+        for rank, part in self._missing.items():
+            if part == {rank}:
+                found.append((rank, self._endpoints[rank], plain, text))
+            else:
+                asks = {"kind": RELAY, "from": self._message["from"], "message": self._message, "ranks": runs_of(part)}
+                found.append(
+                    (rank, self._endpoints[rank], relayed, json.dumps({**asks, **(self._relay or {})}).encode())
+                )
+        return found
+
+    def _pass_over(self, now: float) -> None:
+        """Ask the parts of ranks that have been silent without them."""
+        for rank, part in list(self._missing.items()):
+            if now - self._heard.setdefault(rank, now) >= SILENT_SECONDS and part != {rank}:
+                del self._missing[rank]
+                self._missing |= {each: {each} for each in part & {rank}} | parts_of(sorted(part - {rank}))
+
+    def who(self, index: int, number: int) -> Endpoint | None:
+        """Return where the process listens that was asked under an index and a number, and has not answered."""
+        rank = self._by_index.get(index)
+        return None if rank not in self._missing or number not in self._numbers else self._endpoints[rank]
+
+    def take(self, index: int, number: int, answer: Any, now: float) -> list[Endpoint]:
+        """Take in the authentic answer of one that ``who`` returned; return the processes whose answers it holds."""
+        rank = self._by_index[index]
+        self._heard[rank] = now
+        part = self._missing[rank]
+        if not self._numbers[number]:
+            given = {rank: answer}
+        elif fits(answer, ANSWERED):
+            ranks = max(part) + 1
+            given = {each: one for one, runs in answer["answers"] for each in expanded(runs, ranks)}
+        else:
+            return []
+        taken = [each for each in part & given.keys() if self._accepts(given[each])]
+        self.answers |= {each: given[each] for each in taken}
+        part.difference_update(taken)
+        if not part:
+            del self._missing[rank]
+        return [self._endpoints[each] for each in taken]
