@@ -337,6 +337,9 @@ MUTANTS = [
     ),
     Mutant(f"{WATCH}/liveness.py", " if error == errno.ECONNREFUSED}", " if error}", "unit/test_proof_of_death.py"),
     Mutant(f"{WATCH}/liveness.py", " if found.get(each) == 0]", "]", "unit/test_proof_of_death.py"),
+    Mutant(f"{WATCH}/question.py", "parts_of(sorted(part - {rank}))", "{}", "unit/test_many_ranks.py"),
+    Mutant(f"{WATCH}/question.py", "for rank in late[:FAN]:", "for rank in late:", "unit/test_many_ranks.py"),
+    Mutant(f"{WATCH}/channel.py", ' or message["numbering"] != self.numbering', "", "unit/test_many_ranks.py"),
     # -- stores
     Mutant(
         "stores/keep_alive.py", "sys.getrefcount(looked_at[0]) > _OWN or ", "", "stores/test_keep_alive.py:stays_kept"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FAN = 16  # ranks that one rank asks by itself
 AGAIN_SECONDS = 0.25  # a question unanswered for so long is asked again: datagrams may be lost
+PACE_SECONDS = 1 / 64  # between two times that a rank sends to ``FAN`` others
 SILENT_SECONDS = 0.6  # after so long without an answer a relay is passed over
 STEP_SECONDS = 0.75  # in which a relay is found silent, and others are asked in its place
 REPLY_BYTES = 50_000  # of JSON in one datagram of several that hold an answer
@@ -124,6 +125,7 @@ class Question:
         ranks = sorted(asked)
         self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
         self._heard: dict[int, float] = {}  # when those that are asked were heard last, or asked first
+        self._next: dict[int, float] = {}  # when they are asked again
         self._numbers: dict[int, bool] = {}  # under which it was sent, and whether to be relayed
         self._by_index = {each & 0xFFFFFFFF: each for each in ranks}
 
@@ -136,13 +138,16 @@ class Question:
         """Return what to send now: whom it is for, where that one listens, a number, and the text."""
         if now < self.again:
             return []
-        self.again = now + AGAIN_SECONDS
         self._pass_over(now)
+        late = [rank for rank in self._missing if now >= self._next.get(rank, now)]
         plain, relayed = next(numbers), next(numbers)
         self._numbers |= {plain: False, relayed: True}
         text = json.dumps(self._message).encode()
         found = []
-        for rank, part in self._missing.items():
+        for rank in late[:FAN]:
+            self._next[rank] = now + AGAIN_SECONDS
+            self._heard.setdefault(rank, now)
+            part = self._missing[rank]
             if part == {rank}:
                 found.append((rank, self._endpoints[rank], plain, text))
             else:
@@ -150,12 +155,13 @@ class Question:
                 found.append(
                     (rank, self._endpoints[rank], relayed, json.dumps({**asks, **(self._relay or {})}).encode())
                 )
+        self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
         return found
 
     def _pass_over(self, now: float) -> None:
         """Ask the parts of ranks that have been silent without them."""
         for rank, part in list(self._missing.items()):
-            if now - self._heard.setdefault(rank, now) >= SILENT_SECONDS and part != {rank}:
+            if now - self._heard.get(rank, now) >= SILENT_SECONDS and part != {rank}:
                 del self._missing[rank]
                 self._missing |= {each: {each} for each in part & {rank}} | parts_of(sorted(part - {rank}))
 
