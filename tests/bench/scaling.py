@@ -24,23 +24,20 @@ def counted(ranks: int, seconds: float = 3000.0, **variables: str) -> list[dict]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def table(rows: list[dict]) -> list[str]:
-    """Return the lines of a table: what is counted, step by step, against the number of ranks."""
+def table(rows: list[dict], name: str) -> list[str]:
+    """Return the lines of a table: what is counted under a name, step by step, against the number of ranks."""
     sizes = sorted({row["ranks"] for row in rows})
-    steps: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    steps: dict[str, dict[int, str]] = defaultdict(dict)
     for row in rows:
-        for name in COUNTED:
-            own, most = row[name]
-            steps[row["step"], name][row["ranks"]] = f"{own:,}" if own == most else f"{own:,} / {most:,}"
-    lines = [f"| | {' | '.join(map(str, sizes))} |", "|---" * (len(sizes) + 1) + "|"]
-    return lines + [
-        f"| {step}: {name} | {' | '.join(cells.get(size, '–') for size in sizes)} |"
-        for (step, name), cells in steps.items()
-    ]
+        own, most = row[name]
+        steps[row["step"]][row["ranks"]] = f"{own:,}" if own == most else f"{own:,} / {most:,}"
+    head = [f"| {name} of a rank | {' | '.join(map(str, sizes))} |", "|---" * (len(sizes) + 1) + "|"]
+    return head + [f"| {step} | {' | '.join(cells.values())} |" for step, cells in steps.items()]
 
 
 if __name__ == "__main__":
     found: list[dict] = []
     for size in [int(each) for each in sys.argv[1:]] or SIZES:
         found += counted(size)
-        print(*table(found), sep="\n", flush=True)
+    for counted_name in COUNTED:
+        print(*table(found, counted_name), "", sep="\n")
