@@ -211,7 +211,7 @@ MUTANTS = [
     # -- backends.mpi: messages under way
     Mutant(
         f"{MPI_BACKEND}/requests.py",
-        "        self.unfinished.hold(work)\n",
+        "        requests.unfinished.hold(self)\n",
         "",
         "mpi/test_point_to_point.py mpi/test_async.py torch/test_lifetimes.py",
     ),

@@ -58,7 +58,7 @@ class C10dWork(Work):
 
     def _finish(self, error: BaseException | None = None) -> None:
         super()._finish(error)
-        self._unfinished.let_go(self)
+        self._unfinished.pop(self, None)
 
     def _block(self, seconds: float | None) -> bool:
         if not self._turn.acquire(timeout=-1 if seconds is None else seconds):

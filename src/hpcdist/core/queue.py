@@ -294,7 +294,10 @@ class Queue:
                 raise  # Ctrl-C, for the thread that waits
         else:
             del run
-            work._finish()
+            if not work._done:  # ``_finish`` without a call
+                work._done = True
+                if work._is_asked:
+                    work._tell()
 
     # -- the worker thread ---------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from _thread import get_ident
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.communicator import Communicator, Token
 from hpcdist.backends.mpi.datatypes import BYTE, landing, message
 from hpcdist.backends.mpi.receives import LARGE
-from hpcdist.backends.mpi.requests import Requests
+from hpcdist.backends.mpi.requests import Requests, RequestWork
 from hpcdist.core.backend import Message
 from hpcdist.core.journal import Journal
 from hpcdist.core.unfinished import Unfinished
@@ -25,7 +26,7 @@ class PointToPoint:
 
     def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
         self._communicator = communicator
-        self._begun = Requests(communicator, unfinished).begun
+        self._begun = partial(RequestWork, Requests(communicator, unfinished))
         self._comm = communicator.comm
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:

@@ -22,7 +22,7 @@ from hpcdist.core.work import Work, init_torch_work
 
 
 class Requests:
-    """The messages of one communicator.
+    """What the messages of one communicator share.
 
     Attributes:
         communicator: translates their errors.
@@ -35,27 +35,6 @@ class Requests:
         self.communicator, self.unfinished = communicator, unfinished
         PROGRESS.follow(self)
 
-    def begun(
-        self,
-        request: MPI.Request | MatchedReceive,
-        tensor: torch.Tensor,
-        result: list[torch.Tensor],
-        finish: Callable[[], None] | None = None,
-    ) -> RequestWork:
-        """Return the Work of a message, kept until it has ended.
-
-        Args:
-            request: MPI's, or in place of it.
-            tensor: the memory.
-            result: the tensor, of a receive; nothing, of a send.
-            finish: what follows when the message has arrived.
-        """
-        work = RequestWork(self, request, tensor, result, finish)
-        self.unfinished.hold(work)
-        if PROGRESS.is_asleep:
-            PROGRESS.wake()
-        return work
-
     def drive(self) -> bool:
         """Drive MPI if a message is under way; tell whether one is."""
         receives = self.communicator.receives
@@ -65,11 +44,21 @@ class Requests:
 
 
 class RequestWork(Work):
-    """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete."""
+    """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete.
 
-    __slots__ = (
-        *("_buffer", "_has_ended", "_is_driven", "_reason", "_request", "_requests", "_status", "_turn", "_when_done"),
-    )
+    Args:
+        requests: of its communicator.
+        request: MPI's, or in place of it.
+        buffer: the memory.
+        result: the tensor, of a receive; nothing, of a send.
+        finish: what follows when the message has arrived.
+    """
+
+    __slots__ = ("_buffer", "_request", "_requests", "_status", "_turn", "_when_done")
+
+    _has_ended = False  # though nobody has completed the request
+    _is_driven = False  # by the progress thread, which has the turn meanwhile
+    _reason: str | None = None  # why it was cancelled
 
     def __init__(
         self,
@@ -77,7 +66,7 @@ class RequestWork(Work):
         request: MPI.Request | MatchedReceive,
         buffer: torch.Tensor,
         result: list[torch.Tensor],
-        finish: Callable[[], None] | None,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
         self._result, self._call = result, None
@@ -86,11 +75,11 @@ class RequestWork(Work):
         self._request = request
         self._buffer: torch.Tensor | None = buffer
         self._when_done = finish
-        self._has_ended = False  # though nobody has completed the request
-        self._reason: str | None = None  # why it was cancelled
         self._status: Any = MPI.Status() if result else None  # of a receive
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
-        self._is_driven = False  # by the progress thread, which has the turn meanwhile
+        requests.unfinished.hold(self)
+        if PROGRESS.is_asleep:
+            PROGRESS.wake()
 
     def _carry_out(self) -> bool:
         """Complete the request, if no other thread blocks on the group, as ``_await`` and ``_block`` do."""
@@ -169,7 +158,7 @@ class RequestWork(Work):
                 ulfm.settle(self._request, buffer)
         self._buffer = self._when_done = None
         self._error, self._done = error, True  # ``_finish`` without a call
-        requests.unfinished.let_go(self)
+        requests.unfinished.pop(self, None)
         if self._is_asked:
             self._tell()
 
