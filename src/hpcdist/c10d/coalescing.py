@@ -76,12 +76,6 @@ def all_gather_coalesced(
     if not isinstance(output_tensor_lists, list):
         raise TypeError("Invalid function argument: output_tensor_lists should be a list")
     outputs = [as_tensors(tensors, "output_tensor_lists", writable=True) for tensors in output_tensor_lists]
-    for tensors in outputs:
-        if len(tensors) != len(inputs):
-            raise ValueError(
-                f"all_gather_coalesced: a list of `output_tensor_lists` has {len(tensors)} tensors, "
-                f"`input_tensor_list` {len(inputs)}"
-            )
     with pg.grouped():
         work = coalesced.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
     return begun_or_ended(work, async_op)

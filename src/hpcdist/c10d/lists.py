@@ -68,18 +68,8 @@ def gather(
     if way is None:
         return None
     pg, root = way
-    if pg.rank() != root and gather_list:
-        raise ValueError(
-            f"Argument ``gather_list`` must NOT be specified on non-destination ranks: this is rank {pg.rank()} "
-            f"of the group, the destination {root}"
-        )
-    if pg.rank() == root and not gather_list:
-        raise ValueError(f"Argument ``gather_list`` must be specified on destination rank {root}")
-    if pg.rank() != root:
-        return issue(GATHER, pg, tensor, None, None, root, async_op)
-    if gather_list.__class__ is not list:
-        gather_list = as_tensors(gather_list, "gather_list", writable=True)
-    return issue(GATHER, pg, tensor, gather_list, None, root, async_op)
+    recv = list_of_root(gather_list, "gather_list", "destination", pg, root, writable=True)
+    return issue(GATHER, pg, tensor, recv, None, root, async_op)
 
 
 def scatter(
@@ -111,18 +101,8 @@ def scatter(
     if way is None:
         return None
     pg, root = way
-    if pg.rank() != root and scatter_list:
-        raise ValueError(
-            f"Argument ``scatter_list`` must NOT be specified on non-source ranks: this is rank {pg.rank()} "
-            f"of the group, the source {root}"
-        )
-    if pg.rank() == root and not scatter_list:
-        raise ValueError(f"Argument ``scatter_list`` must be specified on source rank {root}")
-    if pg.rank() != root:
-        return issue(SCATTER, pg, None, tensor, None, root, async_op)
-    if scatter_list.__class__ is not list:
-        scatter_list = as_tensors(scatter_list, "scatter_list")
-    return issue(SCATTER, pg, scatter_list, tensor, None, root, async_op)
+    send = list_of_root(scatter_list, "scatter_list", "source", pg, root)
+    return issue(SCATTER, pg, send, tensor, None, root, async_op)
 
 
 def reduce_scatter(
@@ -177,3 +157,16 @@ def all_to_all(
 def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[Group, int] | None:
     """Return the group and its root, by default the group's view of global rank 0; None outside the group."""
     return world.route(group, call, 0 if rank is None and rank_in_group is None else rank, rank_in_group)
+
+
+def list_of_root(given: Any, name: str, side: str, pg: Group, root: int, writable: bool = False) -> Any:
+    """Return the list that only the root gives, None on other ranks; ValueError if another gives one, or it none."""
+    rank = pg.rank()
+    if rank != root and given:
+        raise ValueError(
+            f"Argument ``{name}`` must NOT be specified on non-{side} ranks: this is rank {rank} of the group, "
+            f"the {side} {root}"
+        )
+    if rank == root and not given:
+        raise ValueError(f"Argument ``{name}`` must be specified on {side} rank {root}")
+    return None if rank != root else given if given.__class__ is list else as_tensors(given, name, writable)

@@ -24,7 +24,7 @@ from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
-from hpcdist.core.lists import splits_of
+from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.reduction import PRODUCT, SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
@@ -83,25 +83,6 @@ def check_root_tensor(call: str, opts: Any, length: int) -> int:
     if not 0 <= index < length:
         raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
     return index
-
-
-def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
-    """Raise c10d's error unless there are as many outputs as inputs, and some."""
-    if not len(inputs):
-        raise MismatchError(f"{call}: requires non-empty input tensor list")
-    if len(outputs) != len(inputs):
-        raise MismatchError(
-            f"{call}: requires input/output tensor lists to have the same length; got {len(inputs)} and {len(outputs)}"
-        )
-
-
-def check_lengths(call: str, side: str, lists: Any, length: int) -> None:
-    """Raise c10d's error unless each list has a length."""
-    for index, each in enumerate(lists):
-        if len(each) != length:
-            raise MismatchError(
-                f"{call}: invalid {side} tensor list at index {index} (expected length {length}, got {len(each)})"
-            )
 
 
 def as_torch(method: Any, name: str | None = None) -> Any:
@@ -241,12 +222,6 @@ class C10dMethods(Group):
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
         is_async = getattr(opts, "asyncOp", True)
-        if len(output_lists) != self.size():
-            raise MismatchError(
-                f"allgather_coalesced: output lists should be equal to world size: {len(output_lists)} lists given, "
-                f"the group has {self.size()} ranks"
-            )
-        check_lengths("allgather_coalesced", "output", output_lists, len(input_list))
         return self._note(coalesced.gather_together(self, output_lists, list(input_list), is_async))
 
     @as_torch

@@ -13,9 +13,10 @@ from hpcdist.core import hooks, profiling
 from hpcdist.core.buffers import is_plain, make_unpack, real, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import Likeness
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
-from hpcdist.core.lists import IS_CPU, flatten
+from hpcdist.core.lists import IS_CPU, check_lengths, flatten
 from hpcdist.core.reduction import canonical, is_done_by_parts
 from hpcdist.core.table import ALL_GATHER, ALL_REDUCE
 from hpcdist.core.work import AllWork, Work
@@ -127,6 +128,12 @@ def gather_together(
     pg: Group, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], async_op: bool
 ) -> Work:
     """Run or begin the all_gather of each tensor as one Work; ``output_lists`` has for each rank a list of outputs."""
+    if len(output_lists) != len(pg.ranks):
+        raise MismatchError(
+            f"allgather_coalesced: output lists should be equal to world size: {len(output_lists)} lists given, the "
+            f"group has {len(pg.ranks)} ranks"
+        )
+    check_lengths("allgather_coalesced", "output", output_lists, len(inputs))
     calls = (
         issue(ALL_GATHER, pg, each, [outputs[index] for outputs in output_lists], None, None, async_op)
         for index, each in enumerate(inputs)

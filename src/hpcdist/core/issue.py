@@ -94,7 +94,9 @@ def issue(
         and not hooks.is_profiled()
         and not (journal := pg.journal).asked
     ):
-        for known in pg.known.get(row if root is None else (row, root), ()):
+        kind = row if root is None else (row, root)
+        kept = pg.known.get(kind, ())
+        for known in kept:
             if (
                 known.op is op
                 and known.in_place is (recv is send)
@@ -112,6 +114,8 @@ def issue(
                 if shape is None and tensor is not None:
                     shape = torch.Size((sum(map(NUMEL, tensor)),)) if tensor.__class__ is list else tensor.shape
                 journal.sequence = number = journal.sequence + 1
+                if known is not kept[0] and number % LOOKS == 0:
+                    pg.known.advance(kind, known)
                 record = (journal, number, known.row, shape, known.dtype, root)
                 journal.push(record)
                 if async_op:

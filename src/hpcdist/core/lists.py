@@ -38,6 +38,7 @@ from hpcdist.core.buffers import (
     same_dtype,
 )
 from hpcdist.core.call import Call, in_turn
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import PREMUL_SUM, canonical, factor_of, is_complex, is_done_by_parts
 from hpcdist.core.table import (
@@ -115,24 +116,54 @@ def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
     return same_dtype(*tensors)
 
 
+def with_list(
+    pg: Group, call: Call, name: str, list_name: str, async_op: bool
+) -> tuple[Any, Any, Callable[[], None] | None, list[torch.Tensor], list[int]]:
+    """Check a call on one tensor and a list of one a rank.
+
+    Args:
+        pg: the group.
+        call: with what the caller gave.
+        name, list_name: of the parameters.
+        async_op: whether it is asynchronous.
+
+    Returns:
+        The tensor, what the library reads or writes of the list, what then copies to the list, the list, and the bytes
+        of each of its tensors.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as c10d's.
+    """
+    row, is_written, rank = call.row, call.recv.__class__ is list, pg.rank()
+    one, many = (call.send, call.recv) if is_written else (call.recv, call.send)
+    listed: Any = as_list(many, one.dtype) if takes_lists(pg) and is_plain(one) and one.is_cpu else None
+    if listed is not None and len(listed.sizes) == len(pg.ranks):
+        sizes = listed.sizes
+        if sizes[rank] == one.nbytes and not (row.rooted and sizes.count(one.nbytes) < len(sizes)):
+            return one, listed, None, many, sizes
+    one = as_tensor(one, name, writable=not is_written)
+    many = as_tensors(many, list_name, writable=is_written)
+    check_length(row.name, list_name, many, len(pg.ranks))
+    dtype = common_dtype(row.name, one, *many)
+    for each in many if row.reduces else ():
+        if each.dtype is not one.dtype:
+            check_parts(row, call.op, each, one)
+    check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
+    is_taken, then = are_taken(pg, [one, *many]), None
+    if is_written:
+        listed, then = to_write(many, dtype, is_taken)
+    else:
+        listed = to_read(pg, many, dtype, is_taken, async_op)
+    return one, listed, then, many, [each.nbytes for each in many]
+
+
 def all_gather(pg: Group, call: Call, async_op: bool) -> Call:
     """Gather the tensors of all ranks into a list on every rank; entry r has the size of rank r's tensor."""
-    tensor_list, tensor = call.recv, call.send
-    recv: Any = as_list(tensor_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
-    if recv is not None and len(recv.sizes) == len(pg.ranks) and recv.sizes[pg.rank()] == tensor.nbytes:
-        send, then, sizes, outputs = tensor, None, recv.sizes, tensor_list
-        dtype = send.dtype
-    else:
-        outputs = as_tensors(tensor_list, "tensor_list", writable=True)
-        send = as_tensor(tensor, "tensor")
-        check_length("all_gather", "tensor_list", outputs, len(pg.ranks))
-        dtype = common_dtype("all_gather", send, *outputs)
-        check_sizes("all_gather", "tensor_list", [outputs[pg.rank()]], send)
-        recv, then = to_write(outputs, dtype, are_taken(pg, [send, *outputs]))
-        sizes = [each.nbytes for each in outputs]
+    send, recv, then, outputs, sizes = with_list(pg, call, "tensor", "tensor_list", async_op)
     counts, row = None, ALL_GATHER
     if sizes.count(sizes[0]) < len(sizes):  # the sizes are the same on every rank
-        counts = [send.nbytes // dtype.itemsize], [size // dtype.itemsize for size in sizes]
+        width = recv.dtype.itemsize
+        counts = [send.nbytes // width], [size // width for size in sizes]
     elif not pg.backend(send.device).has_lists:
         row = ALL_GATHER_SINGLE
     return call._replace(row=row, send=send, recv=recv, counts=counts, finish=then, result=outputs)
@@ -140,56 +171,24 @@ def all_gather(pg: Group, call: Call, async_op: bool) -> Call:
 
 def gather(pg: Group, call: Call, async_op: bool) -> Call:
     """Gather the tensors of all ranks into a list on the root."""
-    tensor, gather_list = call.send, call.recv
-    recv: Any = as_list(gather_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
-    if recv is not None and recv.sizes == [tensor.nbytes] * len(pg.ranks):
-        return call._replace(recv=recv, result=gather_list)
-    given = as_tensor(tensor, "tensor")
-    outputs = as_tensors(gather_list, "gather_list", writable=True)
-    check_length("gather", "gather_list", outputs, len(pg.ranks))
-    dtype = common_dtype("gather", given, *outputs)
-    check_sizes("gather", "gather_list", outputs, given)
-    recv, then = to_write(outputs, dtype, are_taken(pg, [given, *outputs]))
-    return call._replace(send=given, recv=recv, finish=then, result=outputs)
+    send, recv, then, outputs, _ = with_list(pg, call, "tensor", "gather_list", async_op)
+    return call._replace(send=send, recv=recv, finish=then, result=outputs)
 
 
 def scatter(pg: Group, call: Call, async_op: bool) -> Call:
     """Hand each rank its tensor of the root's list."""
-    scatter_list, tensor = call.send, call.recv
-    send: Any = as_list(scatter_list, tensor.dtype) if takes_lists(pg) and is_plain(tensor) and tensor.is_cpu else None
-    if send is not None and send.sizes == [tensor.nbytes] * len(pg.ranks):
-        return call._replace(send=send)
-    output = as_tensor(tensor, "tensor", writable=True)
-    inputs = as_tensors(scatter_list, "scatter_list")
-    check_length("scatter", "scatter_list", inputs, len(pg.ranks))
-    dtype = common_dtype("scatter", output, *inputs)
-    check_sizes("scatter", "scatter_list", inputs, output)
-    send = to_read(pg, inputs, dtype, are_taken(pg, [output, *inputs]), async_op)
-    return call._replace(send=send, recv=output)
+    recv, send, *_ = with_list(pg, call, "tensor", "scatter_list", async_op)
+    return call._replace(send=send, recv=recv)
 
 
 def reduce_scatter(pg: Group, call: Call, async_op: bool) -> Call:
     """Combine the lists of all ranks and leave each rank its entry; entry r has one size on all ranks."""
-    input_list, output = call.send, call.recv
-    send: Any = as_list(input_list, output.dtype) if takes_lists(pg) and is_plain(output) and output.is_cpu else None
-    target = output
-    if send is None or len(send.sizes) != len(pg.ranks) or send.sizes[pg.rank()] != output.nbytes:
-        target = as_tensor(output, "output", writable=True)
-        inputs = as_tensors(input_list, "input_list")
-        check_length("reduce_scatter", "input_list", inputs, len(pg.ranks))
-        dtype = common_dtype("reduce_scatter", target, *inputs)
-        for each in inputs:
-            if each.dtype is not target.dtype:
-                check_parts(REDUCE_SCATTER, call.op, each, target)
-        check_sizes("reduce_scatter", "input_list", [inputs[pg.rank()]], target)
-        sizes = [each.nbytes for each in inputs]
-        send = to_read(pg, inputs, dtype, are_taken(pg, [target, *inputs]), async_op)
-    else:
-        dtype, sizes = output.dtype, send.sizes
+    recv, send, _, _, sizes = with_list(pg, call, "output", "input_list", async_op)
     if sizes.count(sizes[0]) == len(sizes):  # the sizes are the same on every rank
-        return call._replace(row=REDUCE_SCATTER_SINGLE, send=send, recv=target)
-    counts = [size // dtype.itemsize for size in sizes], [target.nbytes // dtype.itemsize]
-    return call._replace(send=send, recv=target, counts=counts)
+        return call._replace(row=REDUCE_SCATTER_SINGLE, send=send, recv=recv)
+    width = send.dtype.itemsize
+    counts = [size // width for size in sizes], [recv.nbytes // width]
+    return call._replace(send=send, recv=recv, counts=counts)
 
 
 def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
@@ -215,6 +214,25 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
     each = dtype.itemsize
     counts = [size // each for size in sent], [size // each for size in received]
     return call._replace(send=send, recv=recv, counts=counts, finish=then, result=outputs)
+
+
+def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
+    """Raise c10d's error unless there are as many outputs as inputs, and some."""
+    if not len(inputs):
+        raise MismatchError(f"{call}: requires non-empty input tensor list")
+    if len(outputs) != len(inputs):
+        raise MismatchError(
+            f"{call}: requires input/output tensor lists to have the same length; got {len(inputs)} and {len(outputs)}"
+        )
+
+
+def check_lengths(call: str, side: str, lists: Any, length: int) -> None:
+    """Raise c10d's error unless each list has a length."""
+    for index, each in enumerate(lists):
+        if len(each) != length:
+            raise MismatchError(
+                f"{call}: invalid {side} tensor list at index {index} (expected length {length}, got {len(each)})"
+            )
 
 
 def counts_of_splits(

@@ -9,6 +9,7 @@ the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,41 +66,35 @@ def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> 
     return total.to(first.dtype)
 
 
+def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
+    """Copy values to each of some tensors."""
+    for tensor in tensors:
+        put(values.view(tensor.shape), tensor.detach())
+
+
 def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to each of them."""
     how = canonical(op)
     total = combined(pg, ALL_REDUCE, tensors, how, async_op)
-
-    def copy() -> None:
-        for tensor in tensors:
-            put(total.view(tensor.shape), tensor.detach())
-
-    return issue_any(Call(ALL_REDUCE, total, total, how, finish=copy, result=list(tensors)), pg, async_op)
+    then = partial(put_in_all, total, tensors)
+    return issue_any(Call(ALL_REDUCE, total, total, how, finish=then, result=list(tensors)), pg, async_op)
 
 
 def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to one tensor of one rank."""
     how = canonical(op)
     total = combined(pg, REDUCE, tensors, how, async_op)
-    recv = total if pg.rank() == root else None
-
-    def copy() -> None:
-        if recv is not None:
-            put(recv.view(tensors[root_tensor].shape), tensors[root_tensor].detach())
-
-    return issue_any(Call(REDUCE, total, recv, how, root, finish=copy, result=list(tensors)), pg, async_op)
+    recv, written = (total, [tensors[root_tensor]]) if pg.rank() == root else (None, [])
+    then = partial(put_in_all, total, written)
+    return issue_any(Call(REDUCE, total, recv, how, root, finish=then, result=list(tensors)), pg, async_op)
 
 
 def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Write one tensor of one rank to all tensors of all ranks."""
     check_same_kind("broadcast", tensors)
     flat = flatten(pg, [tensors[root_tensor]], tensors[0].dtype, async_op).clone()
-
-    def copy() -> None:
-        for tensor in tensors:
-            put(flat.view(tensor.shape), tensor.detach())
-
-    return issue_any(Call(BROADCAST, flat, flat, root=root, finish=copy, result=list(tensors)), pg, async_op)
+    then = partial(put_in_all, flat, tensors)
+    return issue_any(Call(BROADCAST, flat, flat, root=root, finish=then, result=list(tensors)), pg, async_op)
 
 
 def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, buffer_of_runs, message
-from hpcdist.backends.mpi.exchange import Exchange
+from hpcdist.backends.mpi.exchange import COPY_MAX, Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
@@ -268,18 +268,24 @@ class Collectives:
         """Return what reduces the tensors of a list, copied to memory that is kept."""
         if not how.is_direct:
             return None
-        function, flatten, itemsize, ranks, datatype = (
-            self._calls[call.row], self._vectors.copy_in, call.send.itemsize, self._size, how.datatype
+        function, memory_of, itemsize, ranks, datatype = (
+            self._calls[call.row], self._vectors.memory_of, call.send.itemsize, self._size, how.datatype
         )  # fmt: skip
 
         def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
-            count, own, *addresses = places
-            received = count * itemsize
-            return (None if ranks * received >= limit else (own, addresses, received)), count
+            count, *addresses = places
+            nbytes = count * itemsize
+            if ranks * nbytes >= limit or nbytes > COPY_MAX:
+                return None, count
+            own, *sources = [address(place, nbytes) for place in addresses]
+            return (own, sources, nbytes, count), count
 
-        def run(own: int, addresses: list[int], received: int) -> None:
-            flat = flatten(addresses, [received] * ranks, ranks * received)
-            function((flat, datatype), (address(own, received), datatype), *last)
+        def run(own: Any, sources: list[Any], nbytes: int, count: int) -> None:
+            flat, start = memory_of(ranks * nbytes), 0
+            for source in sources:
+                flat[start : start + nbytes] = source
+                start += nbytes
+            function((flat, count, datatype), (own, datatype), *last)
 
         return Prepared(run, describe)
 

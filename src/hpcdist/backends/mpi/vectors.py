@@ -57,6 +57,7 @@ class Vectors:
         self._communicator = communicator
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
         self._one, self._all = KeptMemory(), KeptMemory()
+        self.memory_of = self._all.of  # that the next call uses again
         self._flat: tuple[Any, ...] = (None, None)
 
     def flatten(self, tensors: TensorList) -> torch.Tensor:
@@ -71,12 +72,6 @@ class Vectors:
             self._flat = memory, flat
         copy_in(memory.address, tensors.addresses, tensors.sizes)
         return flat
-
-    def copy_in(self, addresses: Iterable[int], sizes: Sequence[int], nbytes: int) -> MPI.buffer:
-        """Copy tensors one after another to memory that the next call uses again, and return it."""
-        memory = self._all.of(nbytes)
-        copy_in(memory.address, addresses, sizes)
-        return address(memory.address, nbytes)
 
     def prepared(self, call: Call) -> Prepared | None:
         """Return the vector call of an all_gather, gather or scatter; None if it is more than that."""

@@ -8,36 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed import ReduceOp
 from typing_extensions import deprecated
 
 from hpcdist.c10d.names import Backend
 from hpcdist.core import several, world
 from hpcdist.core.buffers import as_tensors
+from hpcdist.core.lists import check_lengths, check_pairs
 from hpcdist.core.work import Work
 
 dist_backend = Backend  # what the names of backends were found under before torch 1.0
 
 INSTEAD = "torch dropped the functions on one tensor a device; use one process a device and `{}`"
-
-
-def checked(call: str, tensors: Any, name: str) -> list[torch.Tensor]:
-    """Return a list of tensors; ValueError if it is empty."""
-    given = as_tensors(tensors, name, writable=True)
-    if not given:
-        raise ValueError(f"{call}: `{name}` is empty; expected one tensor for each device of this process")
-    return given
-
-
-def checked_lists(call: str, lists: Any, name: str, count: int, length: int, writable: bool = False) -> list[list[Any]]:
-    """Return lists of tensors; ValueError if they are not so many, or one has another length."""
-    given = [as_tensors(each, name, writable) for each in lists]
-    if [len(each) for each in given] != [length] * count:
-        raise ValueError(
-            f"{call}: `{name}` has lengths {[len(each) for each in given]}; expected {count} lists of {length} tensors"
-        )
-    return given
 
 
 @deprecated(INSTEAD.format("broadcast"), category=FutureWarning)
@@ -59,7 +41,7 @@ def broadcast_multigpu(
     pg = world.member_group(group, "broadcast_multigpu")
     if pg is None:
         return None
-    given = checked("broadcast_multigpu", tensor_list, "tensor_list")
+    given = as_tensors(tensor_list, "tensor_list", writable=True)
     return several.broadcast(pg, given, world.group_rank(pg, src, None), src_tensor, async_op)
 
 
@@ -81,8 +63,7 @@ def all_reduce_multigpu(
     pg = world.member_group(group, "all_reduce_multigpu")
     if pg is None:
         return None
-    given = checked("all_reduce_multigpu", tensor_list, "tensor_list")
-    return several.all_reduce(pg, given, op, async_op)
+    return several.all_reduce(pg, as_tensors(tensor_list, "tensor_list", writable=True), op, async_op)
 
 
 @deprecated(INSTEAD.format("reduce"), category=FutureWarning)
@@ -105,7 +86,7 @@ def reduce_multigpu(
     pg = world.member_group(group, "reduce_multigpu")
     if pg is None:
         return None
-    given = checked("reduce_multigpu", tensor_list, "tensor_list")
+    given = as_tensors(tensor_list, "tensor_list", writable=True)
     return several.reduce(pg, given, op, world.group_rank(pg, dst, None), dst_tensor, async_op)
 
 
@@ -130,11 +111,10 @@ def all_gather_multigpu(
     pg = world.member_group(group, "all_gather_multigpu")
     if pg is None:
         return None
-    given = checked("all_gather_multigpu", input_tensor_list, "input_tensor_list")
-    count = len(given)
-    outputs = checked_lists(
-        "all_gather_multigpu", output_tensor_lists, "output_tensor_lists", count, pg.size() * count, writable=True
-    )
+    given = as_tensors(input_tensor_list, "input_tensor_list")
+    outputs = [as_tensors(each, "output_tensor_lists", writable=True) for each in output_tensor_lists]
+    check_pairs("all_gather_multigpu", outputs, given)
+    check_lengths("all_gather_multigpu", "output", outputs, pg.size() * len(given))
     return several.all_gather(pg, outputs, given, async_op)
 
 
@@ -160,9 +140,8 @@ def reduce_scatter_multigpu(
     pg = world.member_group(group, "reduce_scatter_multigpu")
     if pg is None:
         return None
-    outputs = checked("reduce_scatter_multigpu", output_tensor_list, "output_tensor_list")
-    count = len(outputs)
-    inputs = checked_lists(
-        "reduce_scatter_multigpu", input_tensor_lists, "input_tensor_lists", count, pg.size() * count
-    )
+    outputs = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
+    inputs = [as_tensors(each, "input_tensor_lists") for each in input_tensor_lists]
+    check_pairs("reduce_scatter_multigpu", outputs, inputs)
+    check_lengths("reduce_scatter_multigpu", "input", inputs, pg.size() * len(outputs))
     return several.reduce_scatter(pg, outputs, inputs, op, async_op)
