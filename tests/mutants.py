@@ -112,7 +112,12 @@ MUTANTS = [
     ),
     # -- core.issue: what a call that comes again must have in common, and what is checked before anything is sent
     Mutant(ISSUE, "known.op is op\n                and known.in_place", "known.in_place", BESIDE_CACHE),
-    Mutant(ISSUE, "kind = row if root is None else (row, root)\n", "kind = row if root is None else (row, 0)\n", BESIDE_CACHE),
+    Mutant(
+        ISSUE,
+        "kind = row if root is None else (row, root)\n",
+        "kind = row if root is None else (row, 0)\n",
+        BESIDE_CACHE,
+    ),
     Mutant(f"{CORE}/call_cache.py", "            and fits(send.numel(), recv.numel(), ranks)\n", "", BESIDE_CACHE),
     Mutant(
         f"{CORE}/call_cache.py",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.core.objects import packed
 
 
 class Point:
@@ -320,6 +321,57 @@ def test_ranks_may_differ_in_weights_only(call, rank, size):
                 found = call(PLAIN, root, is_careful)
                 assert not receives(call, rank, root, size) or same(found)
             dist.barrier()
+
+
+def tensors_of_all_kinds():
+    """Return large tensors and small ones, of every way that torch writes them in."""
+    with torch.device("cpu"):
+        whole, pairs = torch.arange(9000.0), torch.ones(3000, dtype=torch.complex64)
+        return {
+            "whole": whole,
+            "part": whole[5:8000:2],
+            "turned": whole.view(90, 100).t(),
+            "expanded": whole[:1].expand(9),
+            "half": whole.bfloat16(),
+            "quarter": whole.to(torch.float8_e4m3fn),
+            "complex": pairs,
+            "lazy": pairs.conj(),
+            "boolean": whole > 9,
+            "as long as a mark": torch.arange(24, dtype=torch.uint8),
+            "frozen": torch.nn.Parameter(whole, False),
+            "trained": torch.nn.Parameter(whole + 1),
+            "with gradient": torch.ones(3000, requires_grad=True),
+            "sparse": torch.eye(60).to_sparse(),
+            "empty": torch.empty(0, 3),
+            "single": torch.tensor(7),
+        }
+
+
+def test_weights_only_of_tensors_of_all_kinds(rank, size):
+    given = tensors_of_all_kinds()
+    objects = [given if rank == 0 else None]
+    dist.broadcast_object_list(objects, 0, weights_only=True)
+    for name, found in objects[0].items():
+        tensor = given[name]
+        assert (type(found), found.dtype, found.layout) == (type(tensor), tensor.dtype, tensor.layout), name
+        assert (found.requires_grad, found.shape) == (tensor.requires_grad, tensor.shape), name
+        if name == "sparse":
+            found, tensor = found.to_dense(), tensor.to_dense()
+        elif name == "quarter":
+            found, tensor = found.float(), tensor.float()
+        assert found.stride() == tensor.stride(), name
+        assert torch.equal(found, tensor), name
+    objects[0]["whole"][5] = -1.0  # in memory of its own, which a part of it shares
+    assert objects[0]["part"][0] == -1.0
+    assert given["whole"][5] == (-1.0 if rank == 0 else 5.0)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_memory_of_tensors_is_no_part_of_the_pickle(weights_only):
+    data, apart, _ = packed(tensors_of_all_kinds(), 0, weights_only=weights_only)
+    assert len(data) + sum(map(len, apart)) < 400_000
+    assert len(data) < 100_000
+    assert len(packed(PLAIN, 0, weights_only=weights_only, is_whole=True)[1]) == 0
 
 
 def test_weights_only_of_an_object_that_cannot_be_pickled(rank, size):

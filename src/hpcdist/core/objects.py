@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +28,8 @@ APART_BYTES = 2048  # from which on a buffer is a message of its own; less is co
 TAG = 32_766
 SAVED = b"PK"  # what torch.save writes begins with it, and no pickle of protocol 5 does
 UNPICKLABLE = b"!"  # nor with this; what follows is the rank that could not pickle its object, and why
+MARK = b"hpcdist: memory "
+STAND = struct.Struct("16sQ")  # the bytes that stand for a storage whose memory is apart: the mark, and its number
 REFUSAL = (
     "with weights_only=True only what torch.load(weights_only=True) takes is read: tensors, numbers, texts, containers "
     "of such, and the classes given to torch.serialization.add_safe_globals"
@@ -69,6 +73,54 @@ class ObjectPickler(pickle.Pickler):
         rebuild = parameter if kind is torch.nn.Parameter else tensor
         layout = value.storage_offset(), tuple(value.shape), value.stride()
         return rebuild, (shared, value.dtype, layout, value.requires_grad)
+
+
+class WeightsPickler(pickle.Pickler):
+    """Pickler for ``torch.save`` that leaves the memory of large dense CPU tensors where it is (``STAND``)."""
+
+    apart: list[memoryview]  # what is left out
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self._stands: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is made again: as torch says, on another storage."""
+        if value.__class__ is not torch.Tensor or not is_dense(value):  # of a parameter, this is its ``data``
+            return NotImplemented
+        storage = value.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+        if place[1] < APART_BYTES:
+            return NotImplemented
+        stand = self._stands.get(place)
+        if stand is None:
+            text = bytearray(STAND.pack(MARK, len(self.apart)))
+            stand = self._stands[place] = torch.frombuffer(text, dtype=torch.uint8).untyped_storage()
+            self.apart.append(SharedStorage(storage).memory.data)
+        rebuild, (given, *layout) = value.__reduce_ex__(2)
+        if not isinstance(given, torch.UntypedStorage):
+            return rebuild, (torch.TypedStorage(wrap_storage=stand, dtype=value.dtype, _internal=True), *layout)
+        return rebuild, (stand, *layout)
+
+
+def saved(value: Any, is_whole: bool) -> tuple[bytes, list[memoryview]]:
+    """Return an object as ``torch.save`` writes it, and the memory of its large tensors, unless ``is_whole``."""
+    file, apart = io.BytesIO(), list[memoryview]()
+    pickler = pickle.Pickler if is_whole else type("Pickler", (WeightsPickler,), {"apart": apart})
+    torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=pickler))
+    return file.getvalue(), apart
+
+
+def loaded(data: Any, apart: Sequence[Any], weights_only: bool) -> Any:
+    """Return the object that ``saved`` was given."""
+
+    def locate(storage: Any, _: str) -> Any:
+        if storage.nbytes() != STAND.size:
+            return None
+        mark, index = STAND.unpack(SharedStorage(storage).memory.data)
+        return torch_storage(apart[index]) if mark == MARK and index < len(apart) else None
+
+    return torch.load(io.BytesIO(data), map_location=locate, weights_only=weights_only)
 
 
 def is_dense(value: torch.Tensor) -> bool:
@@ -118,9 +170,7 @@ def packed(
     apart: list[pickle.PickleBuffer] = []
     try:
         if weights_only:
-            file = io.BytesIO()
-            torch.save(value, file)
-            return file.getvalue(), [], None
+            return *saved(value, is_whole), None
 
         def keep(buffer: pickle.PickleBuffer) -> bool:
             """Leave a large buffer out of the pickle."""
@@ -153,7 +203,7 @@ def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
         raise RuntimeError(f"rank {rank} of the group could not pickle its object: {reason}")
     if begins == SAVED:
         try:
-            return torch.load(io.BytesIO(data), weights_only=weights_only)
+            return loaded(data, apart, weights_only)
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{REFUSAL}: {error}") from error
     if weights_only:
