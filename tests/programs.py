@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,9 +42,9 @@ def library() -> tuple[str, bool]:
     if not MPIRUN.exists():
         return "none", False
     text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
-    if "open mpi" not in text and "prte" not in text:
+    if not any(name in text for name in ("open mpi", "openrte", "prte")):  # OpenRTE: 4.1's, by the name mpirun.openmpi
         return "mpich", False
-    return "openmpi", "(open mpi) 4." not in text
+    return "openmpi", re.search(r"\(open( mpi|rte)\) 4\.", text) is None
 
 
 LIBRARY, HAS_ULFM = library()
