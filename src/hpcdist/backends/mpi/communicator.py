@@ -74,10 +74,11 @@ class Token:
         self.request, self.reason = request, ""
 
     def cancel(self, reason: str) -> None:
-        """Make the receive raise."""
-        self.reason = reason
-        with suppress(MPI.Exception):  # it may just have ended
-            self.request.Cancel()
+        """Make the receive raise. Not twice: after the first time who waits frees the request, in another thread."""
+        if not self.reason:
+            self.reason = reason
+            with suppress(MPI.Exception):  # it may just have ended
+                self.request.Cancel()
 
     def check(self, status: MPI.Status) -> None:
         """Raise why the receive was cancelled, unless its message came at the last moment."""

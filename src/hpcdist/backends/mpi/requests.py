@@ -127,11 +127,12 @@ class RequestWork(Work):
         return not self._has_ended
 
     def _interrupt(self, reason: str) -> bool:
-        """Cancel a receive, which ends its wait (MPI 3.8.4); a send cannot be taken back."""
+        """Cancel a receive, which ends its wait (MPI 3.8.4), once: see ``Token``; a send cannot be taken back."""
         if not self._result:
             return False
-        self._reason = reason
-        self._request.Cancel()
+        if self._reason is None:
+            self._reason = reason
+            self._request.Cancel()
         return True
 
     def _complete(self, call: Callable[..., bool]) -> None:
