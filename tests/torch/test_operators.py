@@ -135,6 +135,9 @@ CASES = {
         FUNCTIONAL.reduce_scatter_tensor_out(s.many, "sum", s.size, s.name, out=torch.zeros(1, 2))
     ),
     "_c10d_functional::wait_tensor": lambda s: waited(s.mine),
+    "_c10d_functional::wait_tensors": lambda s: list(
+        FUNCTIONAL.wait_tensors([FUNCTIONAL.all_reduce(each, "sum", s.name) for each in (s.mine, s.other)])
+    ),
     "_c10d_functional_autograd::all_gather_into_tensor": lambda s: with_gradient(
         s, lambda given: AUTOGRAD.all_gather_into_tensor(given, s.size, s.name)
     ),
@@ -174,6 +177,9 @@ CASES = {
     "c10d::gather_": lambda s: gathered(
         s, lambda out: C10D.gather_([out] if s.rank == root(s) else [], [s.mine], s.boxed, root(s))
     ),
+    "c10d::gather_into_tensor_": lambda s: into(
+        s, (2 * s.size, 3), lambda out: C10D.gather_into_tensor_(out, s.mine, s.boxed, root(s))
+    ),
     "c10d::monitored_barrier_": lambda s: [C10D.monitored_barrier_(s.mine, s.boxed, [], 60_000, False)][1:],
     "c10d::recv_": lambda s: message(s, lambda out: C10D.recv_([out], s.boxed, s.left, 3)),
     "c10d::recv_any_source_": lambda s: message(s, lambda out: C10D.recv_any_source_([out], s.boxed, 3)),
@@ -196,8 +202,11 @@ CASES = {
 
 
 HAS_OPS = "op" in torch.classes.c10d.ReduceOp()._method_names()
-# what gloo of older torches cannot do, and a case with the same result
-LIKE = {"c10d::alltoall_": "c10d::allgather_"}
+# what gloo of some torches cannot do, and the same result by what it can
+LIKE = {
+    "c10d::alltoall_": CASES["c10d::allgather_"],
+    "c10d::gather_into_tensor_": lambda s: [torch.cat(CASES["c10d::gather_"](s))],
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -208,7 +217,7 @@ def test_operator_as_on_gloo(name, world, gloo):
     except RuntimeError as error:
         if "gloo does not support" not in str(error):
             raise
-        expected = CASES[LIKE[name]](Setting(gloo))
+        expected = LIKE[name](Setting(gloo))
     if name.startswith("_c10d_functional_autograd") and not expected[1].any():
         pytest.skip("the gradient of this torch's own groups is zero")
     takes_op = name.startswith("c10d") and "reduce_op" in str(getattr(C10D, name[6:]).default._schema)
