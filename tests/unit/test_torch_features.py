@@ -46,6 +46,13 @@ def test_an_unsupported_torch_is_refused_at_import_in_one_line(change: str, mess
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")
 
 
+def test_an_old_mpi4py_is_refused_by_name() -> None:
+    code = "import mpi4py; mpi4py.__version__ = '3.1.6'; import hpcdist; hpcdist.init_process_group('mpi')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "hpcdist supports mpi4py 4.1 and later, and this is mpi4py 3.1.6 in /" in done.stderr
+
+
 @pytest.mark.parametrize("installed", ["2.8.0+rocm6.4", "2.10.0.post1", "2.13.0a0+git1b3c5d7", "2.14.0+xpu"])
 def test_pip_finds_a_sites_torch_sufficient(installed: str) -> None:
     specifiers = pytest.importorskip("packaging.requirements")

@@ -64,16 +64,20 @@ def load() -> Any:
     """Import mpi4py.MPI, which does not initialise MPI here (see the package).
 
     Raises:
-        DistBackendError: this is not Linux, or there is no MPI library that it can load.
+        DistBackendError: this is not Linux, mpi4py is too old, or there is no MPI library that it can load.
     """
     if sys.platform != "linux":
         elsewhere = f"backend 'mpi' works on Linux only, and this is {sys.platform}: start ranks with torchrun, on gloo"
         raise DistBackendError(explained(elsewhere, "linux-only"))
     try:
+        import mpi4py
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         text = f"mpi4py found no MPI library ({error}). {INSTALL_HINT}"
         raise DistBackendError(explained(text, "mpi-not-found")) from error
+    if tuple(map(int, mpi4py.__version__.split(".")[:2])) < (4, 1):
+        found = f"mpi4py {mpi4py.__version__} in {next(iter(mpi4py.__path__))}"
+        raise DistBackendError(explained(f"hpcdist supports mpi4py 4.1 and later, and this is {found}", "old-mpi4py"))
     return MPI
 
 
