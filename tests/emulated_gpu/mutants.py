@@ -27,13 +27,13 @@ LINES = [
     (STREAMS, "        self.under_way.append(work.pending)\n", ""),
     (
         STREAMS,
-        "            work.is_captured = self._is_in_graph = True\n            return work\n",
+        "            work.is_captured = self.is_in_graph = True\n            return work\n",
         "            pass\n",
     ),
     (
         STREAMS,
-        "        if self.is_capturing():\n            self._is_in_graph = True\n",
-        "        if False:\n            self._is_in_graph = True\n",
+        "        if self.is_capturing():\n            self.is_in_graph = True\n",
+        "        if False:\n            self.is_in_graph = True\n",
     ),
     (STREAMS, "        self._last.record(current)\n", ""),
     (STREAMS, "with self.cuda.device(self.device), self._library", "with self._library"),

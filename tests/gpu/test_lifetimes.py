@@ -397,6 +397,23 @@ def test_a_work_inside_a_capture_has_not_ended(rank, size, device):
     assert tensor.tolist() == [size] * 16
 
 
+@pytest.mark.parametrize("backend", ["cpu:mpi,cuda:nccl", "cpu:mpi,cuda:torch"])
+def test_a_graph_that_outlives_its_group(backend, rank, size, device):
+    """NCCL's end of a communicator waits until no graph holds its calls: since 2.26, and without a limit."""
+    group, tensor = dist.new_group(backend=backend), torch.ones(4, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    tensor.fill_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert tensor.tolist() == [size] * 4
+    dist.barrier()
+
+
 def test_a_call_of_a_group_that_was_interrupted_does_not_reach_nccl(rank, size, device):
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)

@@ -1,4 +1,6 @@
-"""torch's own ProcessGroupNCCL on the same GPUs: code that is not ours shows whether these are faithful.
+"""torch's own ProcessGroupNCCL on the same GPUs, as torch makes it and by the name "torch".
+
+Code that is not ours shows whether the GPUs are faithful.
 
 On a real GPU this holds by itself. On emulated ones it is what makes the results of the other tests worth something:
 the same scenarios, through torch's C++ and its own rules for streams and memory, with no rule of CUDA broken.
@@ -16,15 +18,18 @@ import hpcdist as dist
 SLEEP_CYCLES = 100_000_000
 
 
-@pytest.fixture(scope="module")
-def theirs(world):
-    group = c10d.new_group(backend="nccl")
+@pytest.fixture(scope="module", params=["nccl", "cpu:mpi,cuda:torch"])
+def theirs(world, request):
+    made_by = c10d if request.param == "nccl" else dist
+    group = made_by.new_group(backend=request.param)
     yield group
-    c10d.destroy_process_group(group)
+    made_by.destroy_process_group(group)
 
 
 def test_it_is_torchs(theirs, device):
-    assert type(theirs._get_backend(device)) is c10d.ProcessGroupNCCL
+    is_ours = isinstance(theirs, dist.ProcessGroup)
+    backend = theirs.backends["cuda"].inner if is_ours else theirs._get_backend(device)
+    assert type(backend) is c10d.ProcessGroupNCCL
 
 
 @pytest.mark.parametrize("is_async", [False, True])

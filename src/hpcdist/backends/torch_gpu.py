@@ -6,10 +6,10 @@ the side streams of ``nccl.streams``; torch's watchdog, flight recorder and opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as c10d
@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.backend import named
-from hpcdist.backends.nccl.streams import Streams, StreamWork
+from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Batch, Held, Streams, StreamWork, end_apart
 from hpcdist.backends.torch_c10d import NATIVE_OPS, C10dBackend
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
@@ -35,18 +35,6 @@ GPUS: Any = getattr(torch, KIND)
 NATIVE_DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
-
-
-Function = Callable[[], Any]
-
-
-class Held(NamedTuple):
-    """A call that is held back, as ``TorchBackend._begin`` takes it."""
-
-    queue: Function
-    finish: Function | None
-    work: StreamWork
-    is_one: bool
 
 
 class NoCaptures:
@@ -116,8 +104,7 @@ class TorchBackend(C10dBackend):
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
         self._failure: DistBackendError | None = None
-        self._batch: list[Held] | None = None
-        self._works: list[Work] = []
+        self._batch = Batch(self._launch_together)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> TorchBackend:
@@ -156,13 +143,16 @@ class TorchBackend(C10dBackend):
 
     def run(self, call: Call) -> None:
         """Queue one collective; the current stream waits for it, and for a barrier the host too."""
-        if self._batch is not None or call.row is BARRIER:
+        if self._batch.is_open or call.row is BARRIER:
             work = self.start(call._replace(finish=None, result=None))
-            if self._batch is None:
+            if not self._batch.is_open:
                 work.wait()
             return
         self._check_live()
-        with GPUS.device(self._device_of(call)):
+        device = self._device_of(call)
+        with GPUS.device(device):
+            if GPUS.is_current_stream_capturing():
+                self._side(device).is_in_graph = True
             super().run(call)
 
     def start(self, call: Call) -> Work:
@@ -173,7 +163,7 @@ class TorchBackend(C10dBackend):
             call = Call(ALL_REDUCE, token, token, reduction.SUM, finish=call.finish, result=call.shown())
         streams = self._side(self._device_of(call))
         work = StreamWork(streams, streams.current(), call.shown(), (call,), 0, None, is_barrier)
-        return self._begin(lambda: super(TorchBackend, self).run(call), call.finish, work, is_direct(call))
+        return self._begin(lambda _: super(TorchBackend, self).run(call), call.finish, work, is_direct(call))
 
     def _device_of(self, call: Call) -> torch.device:
         given = call.tensor
@@ -188,24 +178,16 @@ class TorchBackend(C10dBackend):
             streams.interrupt = self.interrupt
         return streams
 
-    def _begin(self, queue: Function, finish: Function | None, work: StreamWork, is_one: bool) -> Work:
-        """Queue a call on its side stream and what copies its result back, or hold it back for ``grouped``.
-
-        Args:
-            queue: makes the call, on the stream that is current.
-            finish: follows it there.
-            work: what stands for it.
-            is_one: whether it is one call of torch's, which may be launched together with others.
-        """
+    def _begin(self, *held: Any) -> Work:
+        """Queue a call on its side stream and what copies its result back, or hold it back for ``grouped``."""
         self._check_live()
-        if self._batch is not None:
-            self._batch.append(Held(queue, finish, work, is_one))
-            self._works.append(work)
-            return work
+        queue, finish, work, _ = call = Held(*held)
+        if self._batch.is_open:
+            return self._batch.add(call)
         streams = work._streams
         streams.fork()
         with streams.on_side():
-            queue()
+            queue(streams.side_handle)
             if finish is not None:
                 finish()
         work.ends_with(streams.record_end())
@@ -263,14 +245,14 @@ class TorchBackend(C10dBackend):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
     ) -> Work:
-        if peer == self.rank and self._batch is None:
+        if peer == self.rank and not self._batch.is_open:
             raise DistBackendError(
                 "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
             )
-        streams = self._side(tensor.device, peer if self._batch is None else None)
+        streams = self._side(tensor.device, None if self._batch.is_open else peer)
         work = StreamWork(streams, streams.current(), result, (tensor, finish), 0, source, False)
 
-        def queue() -> None:
+        def queue(_: int) -> None:
             if tensor.numel():
                 begun = begin()
                 if begun is not None:  # launched together it has none of its own
@@ -283,50 +265,29 @@ class TorchBackend(C10dBackend):
     @property
     def is_grouped(self) -> bool:
         """Whether calls are held back."""
-        return self._batch is not None
+        return self._batch.is_open
 
-    @contextmanager
-    def grouped(self) -> Iterator[Sequence[Work]]:
-        """Hold back the calls made inside and launch them at the end as one group; nothing of an inner one."""
-        if self._batch is not None:
-            yield self._works
-            return
-        batch = self._batch = []
-        works = self._works = []
-        try:
-            yield works
-        except BaseException as error:
-            for each in batch:
-                reason = f"the call was not made, because its group call was left by an error: {error}"
-                each.work.fail(DistBackendError(reason))
-            raise
-        finally:
-            self._batch = None
-        for streams in dict.fromkeys(each.work._streams for each in batch):
-            self._launch(streams, [each for each in batch if each.work._streams is streams])
+    def grouped(self) -> AbstractContextManager[Sequence[Work]]:
+        """Hold back the calls made inside and launch them at the end as one group."""
+        return self._batch.opened()
 
-    def _launch(self, streams: Streams, held: list[Held]) -> None:
-        """Launch calls together, and behind them those that are several calls of torch's with arithmetic between."""
-        for begun_on in dict.fromkeys(each.work.pending.begun_on for each in held):
-            streams.fork(begun_on)
-        with streams.on_side():
-            self.inner._start_coalescing()
-            try:
-                for each in held:
-                    if each.is_one:
-                        each.queue()
-            finally:
-                together = self.inner._end_coalescing()
-            if together is not None:
-                together.wait()
-            for each in held:
-                if not each.is_one:
-                    each.queue()
-                if each.finish is not None:
-                    each.finish()
-        for each in held:
-            each.work.ends_with(streams.record_end())
-            streams.keep(each.work)
+    def _launch_together(self, calls: list[Held]) -> None:
+        """Launch those that are one call of torch's together, and behind them the others."""
+        for streams in dict.fromkeys(each.work._streams for each in calls):
+            own = [each for each in calls if each.work._streams is streams]
+            with streams.on_side():
+                self.inner._start_coalescing()
+                try:
+                    for each in own:
+                        if each.is_single:
+                            each.queue(streams.side_handle)
+                finally:
+                    together = self.inner._end_coalescing()
+                if together is not None:
+                    together.wait()
+                for each in own:
+                    if not each.is_single:
+                        each.queue(streams.side_handle)
 
     # -- groups ----------------------------------------------------------------------------------------
 
@@ -375,6 +336,10 @@ class TorchBackend(C10dBackend):
         if self.inner is not None and self._failure is None:
             for streams in self._streams.values():
                 streams.settle("destroy_process_group")
+            in_graphs = [streams for streams in self._streams.values() if streams.is_in_graph]
+            if in_graphs and hasattr(self.inner, "shutdown"):
+                end_apart(in_graphs[0], self.inner.shutdown, GRAPH_SECONDS)
+                self.inner = None
         self._streams.clear()
         super().close()
         if self._owned_peer is not None:

@@ -78,14 +78,14 @@ Code launch(Graph* graph, Stream* stream) {
   });
 }
 size_t count_nodes(Graph* graph) { return graph->tasks.size(); }
-void retain(Graph* graph, Task at_end) { graph->at_end.push_back(std::move(at_end)); }
+void retain(Graph* graph, Task at_end) {
+  graph->held.push_back(std::shared_ptr<void>(nullptr, [at_end](void*) { at_end(); }));
+}
 Graph* clone(Graph* graph) {
   auto* made = new Graph;
   made->tasks = graph->tasks;
+  made->held = graph->held;
   return made;
 }
-void destroy(Graph* graph) {
-  for (Task& task : graph->at_end) task();
-  delete graph;
-}
+void destroy(Graph* graph) { delete graph; }
 }  // namespace emulated

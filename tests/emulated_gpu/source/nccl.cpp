@@ -51,6 +51,7 @@ struct Communicator {
   std::condition_variable changed;
   uint64_t launched = 0, turn = 0;
   bool is_running = false;
+  std::atomic<int> graphs{0};  // that hold calls on it and have not been destroyed
   std::atomic<bool> has_ended{false};  // its destruction has begun: the real library frees the memory
 };
 
@@ -221,9 +222,13 @@ Result submit(Communicator* comm, std::vector<Call> calls) {
     touched.insert(touched.end(), call.touched.begin(), call.touched.end());
   }
   for (Stream* each : others) follow(stream, each);
-  bool is_captured = capture_status(stream) != 0;
+  Graph* graph = nullptr;
+  bool is_captured = capture_status(stream, nullptr, &graph) != 0;
   uint64_t ticket = 0;
-  if (!is_captured) {
+  if (is_captured) {
+    comm->graphs++;
+    retain(graph, [comm] { comm->graphs--; });
+  } else {
     std::lock_guard<std::mutex> lock(comm->mutex);
     ticket = comm->launched++;
   }
@@ -317,6 +322,8 @@ void await_calls(Communicator* comm) {
   comm->changed.wait(lock, [&] {
     return !comm->is_running && (comm->turn == comm->launched || comm->shared.aborted);
   });
+  lock.unlock();
+  while (comm->graphs && !comm->shared.aborted) usleep(1000);  // since NCCL 2.26, and however long that is
 }
 }  // namespace
 

@@ -94,7 +94,7 @@ struct Event {
 
 struct Graph {
   std::vector<Task> tasks;
-  std::vector<Task> at_end;
+  std::vector<std::shared_ptr<void>> held;  // whose deleters run when the last copy of the graph is destroyed
 };
 
 extern thread_local int this_thread_device;

@@ -4,7 +4,7 @@ set -u
 HERE=tests/gpu/one_gpu
 OUT=${OUT:-/tmp/device_out}; mkdir -p "$OUT"
 PY=${PY:-python3}; WHL=${WHL:-.whl}; SITE=/tmp/hpcdist_site; MPI=/tmp/hpcdist_mpi; MINE=/tmp/hpcdist_mine
-X=${X:-1}; TOTAL=$((${TOTAL:-465} * X)); SECONDS=0  # X=4 where other jobs run beside
+X=${X:-1}; TOTAL=$((${TOTAL:-465} * X)); SECONDS=0  # X=4 if other jobs run beside
 EMULATED=${EMULATED:-}
 PLUGIN=${EMULATED:+-p tests.emulated_gpu.plugin}; RUN=${EMULATED:+-m tests.emulated_gpu}
 SIZES="4 1048576 268435456"; [ -n "$EMULATED" ] && SIZES=4
@@ -22,7 +22,7 @@ part() {  # part NAME LIMIT COMMAND...: into $OUT/NAME.log, never beyond TOTAL
 }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 M="mpirun --oversubscribe --bind-to none"
-T="$PY -m pytest -q -p no:cacheprovider --color=no --timeout 60 --tb=short --with-mpi"
+T="$PY -m pytest -q -p no:cacheprovider --color=no --timeout $((60 * X)) --tb=short --with-mpi"
 
 # -- 0: install, versions -------------------------------------------------------------------------------------------
 rm -rf "$SITE" "$MPI" "$MINE"; mkdir -p "$MINE"
@@ -44,6 +44,7 @@ E
 export PYTHONPATH=$PWD/src:$SITE:$MINE:$PWD PATH=$MPI/bin:$PATH OPAL_PREFIX=$MPI MPI4PY_LIBMPI=$MPI/lib/libmpi.so.40
 export LD_LIBRARY_PATH=$MPI/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 (nvidia-smi || true; ls "$MPI/bin" | tr '\n' ' '; which mpirun) >> "$OUT/0-setup.log" 2>&1
+[ -n "$EMULATED" ] && $PY -m tests.emulated_gpu.build >> "$OUT/0-setup.log" 2>&1
 part 0-setup 60 $PY $RUN "$HERE/versions.py"
 tail -22 "$OUT/0-setup.log"
 
@@ -55,7 +56,7 @@ part 2-bench 75 $M -n 1 $PY $RUN -m hpcdist bench --device cuda --collectives al
 import json,sys
 for f in json.load(open('$OUT/bench.json'))['figures']: print('host_over', f['collective'], f['bytes'], f['call'], round(f['host_over'],1), {k: round(v,1) for k,v in f['host_us'].items()}, {k: round(v,1) for k,v in f['whole_us'].items()})" | tee -a "$S"
 # -- 3: CUDA tensors over MPI, staged, two ranks on the one GPU --------------------------------------------------------
-part 3-staged 45 $M -n 2 $PY $RUN "$HERE/staged.py"
+part 3-staged 45 $M -n 2 $PY $RUN "$HERE/staged.py" $SIZES
 grep -a "^staged" "$OUT/3-staged.log" | tee -a "$S"
 if [ -n "$EMULATED" ]; then CUDA_DEFAULT="$PLUGIN -p tests.emulated_gpu.cuda_default"; else CUDA_DEFAULT="-p tests.gpu.one_gpu.cuda_by_default"; fi
 HPCDIST_TEST_BACKEND=mpi part 3-staged 45 $M -n 2 $T $CUDA_DEFAULT tests/mpi/test_objects.py tests/mpi/test_default_device.py tests/mpi/test_groups.py

@@ -1,7 +1,8 @@
-"""CUDA tensors over MPI, staged through the host: right values, and the time of all_reduce by size."""
+"""CUDA tensors over MPI, staged through the host: right values, and the time of all_reduce at the bytes given."""
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 
@@ -13,7 +14,6 @@ import hpcdist as dist
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.complex64,
 )  # fmt: skip
-SIZES = (4, 1 << 20, 16 << 20, 256 << 20)
 
 
 def check_sums(rank: int, size: int, device: torch.device) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     check_sums(rank, size, device)
     check_moves(rank, size, device)
     check_streams_and_ddp(size, device)
-    for nbytes in SIZES:
+    for nbytes in map(int, sys.argv[1:]):
         took = measure(nbytes, device)
         if rank == 0:
             print(f"staged all_reduce {nbytes} bytes: {took * 1e6:.0f} us, {nbytes / took / 1e9:.2f} GB/s", flush=True)

@@ -6,8 +6,8 @@ the table in ``calls``; and where the communicators come from in ``communicators
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from hpcdist.backends.nccl.calls import Function, calls_of, message, scaled
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
 from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
 from hpcdist.backends.nccl.reductions import Reductions
-from hpcdist.backends.nccl.streams import Batch, StreamWork
+from hpcdist.backends.nccl.streams import Batch, Held, StreamWork
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
@@ -54,7 +54,7 @@ class NCCLBackend(Backend):
         self._cuda = cuda
         self._owned_peer: Backend | None = None
         self._finder = finding.Finder(rank, store)
-        self._batch: Batch | None = None
+        self._batch = Batch(self._launch_together)
         self._calls: dict[Row, Function] = calls_of(library)
         self._reductions = Reductions(library, cuda)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
@@ -126,7 +126,7 @@ class NCCLBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Queue one collective on the current stream; a barrier waits on the host as well."""
-        if self._batch is not None:
+        if self._batch.is_open:
             self.start(call._replace(finish=None, result=None))
             return
         if call.row.buffers == 0:
@@ -165,7 +165,7 @@ class NCCLBackend(Backend):
         function = partial(self._calls[row], self._library, link.where)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            if self._batch is not None:
+            if self._batch.is_open:
                 self.run(Call(row, send, recv, op, root))
                 return
             current = streams.current()
@@ -209,9 +209,9 @@ class NCCLBackend(Backend):
         """
         streams = link.streams
         keepalive = (queue, finish)
-        if self._batch is not None:
+        if self._batch.is_open:
             work = StreamWork(streams, streams.current(), result, keepalive, nbytes, source, is_barrier)
-            return self._batch.add(queue, finish, work)
+            return self._batch.add(Held(queue, finish, work, True))
         work = StreamWork(streams, streams.fork(), result, keepalive, nbytes, source, is_barrier)
         self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
@@ -260,24 +260,19 @@ class NCCLBackend(Backend):
     @property
     def is_grouped(self) -> bool:
         """Whether calls are held back."""
-        return self._batch is not None
+        return self._batch.is_open
 
-    @contextmanager
-    def grouped(self) -> Iterator[Sequence[Work]]:
-        """Hold back the calls made inside and launch them at the end as one group; nothing of an inner one."""
-        if self._batch is not None:
-            yield self._batch.works
-            return
-        batch = self._batch = Batch()
-        try:
-            yield batch.works
-        except BaseException as error:
-            batch.fail(error)
-            raise
-        finally:
-            self._batch = None
-        if batch.calls:
-            batch.launch(self.communicators.launch, self._library.core.group)
+    def grouped(self) -> AbstractContextManager[Sequence[Work]]:
+        """Hold back the calls made inside and launch them at the end as one group."""
+        return self._batch.opened()
+
+    def _launch_together(self, calls: list[Held]) -> None:
+        def queue(_: int) -> None:
+            with self._library.core.group():
+                for each in calls:
+                    each.queue(each.work._streams.side_handle)
+
+        self.communicators.launch("group of calls", queue, 0)
 
     # -- point to point --------------------------------------------------------------------------------
 
@@ -316,7 +311,7 @@ class NCCLBackend(Backend):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
     ) -> Work:
-        if self._batch is not None:
+        if self._batch.is_open:
             link, to = self.communicators.group or self._connect(tensor.device), peer
         else:
             link, to = self._pair(peer, tensor.device)

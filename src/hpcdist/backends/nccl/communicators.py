@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.calls import Where
 from hpcdist.backends.nccl.library import SHRINK_SINCE, Library, config_of
-from hpcdist.backends.nccl.streams import Streams, StreamWork
+from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Streams, StreamWork, end_apart
 from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
 from hpcdist.core.errors import DistBackendError
@@ -261,26 +262,22 @@ class Communicators(Faults):
     def _abort(self, links: list[Link]) -> None:
         """Abort communicators in one group call, on a thread of its own that is waited for only so long.
 
-        One by one each abort may wait for a rank that waits in the abort of another (pytorch#119797). What fails here
-        is not raised: nothing else can be done to the communicators.
+        One by one each abort may wait for a rank that waits in the abort of another (pytorch#119797).
         """
 
         def abort_all() -> None:
-            device, failures = links[0].streams.device, self._library.failures
-            with suppress(*failures), self._cuda.device(device), self._library.core.group():
+            with self._library.core.group():
                 for link in links:
                     link.comm.abort()
 
         if links:
-            thread = threading.Thread(target=abort_all, name="hpcdist-nccl-abort", daemon=True)
-            thread.start()
-            thread.join(ABORT_SECONDS)
+            end_apart(links[0].streams, abort_all, ABORT_SECONDS)
 
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.
 
-        ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in one order. A communicator
-        with an error is aborted, which waits for nobody.
+        ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in one order; and until no CUDA
+        graph holds calls, which is left to a thread. A communicator with an error is aborted, which waits for nobody.
 
         Raises:
             DistBackendError: the device failed, NCCL did, or the watchdog ended them meanwhile.
@@ -300,8 +297,10 @@ class Communicators(Faults):
                 self._is_ending = True
             with self.failing("destroy"):
                 for link in self.links():
-                    link.comm.finalize()
-                    link.comm.destroy()
+                    if link.streams.is_in_graph:
+                        end_apart(link.streams, partial(destroy, link), GRAPH_SECONDS)
+                    else:
+                        destroy(link)
         finally:
             self._forget()
 
@@ -320,6 +319,12 @@ class Communicators(Faults):
             self.ended = DistBackendError("the NCCL communicator was freed: its group is destroyed")
         self._is_ending = False
         self.pairs, self.group = {}, None
+
+
+def destroy(link: Link) -> None:
+    """Free a communicator."""
+    link.comm.finalize()
+    link.comm.destroy()
 
 
 def check_shrink(excluded: Sequence[int], rank: int, version: Sequence[int]) -> None:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 SWEEP_EVERY = 16
 SWEEP_BYTES = 1 << 20  # or from one call with so much memory to the next, which takes longer than to query
 ABORT_SECONDS = 5.0  # the most that an abort waits for the device, if it has to
+# the most that is waited for the end of a communicator whose calls a graph has held: since NCCL 2.26 it ends when the
+# last such graph does, which may be with the process
+GRAPH_SECONDS = 1.0
 
 
 class Streams:
@@ -70,7 +73,7 @@ class Streams:
         self._before = cuda.Event()
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
-        self._is_in_graph = False  # whether a graph holds calls, whose replays no event of ours is behind
+        self.is_in_graph = False  # whether a graph has held calls, whose replays no event of ours is behind
         self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
         self.under_way: deque[PendingCall] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
@@ -138,7 +141,7 @@ class Streams:
         Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
         """
         if self.is_capturing():
-            work.is_captured = self._is_in_graph = True
+            work.is_captured = self.is_in_graph = True
             return work
         self.under_way.append(work.pending)
         if self.failure is not None:  # meanwhile, after those under way were told
@@ -209,7 +212,7 @@ class Streams:
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
         if self.is_capturing():
-            self._is_in_graph = True
+            self.is_in_graph = True
             return
         self._last.record(current)
         self._last_call = RING.last()
@@ -226,7 +229,7 @@ class Streams:
                 f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it before "
                 "or after the capture"
             )
-        if self._is_in_graph:
+        if self.is_in_graph:
             self.cuda.synchronize(self.device)
             return
         with self._guard:
@@ -454,54 +457,96 @@ class StreamWork(EventWork):
         return [self._streams.device] if self._streams.device.type == "cuda" else []
 
 
+def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
+    """End something of NCCL's on a thread of its own, on the streams' device, and wait for it only so long.
+
+    What fails there is not raised: nothing else can be done to what is ended.
+    """
+
+    def run() -> None:
+        with suppress(Exception), streams.cuda.device(streams.device):
+            end()
+
+    thread = threading.Thread(target=run, name="hpcdist-nccl-end", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 def cannot_interrupt(reason: str) -> bool:
     """Stand for a communicator that nobody has said how to end."""
     return False
 
 
+class Held(NamedTuple):
+    """A call that is held back inside a group call.
+
+    Attributes:
+        queue: makes the call, on the stream of a handle; holds all that the device reads and writes.
+        finish: follows it on the side stream.
+        work: what stands for it.
+        is_single: whether it is one call of the library's, which can be launched together with others.
+    """
+
+    queue: Callable[[int], Any]
+    finish: Callable[[], None] | None
+    work: StreamWork
+    is_single: bool
+
+
 class Batch:
     """The calls held back inside a group call, to be launched as one.
 
+    Args:
+        launch: makes those that are given, on their side streams, in one group if the library can.
+
     Attributes:
-        works: the Work of each.
+        is_open: whether a group call is open, so that calls are held back.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Callable[[int], None], Callable[[], None] | None, StreamWork]] = []
-        self.works: list[Work] = []
+    def __init__(self, launch: Callable[[list[Held]], None]) -> None:
+        self.is_open = False
+        self._launch = launch
+        self._held: list[Held] = []
+        self._works: list[Work] = []
 
-    def add(self, call: Callable[[int], None], finish: Callable[[], None] | None, work: StreamWork) -> StreamWork:
-        """Hold a call back; ``call`` takes the handle of the stream to run on, ``finish`` follows it there."""
-        self.calls.append((call, finish, work))
-        self.works.append(work)
-        return work
+    def add(self, held: Held) -> StreamWork:
+        """Hold a call back."""
+        self._held.append(held)
+        self._works.append(held.work)
+        return held.work
 
-    def fail(self, error: BaseException) -> None:
-        """End the Works of calls that are not made after all."""
-        for _, _, work in self.calls:
-            work.fail(DistBackendError(f"the call was not made, because its group call was left by an error: {error}"))
-
-    def launch(self, launch: Callable[..., Any], group: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Queue all calls on the device in one group; ``launch`` is that of the group's communicators."""
-        last = {work._streams: work for _, _, work in self.calls}
-        for streams, stream in dict.fromkeys((work._streams, work.pending.begun_on) for _, _, work in self.calls):
-            streams.fork(stream)
-
-        def queue(_: int) -> None:
-            with group():
-                for call, _finish, each in self.calls:
-                    call(each._streams.side_handle)
-
+    @contextmanager
+    def opened(self) -> Iterator[Sequence[Work]]:
+        """Hold back the calls made inside and launch them at the end; nothing of an inner group call."""
+        if self.is_open:
+            yield self._works
+            return
+        self.is_open, self._held, self._works = True, [], []
         try:
-            launch("group of calls", queue, 0)
+            yield self._works
+            self.is_open = False
+            self._launch_all()
         except BaseException as error:
-            self.fail(error)
+            reason = f"the call was not made, because its group call was left by an error: {error}"
+            for each in self._held:
+                each.work.fail(DistBackendError(reason))
             raise
-        for _, finish, work in self.calls:
+        finally:
+            self.is_open, self._held = False, []
+
+    def _launch_all(self) -> None:
+        last = {each.work._streams: each.work for each in self._held}
+        if not last:
+            return
+        for streams, stream in dict.fromkeys((each.work._streams, each.work.pending.begun_on) for each in self._held):
+            streams.fork(stream)
+        self._launch(self._held)
+        for _, finish, work, _ in self._held:
             if finish is not None:
                 with work._streams.on_side():
                     finish()
         ends = {streams: streams.record_end() for streams in last}
-        for _, _, work in self.calls:
-            work.ends_with(ends[work._streams], last[work._streams] is work)
-            work._streams.keep(work)
+        for each in self._held:
+            streams = each.work._streams
+            each.work.ends_with(ends[streams], last[streams] is each.work)
+            streams.keep(each.work)
