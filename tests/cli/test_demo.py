@@ -8,7 +8,8 @@ import pytest
 from hpcdist.cli import demo
 from hpcdist.cli.doctor import mpi_library
 from hpcdist.launch import environment
-from tests.programs import MPIRUN, mpirun
+from tests import forked
+from tests.programs import MPIRUN
 
 pytestmark = pytest.mark.timeout(300)
 needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
@@ -28,7 +29,7 @@ def test_it_starts_ranks_by_mpirun():
 
 @needs_mpirun
 def test_under_a_launcher_each_process_is_a_rank():
-    done = mpirun(2, ["-m", "hpcdist", "demo", "--epochs", "1"], timeout=250)
+    done = forked.mpirun(2, ["-m", "hpcdist", "demo", "--epochs", "1"], timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks on mpi") == 1
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests import programs
+from tests import forked, programs
 
 DOCTOR = ["-m", "hpcdist", "doctor"]
 ON_PATH = {"PATH": f"{programs.BIN}:/usr/local/bin:/usr/bin:/bin"}
@@ -57,7 +57,7 @@ def test_a_launcher_that_is_not_there_is_said(tmp_path):
 
 
 def test_ranks_of_two_nodes_on_one_page():
-    done = programs.mpirun(4, ["-c", ON_TWO_NODES], timeout=250)
+    done = forked.mpirun(4, ["-c", ON_TWO_NODES], timeout=250)
     page = json.loads(done.stdout[done.stdout.index("{") :])  # whole: a second page would not parse
     assert (done.returncode, page["verdict"]) == (0, "ok"), problems(page)
     assert len(page["ranks"]) == 4
@@ -72,7 +72,7 @@ def test_ranks_of_two_nodes_on_one_page():
 
 def test_the_page_for_a_person(tmp_path):
     file = tmp_path / "page.html"
-    done = programs.mpirun(2, [*DOCTOR, "--html", file], timeout=250, COLUMNS="100")
+    done = forked.mpirun(2, [*DOCTOR, "--html", file], timeout=250, COLUMNS="100")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("hpcdist doctor, 2 ranks") == 1
     for title in ("What is installed", "MPI: library and launcher", "Where the ranks run", "Results and speed"):
