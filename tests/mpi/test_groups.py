@@ -404,7 +404,7 @@ def test_every_group_is_watched(way, world, rank, size):
     assert group in list(WORLD.watched())
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match=r"has not ended after 0\.3 s"):
-            dist.recv(torch.ones(1), group=group, group_src=1)
+            dist.recv(torch.ones(1, device="cpu"), group=group, group_src=1)
     dist.barrier()
     group.shutdown()
     assert not WORLD.has(group)
