@@ -65,7 +65,7 @@ test-serial: $(TOOLS)
 test-mpi: $(TOOLS)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python $(PYTEST) --with-mpi tests/mpi tests/parity tests/torch
 
-# a rank that waits for one without a core would keep its own: half the time of these tests on 2 cores
+# a rank that waits for one without a core would keep its own: half the time of these tests beside other work
 test-mpich: export MPIR_CVAR_CH4_PROGRESS_THROTTLE = 1
 test-mpich: export MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT = 100
 test-mpich:

@@ -146,7 +146,7 @@ def mpi_block(way: str) -> str:
 def start_block(way: str) -> str:
     """Return what the page says about the start."""
     run = load("start")
-    rows = [["`import torch, hpcdist`"], ["`init_process_group`"], ["… of these raw `MPI_Init`, by itself"]]
+    rows = [["`import torch, hpcdist`"], ["`init_process_group`"], ["raw `MPI_Init` in its place"]]
     for line, step in zip(rows, (IMPORT, GROUP, MPI), strict=True):
         line += [f"{each[step]:.3g}" for each in run["rows"]]
     machine = run["machine"]
@@ -213,12 +213,7 @@ def draw_start(axes: Any) -> None:
     """Draw the seconds of the start, by steps."""
     rows = load("start")["rows"]
     names = [ranks_of(row) for row in rows]
-    initialized = [row[MPI] for row in rows]
-    steps = {
-        IMPORT: ([row[IMPORT] for row in rows], "side3"),
-        MPI: (initialized, "side1"),
-        f"{GROUP}, the rest": ([row[GROUP] - mpi for row, mpi in zip(rows, initialized, strict=True)], "side0"),
-    }
+    steps = {step: ([row[step] for row in rows], color) for step, color in ((IMPORT, "side3"), (GROUP, "side0"))}
     left = [0.0] * len(rows)
     for step, (seconds, color) in steps.items():
         bars = axes.barh(names, seconds, left=left, color=plots.DRAWN[color], height=0.7, label=step)
