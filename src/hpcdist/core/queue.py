@@ -294,10 +294,7 @@ class Queue:
                 raise  # Ctrl-C, for the thread that waits
         else:
             del run
-            if not work._done:  # ``_finish`` without a call
-                work._done = True
-                if work._is_asked:
-                    work._tell()
+            work._finish()
 
     # -- the worker thread ---------------------------------------------------------------------------
 

@@ -250,6 +250,10 @@ class Channel:
 
     # -- questions to many ranks ---------------------------------------------------------------------
 
+    def _known(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
+        """Return where ranks listen, of those that are known."""
+        return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
+
     def _question(self, asked: dict[int, Endpoint], message: Message, shape: Any, token: str | None) -> Question:
         """Return a question; one with a token may be relayed."""
         relay = None if token is None else {"token": token, "numbering": self.numbering}
@@ -263,7 +267,7 @@ class Channel:
         ranks = expanded(message["ranks"], len(self.endpoints))
         if relayed is None:
             self._note(self.endpoints.get(message["message"]["from"]))
-            asked = {each: self.endpoints[each] for each in ranks if each != self.rank and each in self.endpoints}
+            asked = self._known(each for each in ranks if each != self.rank)
             question = self._question(asked, message["message"], {}, message["token"])
             relayed = self._relayed[message["token"]] = Relayed(question)
             own = self._handled(message["message"]) if self.rank in ranks else None
@@ -323,16 +327,15 @@ class Channel:
     def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
         """Send a message to ranks once, which may be lost; nothing is waited for."""
         text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
-        for rank in ranks:
-            if (endpoint := self.endpoints.get(rank)) is not None:
-                self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank & 0xFFFFFFFF), text)
+        for rank, endpoint in self._known(ranks).items():
+            self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank & 0xFFFFFFFF), text)
 
     def tell(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
         """Send a message to any number of ranks, again to those that have not answered; nothing is waited for.
 
         The thread that calls ``answer`` calls this.
         """
-        asked = {rank: each for rank in ranks if rank != self.rank and (each := self.endpoints.get(rank)) is not None}
+        asked = self._known(rank for rank in ranks if rank != self.rank)
         token, now = secrets.token_hex(8), time.monotonic()
         question = self._question(asked, {"kind": kind, "from": self.rank, **content}, {}, token)
         self._relayed[token] = Relayed(question, now + INTEREST_SECONDS)
@@ -348,7 +351,7 @@ class Channel:
             seconds: how long to wait; for many ranks longer, if one that relays the question is silent.
             content: what the question holds; has to fit into a datagram.
         """
-        asked = {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
+        asked = self._known(ranks)
         message = {"kind": kind, "from": self.rank, **content}
         question = self._question(asked, message, shape, secrets.token_hex(8))
         return self._wait(question, seconds + relay_seconds(len(asked)))

@@ -220,28 +220,22 @@ class Observer:
         Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and tells all.
         """
         others = self._others()
-        if len(others) <= ASKED_AT_ONCE or (states.lacks_one and self._is_first()):
+        if len(others) <= ASKED_AT_ONCE or (states.lacks_one and self._living()[0] == self.watchdog.rank):
             return others
         start = self.asked % len(others)
         self.asked += ASKED_AT_ONCE
         turn = [*others, *others][start : start + ASKED_AT_ONCE]
         return list({*turn, *(rank for rank, _, _ in states.suspects)})
 
-    def _is_first(self) -> bool:
-        """Tell whether this is the lowest rank that has not ended."""
-        endpoints, liveness = self.watchdog.channel.endpoints, self.watchdog.liveness
-        return next((rank for rank in sorted(endpoints) if not liveness.has_ended(endpoints[rank])), None) in (
-            None,
-            self.watchdog.rank,
-        )
+    def _living(self) -> list[int]:
+        """Return the ranks that, as far as is known, have not ended, in order."""
+        liveness, endpoints = self.watchdog.liveness, self.watchdog.channel.endpoints
+        return [rank for rank, each in sorted(endpoints.items()) if not liveness.has_ended(each)]
 
     def tell_others(self) -> None:
         """Tell the other ranks that all leave, if they are so many that they do not ask each other."""
-        liveness, endpoints = self.watchdog.liveness, self.watchdog.channel.endpoints
-        others = [
-            rank for rank, each in endpoints.items() if rank != self.watchdog.rank and not liveness.has_ended(each)
-        ]
-        if len(others) > ASKED_AT_ONCE and self._is_first():
+        first, *others = self._living() or [self.watchdog.rank]
+        if len(others) > ASKED_AT_ONCE and first == self.watchdog.rank:
             self.watchdog.channel.ask(others, "all leave", {}, ANSWER_SECONDS)
 
 

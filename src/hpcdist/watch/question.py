@@ -87,18 +87,19 @@ def expanded(runs: Iterable[Iterable[int]], size: int) -> list[int]:
 
 def merged(answers: dict[int, Message]) -> list[Message]:
     """Return answers as messages that hold equal ones once, each small enough for a datagram."""
-    ranks: dict[str, list[int]] = {}
+    different: dict[str, tuple[Message, list[int]]] = {}
     for rank, answer in answers.items():
-        ranks.setdefault(json.dumps(answer), []).append(rank)
+        different.setdefault(json.dumps(answer), (answer, []))[1].append(rank)
     replies: list[list[Any]] = [[]]
     room = REPLY_BYTES
-    for text, who in ranks.items():
-        runs = runs_of(who)
-        room -= len(text) + 16 * len(runs)
-        if room < 0 and replies[-1]:
+    for text, (answer, ranks) in different.items():
+        runs = runs_of(ranks)
+        size = len(text) + 16 * len(runs)
+        if size > room and replies[-1]:
             replies.append([])
-            room = REPLY_BYTES - len(text) - 16 * len(runs)
-        replies[-1].append([json.loads(text), runs])
+            room = REPLY_BYTES
+        replies[-1].append([answer, runs])
+        room -= size
     return [{"answers": each} for each in replies]
 
 
