@@ -96,6 +96,8 @@ DAEMONS = """
 import sys, threading, time
 import torch
 import hpcdist as dist
+from hpcdist.core.journal import Call
+from hpcdist.core.world import WORLD
 
 dist.init_process_group("mpi")
 other, began = dist.new_group(), threading.Semaphore(0)
@@ -106,13 +108,13 @@ def reduce():
         began.release()
 
 def receive():
-    began.release()
-    dist.recv(torch.ones(3), 1, group=other)
+    dist.recv(torch.ones(3), 1 - dist.get_rank(), group=other)
 
 threading.Thread(target=reduce, daemon=True).start()
-if dist.get_rank() == 0:
-    threading.Thread(target=receive, daemon=True).start()
-for _ in range(3):
+threading.Thread(target=receive, daemon=True).start()  # on both ranks: whoever ends first was in this call
+while not any(Call(*each.call).name == "recv" for group in WORLD.watched() for each in group.journal.blocked()):
+    time.sleep(0.01)
+for _ in range(2):
     began.acquire()
 sys.exit(int(sys.argv[1]))
 """
