@@ -102,8 +102,9 @@ def become(request: list[Any], files: list[int]) -> tuple[list[str], dict[str, s
     arguments, environment, folder, numbers = request
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
-    high = [os.dup2(each, 200 + index) for index, each in enumerate(files)]  # out of the way of the numbers
-    os.closerange(3, 200)
+    first = max([*map(int, os.listdir("/proc/self/fd")), *numbers]) + 1  # above all numbers, whatever the server has open
+    high = [os.dup2(each, first + index) for index, each in enumerate(files)]
+    os.closerange(3, first)
     for each, number in zip(high, numbers, strict=True):
         os.dup2(each, number)
         os.set_inheritable(number, True)
