@@ -10,6 +10,7 @@ import heapq
 import os
 import random
 import socket
+import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -21,6 +22,7 @@ import pytest
 from hpcdist.core.ranks import runs_of
 from hpcdist.watch import channel as module
 from hpcdist.watch.channel import Channel
+from hpcdist.watch.endpoint import Endpoints
 from hpcdist.watch.liveness import Liveness
 from hpcdist.watch.question import FAN, expanded, merged
 from hpcdist.watch.report import LINES, REPORT, WHERE, Collective, Report, compose, judge_of
@@ -165,8 +167,7 @@ class Job:
         first = self.ranks[0].channel
         first.learn(endpoints, endpoints.values())
         for rank, each in enumerate(self.ranks):
-            each.channel.endpoints, each.channel._senders = first.endpoints, first._senders
-            each.channel.numbering = first.numbering
+            each.channel.endpoints, each.channel.numbering = first.endpoints, first.numbering
             peers = range(rank // NODE * NODE, min(size, rank // NODE * NODE + NODE))
             each.channel.node_peers = {peer: endpoints[peer] for peer in peers}
             Liveness(each.channel)
@@ -243,11 +244,32 @@ def test_who_counts_the_ranks_otherwise_relays_nothing(monkeypatch: pytest.Monke
     """As while a job shrinks: such a relay would ask other processes in the ranks' names."""
     job = Job(128, monkeypatch)
     relay = job.ranks[1].channel
-    relay.numbering, relay.endpoints = "other", dict.fromkeys(relay.endpoints, relay.own)
+    relay.numbering, relay.endpoints = "other", Endpoints(dict.fromkeys(relay.endpoints, relay.own))
     for rank, each in enumerate(job.ranks):
         each.channel.register("which", lambda _, rank=rank: {"rank": rank}, {})
     answers = job.ranks[0].channel.ask(range(1, 64), "which", {"rank": int}, 1.0)
     assert {rank: answer["rank"] for rank, answer in answers.items()} == {rank: rank for rank in range(1, 64)}
+
+
+def test_the_table_of_all_ranks_keeps_a_few_bytes_for_each() -> None:
+    ranks, own = 4096, Channel(0).own
+    endpoints = {
+        rank: own._replace(
+            port=rank, key=f"{rank:064x}", sender=f"{rank:016x}", pid=rank, birth=str(rank or ""), host=f"n{rank // NODE}"
+        )
+        for rank in range(ranks)
+    }
+    tracemalloc.start()
+    table = Endpoints(endpoints)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 80 * ranks
+    assert dict(table) == endpoints
+    assert table.of_sender(bytes.fromhex(endpoints[258].sender)) == endpoints[258]  # also in the middle of two others
+    assert table.of_sender(b"stranger") is None
+    assert table.get(ranks) is None
+    some = Endpoints({rank: endpoints[rank] for rank in (9, 3)})
+    assert list(some.items()) == [(3, endpoints[3]), (9, endpoints[9])]
 
 
 def test_ranks_are_given_as_runs_and_equal_answers_once() -> None:

@@ -21,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from hpcdist.core.readiness import readable
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.datagrams import ANSWER, HEAD, LARGEST, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
-from hpcdist.watch.endpoint import Endpoint, Process, machine, process_status
+from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
 from hpcdist.watch.question import ASKED, RELAY, Message, Question, expanded, fits, merged, relay_seconds
 
 INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
@@ -120,7 +120,7 @@ class Channel:
             socket.gethostname(),
         )
         self.keys = [self.own.key]
-        self.endpoints: dict[int, Endpoint] = {}
+        self.endpoints: Mapping[int, Endpoint] = Endpoints({})
         self.node_peers: dict[int, Endpoint] = {}
         self.left_out: list[Endpoint] = []
         self.changes = 0
@@ -130,7 +130,6 @@ class Channel:
         self.thread = 0
         self._handlers: dict[str, tuple[Handler | None, Any]] = {}
         self._numbers, self._had = count(1), Numbers()
-        self._senders: dict[bytes, Endpoint] = {}
         self._sender = bytes.fromhex(self.own.sender)
         self._relayed: dict[str, Relayed] = {}  # by their tokens
         self.numbering = ""
@@ -155,9 +154,8 @@ class Channel:
         self._set({})
 
     def _set(self, endpoints: dict[int, Endpoint]) -> None:
-        self.endpoints = endpoints
+        self.endpoints = Endpoints(endpoints)
         self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
-        self._senders = {bytes.fromhex(each.sender): each for each in self.everyone()}
         numbers = "".join(f"{rank}:{endpoints[rank].sender}" for rank in sorted(endpoints))
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
         self.changes += 1
@@ -165,6 +163,11 @@ class Channel:
     def everyone(self) -> list[Endpoint]:
         """Return the endpoints of all ranks of the job, also of those that were left out."""
         return [*self.endpoints.values(), *self.left_out]
+
+    def _sender_of(self, sender: bytes) -> Endpoint | None:
+        """Return the endpoint that a datagram has come from, also of a rank that was left out; None if it is unknown."""
+        found = self.endpoints.of_sender(sender)
+        return found or next((each for each in self.left_out if each.sender == sender.hex()), None)
 
     def sees(self, endpoint: Endpoint) -> bool:
         """Tell whether a rank's process can be looked at from here."""
@@ -225,7 +228,7 @@ class Channel:
         sender, number, _ = HEAD.unpack(head)
         if not self._had.is_new(sender, number):
             return
-        self._note(self._senders.get(sender))
+        self._note(self._sender_of(sender))
         try:
             message = json.loads(data[TAG_BYTES + HEAD.size :])
         except (ValueError, RecursionError):

@@ -1,10 +1,13 @@
-"""Endpoint: where the watchdog of one rank listens, and which process it belongs to."""
+"""Endpoint: where the watchdog of one rank listens, and which process it belongs to; and a table of all ranks'."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from array import array
+from collections.abc import Iterator, Mapping
 from functools import cache
+from struct import Struct
 from typing import NamedTuple
 
 from hpcdist.launch import addresses
@@ -35,6 +38,55 @@ class Endpoint(NamedTuple):
     def node(self) -> tuple[str, str]:
         """What is the same for the processes that see each other."""
         return self.machine, self.node_key
+
+
+# of one rank, without what ranks of one node have in common: key, ports, process id, birth, number of the node
+RECORD = Struct("<32sHHIQI")
+SENDER_BYTES = 8
+
+
+class Endpoints(Mapping[int, Endpoint]):
+    """The endpoints of ranks, in 60 bytes for each rank and what ranks of one node have in common once."""
+
+    def __init__(self, endpoints: Mapping[int, Endpoint]) -> None:
+        places: dict[tuple[tuple[str, ...], str, str, str], int] = {}
+        ranks = sorted(endpoints)
+        self._ranks = range(len(ranks)) if ranks == list(range(len(ranks))) else array("q", ranks)
+        records, senders = [], []
+        for rank in ranks:
+            at, port, stream_port, key, sender, pid, birth, *place = endpoints[rank]
+            number = places.setdefault((tuple(at), *place), len(places))
+            records.append(RECORD.pack(bytes.fromhex(key), port, stream_port, pid, int(birth or 0), number))
+            senders.append(bytes.fromhex(sender).ljust(SENDER_BYTES, b"\0"))
+        self._records, self._senders, self._places = b"".join(records), b"".join(senders), list(places)
+
+    def _at(self, index: int) -> Endpoint:
+        key, port, stream_port, pid, birth, number = RECORD.unpack_from(self._records, index * RECORD.size)
+        at, *place = self._places[number]
+        sender = self._senders[index * SENDER_BYTES : (index + 1) * SENDER_BYTES].hex()
+        return Endpoint(at, port, stream_port, key.hex(), sender, pid, str(birth or ""), *place)
+
+    def __getitem__(self, rank: int) -> Endpoint:
+        """Return where a rank listens."""
+        try:
+            return self._at(self._ranks.index(rank))
+        except ValueError:
+            raise KeyError(rank) from None
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the ranks, in order."""
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        """Return how many ranks there are."""
+        return len(self._ranks)
+
+    def of_sender(self, sender: bytes) -> Endpoint | None:
+        """Return the endpoint whose datagrams begin so, or None."""
+        at = self._senders.find(sender)
+        while at >= 0 and at % SENDER_BYTES:
+            at = self._senders.find(sender, at + 1)
+        return None if at < 0 else self._at(at // SENDER_BYTES)
 
 
 @cache
