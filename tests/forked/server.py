@@ -102,7 +102,8 @@ def become(request: list[Any], files: list[int]) -> tuple[list[str], dict[str, s
     arguments, environment, folder, numbers = request
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
-    first = max([*map(int, os.listdir("/proc/self/fd")), *numbers]) + 1  # above all numbers, whatever the server has open
+    # above all numbers in use: the server has two files for each program that runs
+    first = max([*map(int, os.listdir("/proc/self/fd")), *numbers]) + 1
     high = [os.dup2(each, first + index) for index, each in enumerate(files)]
     os.closerange(3, first)
     for each, number in zip(high, numbers, strict=True):

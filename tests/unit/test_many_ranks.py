@@ -255,7 +255,12 @@ def test_the_table_of_all_ranks_keeps_a_few_bytes_for_each() -> None:
     ranks, own = 4096, Channel(0).own
     endpoints = {
         rank: own._replace(
-            port=rank, key=f"{rank:064x}", sender=f"{rank:016x}", pid=rank, birth=str(rank or ""), host=f"n{rank // NODE}"
+            port=rank,
+            key=f"{rank:064x}",
+            sender=f"{rank:016x}",
+            pid=rank,
+            birth=str(rank or ""),
+            host=f"n{rank // NODE}",
         )
         for rank in range(ranks)
     }

@@ -165,7 +165,7 @@ class Channel:
         return [*self.endpoints.values(), *self.left_out]
 
     def _sender_of(self, sender: bytes) -> Endpoint | None:
-        """Return the endpoint that a datagram has come from, also of a rank that was left out; None if it is unknown."""
+        """Return where a datagram has come from, also if that rank was left out; None if it is unknown."""
         found = self.endpoints.of_sender(sender)
         return found or next((each for each in self.left_out if each.sender == sender.hex()), None)
 
