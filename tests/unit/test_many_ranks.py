@@ -272,6 +272,7 @@ def test_the_table_of_all_ranks_keeps_a_few_bytes_for_each() -> None:
     assert dict(table) == endpoints
     assert table.of_sender(bytes.fromhex(endpoints[258].sender)) == endpoints[258]  # also in the middle of two others
     assert table.of_sender(b"stranger") is None
+    assert table.of_processes({endpoints[7].process, (own.machine, ranks)}) == [7]
     assert table.get(ranks) is None
     some = Endpoints({rank: endpoints[rank] for rank in (9, 3)})
     assert list(some.items()) == [(3, endpoints[3]), (9, endpoints[9])]

@@ -120,7 +120,7 @@ class Channel:
             socket.gethostname(),
         )
         self.keys = [self.own.key]
-        self.endpoints: Mapping[int, Endpoint] = Endpoints({})
+        self.endpoints = Endpoints({})
         self.node_peers: dict[int, Endpoint] = {}
         self.left_out: list[Endpoint] = []
         self.changes = 0
@@ -153,7 +153,7 @@ class Channel:
         self.left_out += self.endpoints.values()
         self._set({})
 
-    def _set(self, endpoints: dict[int, Endpoint]) -> None:
+    def _set(self, endpoints: Mapping[int, Endpoint]) -> None:
         self.endpoints = Endpoints(endpoints)
         self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
         numbers = "".join(f"{rank}:{endpoints[rank].sender}" for rank in sorted(endpoints))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import cache
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcdist.launch import addresses
 
@@ -49,7 +49,7 @@ class Endpoints(Mapping[int, Endpoint]):
     """The endpoints of ranks, in 60 bytes for each rank and what ranks of one node have in common once."""
 
     def __init__(self, endpoints: Mapping[int, Endpoint]) -> None:
-        places: dict[tuple[tuple[str, ...], str, str, str], int] = {}
+        places: dict[tuple[Any, ...], int] = {}
         ranks = sorted(endpoints)
         self._ranks = range(len(ranks)) if ranks == list(range(len(ranks))) else array("q", ranks)
         records, senders = [], []
@@ -80,6 +80,12 @@ class Endpoints(Mapping[int, Endpoint]):
     def __len__(self) -> int:
         """Return how many ranks there are."""
         return len(self._ranks)
+
+    def of_processes(self, processes: Container[Process]) -> list[int]:
+        """Return the ranks whose processes are among some, without the time that all endpoints would take."""
+        machines = [machine for _, machine, *_ in self._places]
+        found = enumerate(RECORD.iter_unpack(self._records))
+        return [self._ranks[i] for i, (*_, pid, _, number) in found if (machines[number], pid) in processes]
 
     def of_sender(self, sender: bytes) -> Endpoint | None:
         """Return the endpoint whose datagrams begin so, or None."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hpcdist.core.group import Group
@@ -25,7 +26,7 @@ class Inspection:
         self._tallies: dict[tuple[str, str, bool], list[int]] = {}
         self._began = self._until = 0.0
 
-    def tell(self, endpoints: dict[int, Endpoint], first: int) -> dict[str, Any]:
+    def tell(self, endpoints: Mapping[int, Endpoint], first: int) -> dict[str, Any]:
         """Return what is asked for.
 
         Args:

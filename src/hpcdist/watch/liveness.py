@@ -154,8 +154,9 @@ class Liveness:
         """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
         gone = list(self.ended_peers())
         if self.ended:
-            elsewhere = self.channel.endpoints.items() - self.channel.node_peers.items()
-            gone += sorted(rank for rank, each in elsewhere if each.process in self.ended)
+            gone += [
+                rank for rank in self.channel.endpoints.of_processes(self.ended) if rank not in self.channel.node_peers
+            ]
         return gone
 
     def ended_peers(self) -> list[int]:
