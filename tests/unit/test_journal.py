@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.core.issue import issue
@@ -162,6 +163,25 @@ def test_a_method_gives_its_call_a_limit(group: ProcessGroup) -> None:
     group.barrier().wait()
     assert group.journal.limit(RING.last()) is None
     assert not group.journal.asked
+
+
+class Mode(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_so_do_a_method_below_a_mode_and_an_operator(group: ProcessGroup) -> None:
+    tensor, options = torch.ones(2), torch.distributed.BroadcastOptions()
+    options.timeout = timedelta(seconds=5)
+    with Mode():
+        group.broadcast([tensor], options).wait()
+    assert group.journal.limit(RING.last()) == 5
+    torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, 6000)
+    assert group.journal.limit(RING.last()) == 6
+    torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, -1)
+    assert group.journal.limit(RING.last()) is None
 
 
 @pytest.mark.parametrize("is_async", [False, True])

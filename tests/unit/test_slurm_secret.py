@@ -43,7 +43,7 @@ def test_ranks_that_start_together_have_one_key(home):
     assert slurm_secret.secret("77.0.0", found[0]) != slurm_secret.secret("77.1.0", found[0])
 
 
-def test_a_key_that_others_could_have_is_refused(home):
+def test_a_key_that_others_could_have_is_refused(home, monkeypatch):
     slurm_secret.key_of(["n1"])
     file = home / slurm_secret.FILE
     for change in (lambda: file.chmod(0o640), lambda: file.write_bytes(b"short"), lambda: file.parent.chmod(0o777)):
@@ -55,6 +55,10 @@ def test_a_key_that_others_could_have_is_refused(home):
             slurm_secret.key_of(["n1"])
     shutil.rmtree(file.parent)
     slurm_secret.key_of(["n1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)  # as if another user had made it
+        with pytest.raises(hpcdist.DistBackendError, match=r"belongs to user"):
+            slurm_secret.key_of(["n1"])
     elsewhere = home / "elsewhere"
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
