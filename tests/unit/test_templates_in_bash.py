@@ -134,6 +134,17 @@ def test_so_has_one_under_mpirun(batch, tmp_path, ranks, expected):
     assert not list(tmp_path.glob(".elastic-*"))
 
 
+def test_a_rank_that_is_killed_has_been_killed_for_mpirun(batch, tmp_path):
+    """Else MPI tells the others nothing: for mpirun a rank that ends with 0 has left the program."""
+    for name, script in {"python": "kill -9 $$", "mpirun": 'shift 4; "$@"; echo "a rank ended with $?"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "sleep").symlink_to("/bin/true")
+    given = {f"HPCDIST_{name.upper()}": str(tmp_path / name) for name in ("python", "mpirun")}
+    status, said = ended(batch("elastic", "", "train.py", SLURM_JOB_NUM_NODES="1", **given))
+    assert (status, "a rank ended with 137" in said) == (1, True), said
+
+
 @pytest.mark.parametrize("template", ["cpu", "gpu", "hybrid", "array", "requeue", "elastic"])
 @pytest.mark.parametrize("given", ["", "pmi2"])
 def test_srun_gets_the_mpi_that_was_set_and_no_other(batch, template, given):
