@@ -1,8 +1,9 @@
-"""Writes the plots and tables of performance.md and of the README from the figures in explanation/figures.
+"""Writes the plots and tables of performance.md, scaling.md and the README from the figures in explanation/figures.
 
 python docs/figures.py              draws the plots and writes the tables
 python docs/figures.py --check      ends with 1 if a page is not what the figures say
-python docs/figures.py --measure    measures all figures on this machine first: some minutes, without other work on it
+python docs/figures.py --measure    measures all figures on this machine first: some minutes, without other work on it;
+                                    those of scaling.md by ``python -m tests.bench.scaling``
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from hpcdist.cli.bench.timing import Figure
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "explanation"
 FIGURES = FOLDER / "figures"
-PAGES = {DOCS / "explanation" / "performance.md": "", DOCS.parent / "README.md": "docs/explanation/"}  # -> its way here
+PAGES = {  # -> its way here
+    DOCS / "explanation" / "performance.md": "",
+    DOCS / "explanation" / "scaling.md": "",
+    DOCS.parent / "README.md": "docs/explanation/",
+}
 BEGIN, END = "<!-- {} written by docs/figures.py: from here -->", "<!-- {} to here -->"
 BENCH = {  # file of figures -> what `mpirun -n 2 python -m hpcdist bench` is given
     "all_reduce": ["--max", "64M", "--dtypes", "float32", "bfloat16"],
@@ -38,6 +43,13 @@ STEPS = {  # row of "torch" -> its name on the pages
     "DTensor redistribute": "DTensor, 256 KiB: rows to whole to columns to rows",
     "tensor-parallel block": "tensor parallel, two layers",
     "pipeline step": "pipeline, 4 microbatches",
+}
+COUNTED = {  # step of tests/bench/scaling_job.py -> its name on the page, and its color
+    "init_process_group": ("`init_process_group`", "side0"),
+    "init_device_mesh": ("`init_device_mesh`, of one dimension on 2 ranks, else of two", "side1"),
+    "new_group of all": ("`new_group` of all, or `new_subgroups(2)`", "side2"),
+    "broadcast_object_list, 100 B": ("`broadcast_object_list`, 100 B", "side3"),
+    "all_gather_object, 100 B": ("`all_gather_object`, 100 B a rank", "side4"),
 }
 IMPORT, GROUP, MPI = "import torch, hpcdist", "init_process_group", "MPI_Init"
 
@@ -161,6 +173,45 @@ def ranks_of(row: dict[str, Any]) -> str:
     return f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
 
 
+def counts() -> dict[str, dict[int, dict[str, Any]]]:
+    """Return what was counted on N ranks: step -> N -> name -> rank 0's figure and the most of any rank."""
+    steps: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in load("scaling")["rows"]:
+        steps.setdefault(row["step"], {})[row["ranks"]] = row
+    return steps
+
+
+def scaling_block(way: str) -> str:
+    """Return what the page says of N ranks."""
+    found = counts()
+    ranks = [f"{each}" for each in found["hang"]]
+    plot = f"![Messages of a rank over the number of ranks]({way}scaling.svg)"
+
+    def rows(name: str, steps: dict[str, str], index: int = 1) -> list[list[str]]:
+        return [[title, *(f"{each[name][index]:,}" for each in found[step].values())] for step, title in steps.items()]
+
+    def counted(what: str, lines: list[list[str]]) -> str:
+        return table([f"{what}", f"{ranks[0]} ranks", *ranks[1:]], lines)
+
+    named = {step: title for step, (title, _) in COUNTED.items()}
+    rest = next(step for step in found if step.startswith("rest of"))
+    hang = [
+        *rows("datagrams", {rest: f"in {rest.removeprefix('rest of ')} at rest"}),
+        *rows("datagrams", {"hang": "a collective that one rank has not entered: rank 0"}, 0),
+        *rows("datagrams", {"hang": "… the rank that sends most, which relays"}),
+    ]
+    kept = {step: named[step] for step in ("init_process_group", "new_group of all")}
+    machine = load("scaling")["machine"]
+    return "\n\n".join([
+        plot,
+        f"{machine['cores']} cores ({machine['cpu']}), {load('start')['mpi']}:",
+        counted("messages of a rank, at most", rows("messages", named)),
+        counted("bytes of a rank, at most", rows("bytes", named)),
+        counted("datagrams of a rank", hang),
+        counted("memory that a rank keeps for itself, kB", rows("kilobytes", kept)),
+    ])  # fmt: skip
+
+
 def first_rows(way: str) -> str:
     """Return what the README says first."""
     rows = [
@@ -177,6 +228,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "gloo": gloo_block,
     "MPI": mpi_block,
     "start": start_block,
+    "scaling": scaling_block,
     "first rows": first_rows,
 }
 
@@ -223,12 +275,28 @@ def draw_start(axes: Any) -> None:
     axes.figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2)
 
 
+def draw_scaling(axes: Any) -> None:
+    """Draw the messages that a rank sends in each step, over the number of ranks."""
+    found = counts()
+    for (step, (_, color)), marker in zip(COUNTED.items(), plots.MARKERS, strict=False):
+        ranks = list(found[step])
+        sent = [each["messages"][1] for each in found[step].values()]
+        axes.plot(ranks, sent, color=plots.DRAWN[color], marker=marker, markersize=4, label=step.partition(",")[0])
+    axes.set(xscale="log", xlabel="ranks", ylabel="messages of a rank")
+    axes.set_ylim(0)
+    axes.set_xticks(ranks, [f"{each}" for each in ranks])
+    axes.minorticks_off()
+    axes.grid(linewidth=0.6)
+    axes.figure.legend(loc="outside upper left", ncols=2, columnspacing=1.2, handletextpad=0.4)
+
+
 def draw() -> None:
     """Write the plots."""
     drawn = {
         "all_reduce": plots.plot(sizes()),
         "beside_gloo": plots.svg(3.0, draw_gloo),
         "start": plots.svg(2.1, draw_start),
+        "scaling": plots.svg(plots.HEIGHT, draw_scaling),
     }
     style = f"<style>{web_page.stylesheet()} svg {{ background: var(--paper); }}</style>"
     for name, svg in drawn.items():

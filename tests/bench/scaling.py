@@ -1,7 +1,7 @@
-"""What N ranks cost, as a table: ``python -m tests.bench.scaling [N ...]``, on Open MPI.
+"""What N ranks cost, on Open MPI: ``python -m tests.bench.scaling FILE [N ...]`` adds some N to a file of figures.
 
-Each cell has rank 0's figure and, if another rank has more, the most of any rank. Processes are forked from one that
-has imported torch, so that 256 of them fit into 24 GiB.
+Printed as a table of all N in the file: rank 0's figure and, if another rank has more, the most of any rank. Processes
+are forked from one that has imported torch, so that 256 of them fit into 24 GiB. ``docs/figures.py`` draws the file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from pathlib import Path
 
+from hpcdist.cli.bench import report
 from tests import forked
 
 SIZES = [2, 8, 32, 64, 128, 256]
@@ -35,9 +37,17 @@ def table(rows: list[dict], name: str) -> list[str]:
     return head + [f"| {step} | {' | '.join(cells.values())} |" for step, cells in steps.items()]
 
 
+def measured(path: Path, sizes: list[int]) -> list[dict]:
+    """Count for some numbers of ranks, and return all lines of the file, in which each is kept once it is counted."""
+    kept = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    for size in sizes:
+        rows = [each for each in kept["rows"] if each["ranks"] != size] + counted(size)
+        kept = {"machine": report.machine(), "rows": sorted(rows, key=lambda each: each["ranks"])}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+    return list(kept["rows"])
+
+
 if __name__ == "__main__":
-    found: list[dict] = []
-    for size in [int(each) for each in sys.argv[1:]] or SIZES:
-        found += counted(size)
+    found = measured(Path(sys.argv[1]), [int(each) for each in sys.argv[2:]] or SIZES)
     for counted_name in COUNTED:
         print(*table(found, counted_name), "", sep="\n")
