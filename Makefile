@@ -35,9 +35,8 @@ torch-index = if [ ! -e $(DRIVER) ] && ! $(1) -m pip config list | grep -q '\.in
   'import sys, urllib.request as request; request.urlopen(sys.argv[1] + "/torch/")' $(CPU_TORCH) 2>/dev/null; \
   then echo "--extra-index-url $(CPU_TORCH)"; fi
 
-.PHONY: demo torch-index test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl test-pythons test-python \
-  environment python-environments \
-  test-gpu gpu-environment gpu-tests test-cluster versions bench figures lint format docs clean
+.PHONY: demo torch-index test check rest test-quick test-serial test-mpi test-one-rank test-gloo test-mpich test-nccl environment \
+  test-unit test-gpu gpu-environment mpich-environment gpu-tests test-cluster versions bench figures lint format docs clean
 
 demo: $(READY)
 	$(MPIRUN) -n 4 $(BIN)/python slurm/jobs/train_digits.py
@@ -45,12 +44,12 @@ demo: $(READY)
 # unit tests, a few tests of each kind that is slow (jobs with faults, Slurm, pages), and everything that runs in one mpirun
 test: test-quick test-mpi
 
-# every test: what `make test` does not run is in `rest`, and other Pythons
-check: test rest test-pythons
+# every test: what `make test` does not run is in `rest`
+check: test rest
 
 rest: test-serial test-one-rank test-gloo test-mpich test-nccl test-gpu
 	$(MAKE) --no-print-directory test-cluster ARGS="-m smoke"
-	$(MAKE) --no-print-directory test-cluster MPI=mpich ARGS="-m 'smoke and mpich'"
+	@$(call on-mpich,test-cluster ARGS="-m 'smoke and mpich'")
 
 test-quick: $(TOOLS)
 	$(SERIAL) $(BESIDE) -m quick
@@ -60,8 +59,20 @@ test-serial: $(TOOLS)
 	$(SERIAL) $(BESIDE) -m "not quick and not timed and not mpi" $(ARGS)
 	$(SERIAL) -m "not quick and timed" $(ARGS)
 
-# Not every number of ranks meets every MPI and torch: Open MPI runs on 3 ranks, MPICH on 4, and on 2 the torch of the
-# emulated GPUs and other Pythons.
+# Not every number of ranks meets every MPI, torch and Python: Open MPI runs on 3 ranks, MPICH on 4 with the newest Python,
+# and on 2 the torch of the emulated GPUs with the oldest.
+OLDEST = 3.10
+NEWEST = 3.13
+# $(call on-python,VERSION,NAME=FOLDER,TARGETS): the targets on that Python, of pyenv or on the PATH, in an environment of
+# its own: with torch's CUDA build if pip finds no other for it. On PYTHON if it is not there, or no room for it.
+on-python = python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -n 1); \
+  python=$${python:-$$(command -v python$(1) || true)}; set --; \
+  if [ -z "$$python" ]; then echo "SKIPPED: no Python $(1) here (pyenv install $(1))"; \
+  elif [ ! -e $(lastword $(subst =, ,$(2)))/.ready ] && [ $(ROOM) -lt $(GPU_ROOM) ]; then \
+    echo "SKIPPED: Python $(1) needs 8 GB here, and there is less"; \
+  else set -- PYTHON=$$python $(2); fi; $(MAKE) --no-print-directory $(3) "$$@"
+on-mpich = $(call on-python,$(NEWEST),VENV=.venv-mpich-$(NEWEST),MPI=mpich $(1))
+
 test-mpi: $(TOOLS)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python $(PYTEST) --with-mpi tests/mpi tests/parity tests/torch
 
@@ -69,7 +80,16 @@ test-mpi: $(TOOLS)
 test-mpich: export MPIR_CVAR_CH4_PROGRESS_THROTTLE = 1
 test-mpich: export MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT = 100
 test-mpich:
-	$(MAKE) --no-print-directory test-mpi MPI=mpich RANKS=4
+	@$(call on-mpich,test-unit)
+	@$(call on-mpich,test-mpi RANKS=4)
+
+mpich-environment:
+	@$(call on-mpich,environment)
+
+environment: $(TOOLS)
+
+test-unit: $(TOOLS)
+	$(BIN)/python $(PYTEST) $(BESIDE) tests/unit
 
 of-mpi  = $(patsubst %,tests/mpi/test_%.py,$(1))
 # what has a rule of its own for a group of one
@@ -87,28 +107,6 @@ test-nccl: $(VENV)/.nccl
 	$(BIN)/python $(PYTEST) tests/unit -k nccl
 	$(MPIRUN) -n 4 $(BIN)/python $(PYTEST) --with-mpi tests/mpi/test_nccl_bootstrap.py
 
-# other Pythons, of pyenv or on the PATH: with torch's CUDA build where pip finds no other for them
-PYTHONS ?= 3.10 3.13
-on-pythons = @set -e; for version in $(PYTHONS); do folder=.venv-$(MPI)-$$version; \
-  python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
-  python=$${python:-$$(command -v python$$version || true)}; \
-  if [ -z "$$python" ]; then echo "SKIPPED: no Python $$version here (pyenv install $$version)"; \
-  elif [ ! -e $$folder/.ready ] && [ $(ROOM) -lt $(GPU_ROOM) ]; then \
-    echo "SKIPPED: Python $$version needs 8 GB here, and there is less"; \
-  else $(MAKE) --no-print-directory $(1) PYTHON=$$python VENV=$$folder; fi; done
-
-python-environments:
-	$(call on-pythons,environment)
-
-test-pythons:
-	$(call on-pythons,test-python)
-
-environment: $(TOOLS)
-
-test-python: $(TOOLS)
-	$(BIN)/python $(PYTEST) $(BESIDE) tests/unit
-	$(MPIRUN) -n 2 $(BIN)/python $(PYTEST) --with-mpi tests/mpi
-
 # several virtual hosts on this machine: as root, with iproute2 and nftables; ARGS="-m smoke" takes a few minutes
 test-cluster: $(TOOLS)
 	$(BIN)/python $(PYTEST) $(BESIDE) --durations=15 tests/cluster $(ARGS)
@@ -123,10 +121,10 @@ GPU_PYTEST = $(PYTEST) -p tests.emulated_gpu.plugin --with-mpi
 GPU_MPI   ?= tests/mpi/test_groups.py tests/mpi/test_objects.py tests/mpi/test_default_device.py
 
 test-gpu:
-	@if $(GPU_CAN); then $(MAKE) --no-print-directory gpu-tests; fi
+	@if $(GPU_CAN); then $(call on-python,$(OLDEST),GPU=$(GPU),gpu-tests); fi
 
 gpu-environment:
-	@if $(GPU_CAN); then $(MAKE) --no-print-directory $(GPU)/.ready; fi
+	@if $(GPU_CAN); then $(call on-python,$(OLDEST),GPU=$(GPU),$(GPU)/.ready); fi
 
 # whether the tests on emulated GPUs can run here; says why not
 GPU_CAN = if ! command -v g++ >/dev/null; then echo "SKIPPED: make test-gpu needs a C++ compiler (g++)"; false; \
