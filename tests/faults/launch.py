@@ -133,8 +133,8 @@ class Job(Started):
         ranks: how many.
         arguments: the script's.
         script: what each rank runs.
-        is_forked: whether ranks are forked from one process that has imported torch, for tests in which their start,
-            signals and descriptors play no part.
+        is_forked: whether ranks are forked from one process that has imported torch; not for tests in which their
+            start, signals or descriptors play a part.
         environment: more variables for the ranks.
     """
 
@@ -144,7 +144,7 @@ class Job(Started):
         ranks: int,
         arguments: list[str],
         script: Path = HERE / "job.py",
-        is_forked: bool = False,
+        is_forked: bool = True,
         **environment: str,
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))

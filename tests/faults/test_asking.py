@@ -32,7 +32,7 @@ def test_one_rank_asks_and_every_error_names_who_is_missing(
     launcher: str, kind: str, call: str, tmp_path: Path
 ) -> None:
     count = tmp_path / "count"
-    with Job(launcher, RANKS, [kind, call], JOBS, COUNT=str(count), is_forked=True) as job:
+    with Job(launcher, RANKS, [kind, call], JOBS, COUNT=str(count)) as job:
         job.wait("fault", 1, START_SECONDS)
         raised = job.wait("raised", RANKS - 1, 20)
         assert len(raised) == RANKS - 1, job.stderr()
@@ -47,7 +47,7 @@ def test_one_rank_asks_and_every_error_names_who_is_missing(
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_one_rank_asks_for_all_that_block_inside_mpi(launcher: str, tmp_path: Path) -> None:
     count = tmp_path / "count"
-    with Job(launcher, RANKS, ["sleep", "sync"], JOBS, COUNT=str(count), is_forked=True) as job:
+    with Job(launcher, RANKS, ["sleep", "sync"], JOBS, COUNT=str(count)) as job:
         job.wait("fault", 1, START_SECONDS)
         if launcher in PLAIN:
             assert job.finish(30) != 0
@@ -63,7 +63,7 @@ def test_one_rank_asks_for_all_that_block_inside_mpi(launcher: str, tmp_path: Pa
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_slow_disk_makes_no_rank_look_silent(launcher: str, tmp_path: Path) -> None:
     count = tmp_path / "count"
-    with Job(launcher, RANKS, ["sleep", "async"], JOBS, COUNT=str(count), ASKING_DISK="0.6", is_forked=True) as job:
+    with Job(launcher, RANKS, ["sleep", "async"], JOBS, COUNT=str(count), ASKING_DISK="0.6") as job:
         job.wait("fault", 1, START_SECONDS)
         raised = job.wait("raised", RANKS - 1, 20)
         assert all("ranks 0, 2 to 5 are in it" in each["text"] for each in raised), job.stderr()
@@ -74,7 +74,7 @@ def test_a_slow_disk_makes_no_rank_look_silent(launcher: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_the_end_for_all_leaves_a_call_alone_that_ends_by_itself(launcher: str) -> None:
-    with Job(launcher, 3, ["monitored", "sync"], JOBS, is_forked=True) as job:
+    with Job(launcher, 3, ["monitored", "sync"], JOBS) as job:
         job.wait("fault", 1, START_SECONDS)
         if launcher in PLAIN:
             assert job.finish(30) != 0
@@ -87,7 +87,7 @@ def test_the_end_for_all_leaves_a_call_alone_that_ends_by_itself(launcher: str) 
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_another_rank_asks_where_the_one_that_asked_falls_silent(launcher: str) -> None:
-    with Job(launcher, 4, ["sleep", "sync"], JOBS, ASKING_STOPS="0", ASKING_VICTIMS="3", is_forked=True) as job:
+    with Job(launcher, 4, ["sleep", "sync"], JOBS, ASKING_STOPS="0", ASKING_VICTIMS="3") as job:
         job.wait("fault", 1, START_SECONDS)
         start = time.time()
         raised = job.wait("raised", 2, 2 + 2 + 10)
@@ -103,7 +103,7 @@ def test_another_rank_asks_where_the_one_that_asked_falls_silent(launcher: str) 
 def test_other_nodes_learn_at_once_that_a_process_has_ended(launcher: str) -> None:
     """Rank 1 ends while its node peer computes: nobody waits on the node where it can be seen."""
     settings = {"FAULT_NODES": TWO_NODES, "ASKING_TIMEOUT": "60", "ASKING_BUSY": "0"}
-    with Job(launcher, 4, ["leave", "sync"], JOBS, **settings, is_forked=True) as job:
+    with Job(launcher, 4, ["leave", "sync"], JOBS, **settings) as job:
         start = job.wait("fault", 1, START_SECONDS)[0]["time"]
         raised = job.wait("raised", 2, 2 + 5 + 8)
         assert {each["rank"] for each in raised} == {2, 3}, job.stderr()
@@ -117,7 +117,7 @@ def test_other_nodes_learn_at_once_that_a_process_has_ended(launcher: str) -> No
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_node_mate_says_why_a_rank_of_another_node_is_silent(launcher: str) -> None:
     settings = {"FAULT_NODES": TWO_NODES, "ASKING_VICTIMS": "2"}
-    with Job(launcher, 4, ["stop", "async"], JOBS, **settings, is_forked=True) as job:
+    with Job(launcher, 4, ["stop", "async"], JOBS, **settings) as job:
         job.wait("fault", 1, START_SECONDS)
         raised = job.wait("raised", 3, 20)
         assert {each["rank"] for each in raised} == {0, 1, 3}, job.stderr()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.faults.launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, command, is_alive, settings
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
@@ -25,7 +26,7 @@ class Terminal:
     """A job that was started from a terminal."""
 
     def __init__(self, launcher: str, rank: int, kind: str, options: list[str] | None = None) -> None:
-        line = command(launcher, 2, HERE / "debugged_job.py", [str(rank), kind], options)
+        line = command(launcher, 2, HERE / "debugged_job.py", [str(rank), kind], options, forked.python())
         self.text = ""
         self.pid, self.side = pty.fork()
         if self.pid == 0:

@@ -47,7 +47,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_many_descriptors_and_none_left(launcher: str, program: Path) -> None:
-    with Job(launcher, 2, [], program) as job:
+    with Job(launcher, 2, [], program, is_forked=False) as job:
         for event in ("many", "none"):
             (told,) = job.wait(event, 1, 90)
             assert "rank 0 is not in a call of hpcdist" in told["text"], job.stderr()

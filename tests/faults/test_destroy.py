@@ -58,7 +58,7 @@ os._exit(1)
 @pytest.mark.parametrize("launcher", FIRST)
 @pytest.mark.parametrize("what", some(["subgroup", "world"], 1))
 def test_a_call_under_way_that_a_rank_never_makes(launcher: str, what: str, program: Path) -> None:
-    with Job(launcher, 3, [what], program, is_forked=True) as job:
+    with Job(launcher, 3, [what], program) as job:
         job.wait("away", 1, 90)
         ended = job.wait("destroyed", 2, 2 + 5 + 8)
         assert "rank 1 has not entered all_reduce" in job.stderr()
@@ -67,7 +67,7 @@ def test_a_call_under_way_that_a_rank_never_makes(launcher: str, what: str, prog
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_call_behind_one_that_is_given_up_raises(launcher: str, program: Path) -> None:
-    with Job(launcher, 3, ["drain"], program, is_forked=True) as job:
+    with Job(launcher, 3, ["drain"], program) as job:
         job.wait("away", 1, 90)
         raised = job.wait("raised", 2, 2 + 5 + 8)
         assert len(raised) == 2, job.stderr()
@@ -76,7 +76,7 @@ def test_a_call_behind_one_that_is_given_up_raises(launcher: str, program: Path)
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_report_after_another_init_is_about_its_own_call(launcher: str, program: Path) -> None:
-    with Job(launcher, 3, ["again"], program, is_forked=True) as job:
+    with Job(launcher, 3, ["again"], program) as job:
         job.finish(90)
         for absent in (2, 0):
             assert f"rank {absent} has not entered all_reduce #2 of group '0'" in job.stderr(), job.stderr()

@@ -18,7 +18,7 @@ START_SECONDS = 60.0
 def test_a_rank_that_never_comes_is_named_and_the_communicator_is_ended(
     launcher: str, kind: str, tmp_path: Path
 ) -> None:
-    with Job(launcher, 3, [kind], JOBS, FOLDER=str(tmp_path), is_forked=True) as job:
+    with Job(launcher, 3, [kind], JOBS, FOLDER=str(tmp_path)) as job:
         job.wait("fault", 1, START_SECONDS)
         raised = job.wait("raised", 2, 10)
         assert [each["rank"] for each in sorted(raised, key=lambda each: each["rank"])] == [0, 2], job.stderr()
@@ -31,7 +31,7 @@ def test_a_rank_that_never_comes_is_named_and_the_communicator_is_ended(
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_rank_that_comes_late_is_waited_for(launcher: str, tmp_path: Path) -> None:
-    with Job(launcher, 3, ["late"], JOBS, FOLDER=str(tmp_path), is_forked=True) as job:
+    with Job(launcher, 3, ["late"], JOBS, FOLDER=str(tmp_path)) as job:
         assert len(job.wait("done", 3, START_SECONDS)) == 3, job.stderr()
         assert job.finish(20) == 0
         assert "has not ended" not in job.stderr()

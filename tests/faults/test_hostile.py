@@ -71,7 +71,7 @@ def target_of(target: Endpoint) -> tuple[str, int]:
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_job_goes_on_and_nothing_of_it_grows(launcher: str, tmp_path: Path) -> None:
     end, made = tmp_path / "end", random.Random(7)
-    with Job(launcher, 2, [str(end)], HERE / "hostile_job.py", is_forked=True) as job:
+    with Job(launcher, 2, [str(end)], HERE / "hostile_job.py") as job:
         ranks = job.wait("ready", 2, 90)
         targets = [Endpoint(tuple(where), *rest) for where, *rest in (each["own"] for each in ranks)]
         for number in range(1, INPUTS + 1):

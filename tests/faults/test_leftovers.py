@@ -56,13 +56,13 @@ def remaining(files: set[Path], seconds: float = 5.0) -> list[Path]:
 @pytest.mark.quick
 @pytest.mark.parametrize("launcher", PLAIN)
 def test_a_job_whose_rank_is_killed_leaves_nothing(launcher: str) -> None:
-    with Job(launcher, 3, ["stop"], HERE / "signal_job.py") as job:
+    with Job(launcher, 3, ["stop"], HERE / "signal_job.py", is_forked=False) as job:
         assert remaining(kill_under_way(job, "rank")) == []
 
 
 @pytest.mark.parametrize("launcher", PLAIN)
 def test_no_rank_outlives_its_mpirun(launcher: str) -> None:
-    with Job(launcher, 3, ["stop"], HERE / "signal_job.py") as job:
+    with Job(launcher, 3, ["stop"], HERE / "signal_job.py", is_forked=False) as job:
         left = remaining(kill_under_way(job, "mpirun"))
     if LIBRARY == "mpich":  # Open MPI's files are removed by the mpirun that was killed
         assert left == []
@@ -71,7 +71,7 @@ def test_no_rank_outlives_its_mpirun(launcher: str) -> None:
 @pytest.mark.parametrize("launcher", [each for each in PLAIN if LIBRARY == "mpich"])
 def test_what_mpi_opens_later_needs_no_name_that_is_gone(launcher: str) -> None:
     """Windows, large messages, groups, and processes that are started later."""
-    with Job(launcher, 3, [], HERE / "later_job.py") as job:
+    with Job(launcher, 3, [], HERE / "later_job.py", is_forked=False) as job:
         assert job.finish(120) == 0, job.stderr()
         assert len(job.events("done")) == 3, job.stderr()
         assert [each["segments"] for each in job.events("done")] == [[]] * 3

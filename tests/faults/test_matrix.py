@@ -73,7 +73,7 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
     if fault in ("other", "shape"):
         environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     is_tolerant = launcher == "openmpi-ulfm"
-    with Job(launcher, RANKS, [fault, call], **environment, is_forked=True) as job:
+    with Job(launcher, RANKS, [fault, call], **environment) as job:
         job.wait("fault", 1, START_SECONDS)
         start = job.events("fault")[0]["time"]
         waiting = 1 if call == "recv" else RANKS - 1  # the ranks that wait for the victim
@@ -111,7 +111,7 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
 def test_a_report_goes_around_a_relay_that_is_stopped() -> None:
     """Each rank asks two others, which ask the rest: rank 0 asks ranks 1 (which is stopped) and 4."""
     environment = {"FAULT_TIMEOUT": str(TIMEOUT), "FAULT_FAN": "2"}
-    with Job(PLAIN[0], 6, ["stop", "all_reduce"], **environment, is_forked=True) as job:
+    with Job(PLAIN[0], 6, ["stop", "all_reduce"], **environment) as job:
         job.wait("fault", 1, START_SECONDS)
         job.finish(TIMEOUT + 15 + SLACK)
         text = job.stderr()

@@ -29,7 +29,7 @@ SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], id
     ids=lambda number: number.name,
 )
 def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, number: int) -> None:
-    with Job(launcher, 3, ["stop"], JOBS) as job:
+    with Job(launcher, 3, ["stop"], JOBS, is_forked=False) as job:
         job.wait("ready", 3, START_SECONDS)
         time.sleep(0.3)
         os.kill(job.pids()[2], number)
@@ -44,7 +44,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_told_to(launcher: str, numb
 def test_a_rank_inside_mpi_hears_of_it_and_all_stop_at_that_step(launcher: str, number: int, tmp_path: Path) -> None:
     """Ranks 1 and 2 are in an all_reduce that rank 0 keeps from ending, while rank 2 gets the signal."""
     gate = tmp_path / "gate"
-    with Job(launcher, 3, ["block", str(gate)], JOBS) as job:
+    with Job(launcher, 3, ["block", str(gate)], JOBS, is_forked=False) as job:
         job.wait("held", 1, START_SECONDS)
         job.wait("blocks", 2, 20)
         time.sleep(0.5)
@@ -63,7 +63,7 @@ def test_a_rank_inside_mpi_hears_of_it_and_all_stop_at_that_step(launcher: str, 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_a_trace_is_written_while_the_main_thread_is_inside_mpi(launcher: str) -> None:
     """All but rank 0 wait in a barrier; each is asked for its trace, and torch's own tool reads them."""
-    with Job(launcher, 3, ["wait"], JOBS) as job:
+    with Job(launcher, 3, ["wait"], JOBS, is_forked=False) as job:
         job.wait("ready", 3, START_SECONDS)
         time.sleep(0.5)
         for pid in job.pids().values():
@@ -96,7 +96,7 @@ def torchfrtrace(folder: Path, prefix: str) -> str:
 
 @pytest.mark.parametrize("launcher", FIRST)
 def test_sigterm_ends_a_program_that_does_not_ask_and_leaves_a_trace(launcher: str) -> None:
-    with Job(launcher, 2, ["wait"], JOBS) as job:
+    with Job(launcher, 2, ["wait"], JOBS, is_forked=False) as job:
         job.wait("ready", 2, START_SECONDS)
         time.sleep(0.3)
         pid = job.pids()[1]
@@ -113,7 +113,7 @@ def test_sigterm_ends_a_program_that_does_not_ask_and_leaves_a_trace(launcher: s
 @pytest.mark.parametrize("launcher", FIRST)
 def test_ctrl_c_ends_a_receive_and_a_collective_that_block(launcher: str) -> None:
     """The receive raises, also in a coroutine, after which the group is as before; the collective ends the job."""
-    with Job(launcher, 2, ["interrupt"], JOBS) as job:
+    with Job(launcher, 2, ["interrupt"], JOBS, is_forked=False) as job:
         for before, after in (("ready", "interrupted"), ("in a loop", "interrupted in a loop"), ("again", "")):
             job.wait(before, 1, START_SECONDS)
             time.sleep(0.5)
