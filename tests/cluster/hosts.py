@@ -86,11 +86,13 @@ class Host:
         name: its host name.
         address: its IPv4 address on eth0.
         pid: its first process, in this process's numbering.
+        server: its process that forks programs, in the host's numbering, if there is one; no test asks for it.
     """
 
     def __init__(self, cluster: Cluster, number: int, name: str, pid: int) -> None:
         self.cluster, self.number, self.name, self.pid = cluster, number, name, pid
         self.address = f"{NETWORKS['eth0']}.{number}"
+        self.server: int | None = None
         self._enter = ["nsenter", "-t", str(pid), "-n", "-m", "-u", "-i", "-p", "--"]
 
     # -- commands and processes ----------------------------------------------------------------------
@@ -107,13 +109,13 @@ class Host:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
 
     def processes(self) -> dict[int, str]:
-        """Return the processes of this host by their ids there, without its first one."""
+        """Return the processes of this host by their ids there, without its first one and its server."""
         found = {}
         listing = ["ps", "-ww", "-eo", "pid=,stat=,args="]
         for line in checked([*self._enter, *listing]).splitlines():
             pid, state, text = line.split(None, 2)
             # not: its first process, that one's sleep, this ps, what has ended
-            if pid != "1" and text not in ("sleep 3600", " ".join(listing)) and state[0] != "Z":
+            if pid not in ("1", str(self.server)) and text not in ("sleep 3600", " ".join(listing)) and state[0] != "Z":
                 found[int(pid)] = text
         return found
 
@@ -122,10 +124,11 @@ class Host:
         checked([*self._enter, "kill", f"-{number}", str(pid)])
 
     def end_processes(self) -> None:
-        """Kill every process of this host but its first."""
+        """Kill every process of this host but its first, if there is any."""
         deadline = time.monotonic() + END_SECONDS
         while self.processes():
             assert time.monotonic() < deadline, f"{self.name} keeps {self.processes()}"
+            self.server = None
             checked([*self._enter, "bash", "-c", "kill -KILL -1"])
             time.sleep(0.02)
 

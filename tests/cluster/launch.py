@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests import programs
+from tests import forked, programs
 from tests.cluster.hosts import Cluster, Host
 from tests.faults.launch import LAUNCHERS, LIBRARY, MPIRUN, Started
 
@@ -77,6 +77,15 @@ def mpirun(
     return [str(MPIRUN), *start, *options, "-n", str(sum(slots)), *program]
 
 
+def forked_python(cluster: Cluster, slots: Sequence[int]) -> list[str]:
+    """Return the words that fork a program from a process of its host that has imported torch."""
+    path = "/tmp/forked"  # each host has a /tmp of its own
+    for host, count in zip(cluster.hosts, slots, strict=False):
+        if count and host.server is None:
+            host.server = forked.start(path, environment(), host.command)
+    return forked.words(path)
+
+
 def run(
     cluster: Cluster,
     slots: Sequence[int],
@@ -88,9 +97,13 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on several hosts, and return its status and what it wrote.
 
+    A Python program (``sys.executable`` and its arguments) is forked.
+
     Raises:
         AssertionError: it has not ended in time; its processes are killed.
     """
+    if program[0] == sys.executable:
+        program = [*forked_python(cluster, slots), *program[1:]]
     command = mpirun(cluster, slots, program, options, names_interface, **more)
     first = next(host for host, count in zip(cluster.hosts, slots, strict=False) if count)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,42 @@ from tests import programs
 HERE = Path(__file__).parent
 
 
-@functools.cache
-def server() -> str:
-    """Start this process's server, once, and return the name of its socket."""
-    path = str(programs.TEMPORARY / "forked")
+def start(path: str, environment: dict[str, str], enter: Callable[[list[str]], list[str]] = list) -> int:
+    """Start a server; return its process id, as it sees it.
+
+    Args:
+        path: its socket's name.
+        environment: what it is started with, but PYTHONPATH, which is each program's own.
+        enter: returns the command line that runs a command where the server is to run.
+    """
     process = subprocess.Popen(
-        [sys.executable, HERE / "server.py", path],
+        enter([sys.executable, str(HERE / "server.py"), path]),
         stdin=subprocess.PIPE,  # it ends with this process, however that ends
         stdout=subprocess.PIPE,
-        env=programs.environment(),
+        env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
         start_new_session=True,
     )
     programs.at_exit(process.kill)
     assert process.stdout is not None
-    assert process.stdout.readline() == b"listens\n"
+    return int(process.stdout.readline())
+
+
+def words(path: str) -> list[str]:
+    """Return the words that have the server of that socket run a script, ``-c CODE`` or ``-m MODULE``."""
+    return [sys.executable, "-I", "-S", str(HERE / "client.py"), path]
+
+
+@functools.cache
+def server() -> str:
+    """Start this process's server, once, and return the name of its socket."""
+    path = str(programs.TEMPORARY / "forked")
+    start(path, programs.environment())
     return path
 
 
 def python() -> list[str]:
     """Return the words that run a script, ``-c CODE`` or ``-m MODULE``, as ``sys.executable`` does."""
-    return [sys.executable, "-I", "-S", str(HERE / "client.py"), server()]
+    return words(server())
 
 
 def mpirun(ranks: int, program: list[object], timeout: float = 60, **more: Any) -> subprocess.CompletedProcess[str]:

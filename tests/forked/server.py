@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -38,9 +39,11 @@ def request_of(client: socket.socket) -> tuple[list[Any], list[int]] | None:
 def serve(path: str) -> tuple[list[str], dict[str, str]]:
     """Fork for each client; return only in a child, with its arguments and environment."""
     listener = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(FileNotFoundError):  # of an earlier server
+        os.unlink(path)
     listener.bind(path)
     listener.listen(64)
-    print("listens", flush=True)
+    print(os.getpid(), flush=True)  # it listens
     events = selectors.DefaultSelector()
     events.register(listener, selectors.EVENT_READ)
     events.register(sys.stdin, selectors.EVENT_READ)  # a pipe of whoever started this: it can be read when they end
@@ -102,8 +105,8 @@ def become(request: list[Any], files: list[int]) -> tuple[list[str], dict[str, s
     arguments, environment, folder, numbers = request
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The process ends before the destructors of the libraries that the server has loaded, which would write to pages that
-    # all children share: 0.15 s for each. Python ends as always, and MPI's library, which is loaded later.
+    # The process ends before the destructors of the libraries that the server has loaded, which would write to pages
+    # that all children share: 0.15 s for each. Python ends as always, and MPI's library, which is loaded later.
     libc.on_exit(libc._exit, None)
     os.setpgid(0, 0)
     # above all numbers in use: the server has two files for each program that runs
@@ -121,11 +124,9 @@ def become(request: list[Any], files: list[int]) -> tuple[list[str], dict[str, s
 gc.collect()
 gc.freeze()  # no child looks through what was imported, at its end for one
 arguments, environment = serve(sys.argv[1])
-own = os.environ["PYTHONPATH"].split(os.pathsep)
 os.environ.clear()
 os.environ.update(environment)
-theirs = environment.get("PYTHONPATH", "").split(os.pathsep)
-sys.path[1:] = [each for each in theirs if each] + [each for each in sys.path[1:] if each not in own]
+sys.path[1:1] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
 del environment
 torch.distributed.set_debug_level_from_env()  # as its import does
 if arguments[0] == "-m":
