@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from datetime import timedelta
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi import cuda as staging
 from hpcdist.backends.mpi import retired
 from hpcdist.core import hooks
 from hpcdist.core.unfinished import Unfinished
@@ -264,3 +266,10 @@ def test_the_folder_of_traces_has_a_name_of_its_own(rank, size):
     secrets = [*watchdog.channel.keys, *(each.key for each in watchdog.channel.endpoints.values())]
     parts = {names[0][at : at + 10] for at in range(len(names[0]) - 9)}
     assert not [part for part in parts for each in secrets if part in each]
+
+
+def test_the_library_says_whether_it_takes_the_memory_of_gpus():
+    libraries = [ctypes.CDLL(path) for path in staging.loaded_libraries()]
+    answers = [each for library in libraries for each in staging.answers(library, staging.CUDA)]
+    assert answers, "no extension to ask"
+    assert all(isinstance(answer, bool) for answer in answers)

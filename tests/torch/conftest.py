@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 import hpcdist as dist
 
 HERE = pathlib.Path(__file__).parent
-ALONE = {"test_launch.py"}  # starts its own processes
+ALONE = {"test_launch.py", "test_doors.py", "test_mixes.py", "test_libraries.py"}  # start processes of their own
 
 
 def pytest_collection_modifyitems(items):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
 import warnings
@@ -43,14 +42,6 @@ def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu
     assert isinstance(staged, staging.StagedBackend)
     assert staged.inner is inner
     assert set(group.backends.values()) == {inner}  # what is split, named and closed
-
-
-@pytest.mark.skipif(not staging.loaded_libraries(), reason="no libmpi in /proc/self/maps")
-def test_the_library_in_this_process_answers() -> None:
-    libraries = [ctypes.CDLL(path) for path in staging.loaded_libraries()]
-    answers = [each for library in libraries for each in staging.answers(library, staging.CUDA)]
-    assert answers, "no extension to ask"
-    assert all(isinstance(answer, bool) for answer in answers)
 
 
 @pytest.mark.parametrize("memory", [staging.CUDA, staging.ROCM, staging.LEVEL_ZERO], ids=lambda each: each.kind)
