@@ -35,6 +35,9 @@ def group(comm):
 def test_random_programs(seed, rank, size, comm):
     calls, odd, _ = wrong_programs.program(seed, size)
     failure, memory = wrong_programs.run(calls[rank])
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # at once: other ranks may not have raised yet
+    assert tensor.tolist() == [size] * 2
     failures = comm.allgather(f"{type(failure).__name__}: {failure}")
     for each in failures:
         assert each.startswith("CallsDifferError: the ranks of a group"), failures
@@ -42,9 +45,6 @@ def test_random_programs(seed, rank, size, comm):
         named = each.count("; rank")
         assert named == 1 or (1 < named < size and "all_to_all_single of elements by counts" in each), failures
     assert memory.is_whole()
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [size] * 2
 
 
 def refused(match, call, *args, **kwargs):

@@ -17,6 +17,8 @@ others, such as a broadcast on its root, let a rank run ahead. It waits before i
 decides leaves a word that stops it: what it has begun until then is carried out by all.
 
 After an error the numbers go on at a later one, which all derive from the decision: an old word looks like no call.
+The next calls have other places in the ring than those that a slower rank still reads: what it is to carry out, and the
+word after it that stops it.
 
 Ranks on several boards, because they are on several nodes or share no memory, compare their calls a little later
 (``core.call_log``). By then MPI may have made calls that differ, so that the group takes no more: each raises. Most
@@ -59,7 +61,7 @@ from hpcdist.backends.mpi.node.call_board import (
 )
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
-from hpcdist.core.call_log import TELLS, CallLog, calls_differ
+from hpcdist.core.call_log import BLOCK, TELLS, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import listed
@@ -69,7 +71,6 @@ from hpcdist.core.waiting import nap
 
 VARIABLE = "HPCDIST_CHECK_CALLS"
 LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
-HALF = RING // 2
 NEW_SECONDS = 1.0  # how long a call whose like this rank has not made on the group waits for the other nodes' calls
 FAILED_SECONDS = 1.0  # how long a call that MPI has ended with an error waits for the other nodes' calls
 LEAVE_SECONDS = 0.3  # the same for the end of a group
@@ -173,7 +174,7 @@ class CallCheck:
         if log is not None:
             log.check()
         self.number = number = self.number + 1
-        if log is not None and not number % HALF:
+        if log is not None and not number % BLOCK:
             log.turn(number)
         if counts is not None:
             if number - COUNTS_KEPT >= self._start:
@@ -188,7 +189,7 @@ class CallCheck:
         board.whats[board.own][at] = word
         board.acquire()
         board.release()
-        is_due = board.are_many or not number % HALF
+        is_due = board.are_many or not number % BLOCK
         for theirs, their_sizes in board.others:
             if is_due or theirs[at] != word or their_sizes[at] != size:
                 if not self.is_clear(number):
@@ -268,8 +269,8 @@ class CallCheck:
         """Tell whether no other rank that has come has made another call."""
         board = self.board
         assert board is not None
-        if not number % HALF and not self._is_leaving:
-            self._keep_pace(max(number - HALF + 1, self._start))
+        if not number % BLOCK and not self._is_leaving:
+            self._keep_pace(max(number - BLOCK + 1, self._start))
         if board.are_many and board.are_equal(number):
             return True
         at = number & LAST
@@ -382,6 +383,7 @@ class CallCheck:
         board = self.board
         assert board is not None
         differs, last, leader = board.decision(index)
+        board.stopped[board.own] = number
         error = self._error(differs, number)
         if self.log is not None:
             self.log.was_raised = True
@@ -397,7 +399,7 @@ class CallCheck:
                         self._stand_in(leader, each)
         finally:
             self.handled = board.followed[board.own] = index
-            self._start = differs + RING + HALF
+            self._start = max(differs, last) + 2 + RING
             self.number = self._start - 1
         raise error
 
@@ -406,8 +408,9 @@ class CallCheck:
         board = self.board
         assert board is not None
         if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # whose shares are those of two ranks
+            differs = board.decision(self.handled + 1)[0]
             for r in range(len(board.ranks)):
-                self._wait(partial(board.has_come_to, r, number))
+                self._wait(lambda r=r: board.has_come_to(r, number) or board.stopped[r] >= differs)  # type: ignore[misc]
         makers = [leader]
         for is_failing in (False, True):
             for r in range(len(board.ranks)):

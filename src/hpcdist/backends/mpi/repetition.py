@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.call_check import HALF, CallCheck
+from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, size_of
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call, Run
+from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
 data_ptr = torch.Tensor.data_ptr
@@ -115,7 +116,7 @@ def repeated(
                 checks.make(first, size, lambda: carry_out(call.on(send, recv)))
                 return
             checks.number = number = checks.number + 1
-            if log is not None and not number % HALF:
+            if log is not None and not number % BLOCK:
                 log.turn(number)
             at = number & LAST
             word = first + (number & NUMBER)
@@ -127,7 +128,7 @@ def repeated(
                 seen = theirs[at]
                 if (
                     (seen != word or their_sizes[at] != size)
-                    and (not number % HALF or not (seen - number) & NUMBER)
+                    and (not number % BLOCK or not (seen - number) & NUMBER)
                     and not checks.is_clear(number)
                 ):
                     checks.fail(number, lambda: carry_out(call.on(send, recv)))

@@ -28,7 +28,9 @@ from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
 from hpcdist.launch.environment import NODE_KEY
 
-RING = 2 * BLOCK  # calls of each rank that can be read; a root may block in MPI if it is 66 ahead, which no death ends
+# Calls of each rank that can be read. A rank may be almost 2 blocks ahead: a root may block in MPI if it is 66 ahead,
+# which no death ends. The rest is for the next calls after an error that slower ranks have not raised yet.
+RING = 4 * BLOCK
 LAST = RING - 1
 COUNTS_KEPT = 8  # of those, whose counts can be read
 COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
@@ -146,6 +148,7 @@ class CallBoard:
         whats, sizes: the ring of each rank.
         failing: of each rank, the number of the call in which it has found a difference.
         followed: of each rank, how many decisions it has carried out.
+        stopped: of each rank, the number of its last call before it began to carry out a decision.
         decided: how many differences have been decided about.
         has_counts: whether it has the counts of calls.
     """
@@ -159,10 +162,10 @@ class CallBoard:
         self.sizes = [cells[2 * r + 1 : 2 * RING * count : 2 * count] for r in range(count)]
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
-        self.failing, self.followed, self._choosing, self._tickets = (
-            cells[begin + i * count : begin + (i + 1) * count] for i in range(4)
+        self.failing, self.followed, self.stopped, self._choosing, self._tickets = (
+            cells[begin + i * count : begin + (i + 1) * count] for i in range(5)
         )
-        begin += 4 * count
+        begin += 5 * count
         self.decided = cells[begin : begin + 1]
         self._decisions = cells[begin + 1 : begin + 1 + 3 * DECISIONS]
         begin += 1 + 3 * DECISIONS
@@ -306,7 +309,7 @@ def has_counts(count: int, size: int) -> bool:
 
 def bytes_of(count: int, size: int) -> int:
     """Return how much memory the board of some ranks of a group takes."""
-    cells = count * (2 * RING + 4) + 1 + 3 * DECISIONS
+    cells = count * (2 * RING + 5) + 1 + 3 * DECISIONS
     return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
 
 
