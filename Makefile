@@ -157,7 +157,7 @@ $(VENV)/.nccl: $(TOOLS)
 # hour or two; ARGS="torch-2.8.0 mpich" some of them
 versions: $(READY)
 	$(BIN)/python -m tests.versions $(ARGS)
-	$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons PYTHONS=3.12)
+	$(if $(ARGS),,@$(call on-python,3.12,VENV=.venv-$(MPI)-3.12,test-unit test-mpi RANKS=2))
 
 # the promises on speed, on 2 ranks, and the stores beside torch's: minutes on a quiet machine
 bench: $(TOOLS)
