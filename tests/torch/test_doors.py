@@ -280,7 +280,8 @@ LATE = """
     arrival.SECONDS = 1.0
     if MPI.COMM_WORLD.Get_rank() == 1:
         time.sleep(4)
-        command = [sys.executable, "-m", "hpcdist", "debug", "--once"]
+        # by its process: another job may run on this machine
+        command = [sys.executable, "-m", "hpcdist", "debug", "--once", "--pid", str(os.getpid())]
         seen = subprocess.run(command, capture_output=True, text=True)
         os.write(1, (seen.stdout + seen.stderr).encode())
     hpcdist.init_process_group()
