@@ -151,7 +151,7 @@ def test_a_trace_is_the_users_own(recorder: Recorder) -> None:
 
 
 def test_nothing_is_written_to_a_folder_that_others_have_put_there(recorder: Recorder, tmp_path: Path) -> None:
-    folder, elsewhere = Path(recorder.path(0)).parent, tmp_path / "elsewhere"
+    folder, elsewhere = tmp_path / "hpcdist_trace_name", tmp_path / "elsewhere"
     elsewhere.mkdir(0o700)
     ways = {"link": lambda: folder.symlink_to(elsewhere), "open": lambda: folder.mkdir(), "file": folder.touch}
     if os.getuid() == 0:

@@ -27,14 +27,9 @@ from hpcdist.torch_bridge import private_names
 
 
 class Request(NamedTuple):
-    """What one rank asks for.
+    """What one rank asks for."""
 
-    Attributes:
-        node: the same for the ranks that can open each other's files.
-        shape, dtype: of the tensor.
-    """
-
-    node: tuple[str, int]
+    node: tuple[str, int]  # the same for the ranks that can open each other's files
     shape: tuple[int, ...]
     dtype: torch.dtype
 

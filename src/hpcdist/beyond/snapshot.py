@@ -51,16 +51,13 @@ class Snapshot:
 
     Args:
         state: the objects by name.
-
-    Attributes:
-        step: how many steps the state has behind it.
     """
 
     def __init__(self, state: Mapping[str, Stateful]) -> None:
         self._state = state
         self._tensors: list[torch.Tensor] = []
         self._rest = b""
-        self.step = 0
+        self.step = 0  # how many steps the state has behind it
 
     def take(self, step: int) -> None:
         """Copy the state of this moment; the memory of the last copy is used again."""

@@ -20,69 +20,39 @@ NAME_LENGTH = 28  # of a call in the table
 
 
 class Share(NamedTuple):
-    """What one rank has recorded.
-
-    Attributes:
-        host: its host's name.
-        begin: nanoseconds on its clock; so is ``end``.
-        end: of the recording.
-        calls: in the order in which they ended.
-        groups: the global ranks of each group, by its name.
-    """
+    """What one rank has recorded."""
 
     host: str
-    begin: int
+    begin: int  # nanoseconds on its clock
     end: int
-    calls: list[TimedCall]
-    groups: dict[str, tuple[int, ...]]
+    calls: list[TimedCall]  # in the order in which they ended
+    groups: dict[str, tuple[int, ...]]  # the global ranks of each group, by its name
 
 
 class Row(NamedTuple):
-    """A call at one line of the program, on all ranks.
+    """A call at one line of the program, on all ranks."""
 
-    Attributes:
-        call: what c10d calls it, or ``wait(all_reduce)`` for the wait for it.
-        where: the line, as ``file.py:88 (function)``.
-        is_async: whether it went on after it had returned.
-        calls: how often it was made, by all ranks together.
-        nbytes: of the tensors sent (or received, where none is), by all ranks together.
-        seconds: from begin to end, of a rank on average.
-        share: of the time that was recorded; 0 to 1, or more for asynchronous calls that overlap.
-        median: seconds of one call.
-        waiting: seconds of ``seconds`` in which the last rank had not come yet; asynchronous calls wait for nobody.
-    """
-
-    call: str
-    where: str
-    is_async: bool
-    calls: int
-    nbytes: int
-    seconds: float
-    share: float
-    median: float
-    waiting: float
+    call: str  # what c10d calls it, or ``wait(all_reduce)`` for the wait for it
+    where: str  # the line, as ``file.py:88 (function)``
+    is_async: bool  # whether it went on after it had returned
+    calls: int  # how often it was made, by all ranks together
+    nbytes: int  # of the tensors sent (or received, where none is), by all ranks together
+    seconds: float  # from begin to end, of a rank on average
+    share: float  # of the time that was recorded; 0 to 1, or more for asynchronous calls that overlap
+    median: float  # seconds of one call
+    waiting: float  # seconds of ``seconds`` in which the last rank had not come yet; asynchronous calls wait for nobody
 
 
 class RankRow(NamedTuple):
-    """A rank's part in the waiting.
+    """A rank's part in the waiting."""
 
-    Attributes:
-        rank: the global rank.
-        host: where it ran.
-        seconds: in calls that block.
-        share: of the time that was recorded.
-        waiting: seconds that it waited in collectives for the last rank.
-        last: how many collectives it was the last one to enter.
-        made_wait: seconds that the others waited for it then, added up.
-    """
-
-    rank: int
-    host: str
-    seconds: float
-    share: float
-    waiting: float
-    last: int
-    made_wait: float
+    rank: int  # the global rank
+    host: str  # where it ran
+    seconds: float  # in calls that block
+    share: float  # of the time that was recorded
+    waiting: float  # seconds that it waited in collectives for the last rank
+    last: int  # how many collectives it was the last one to enter
+    made_wait: float  # seconds that the others waited for it then, added up
 
 
 class Timeline:

@@ -42,19 +42,12 @@ class Kind(IntEnum):
 
 
 class Word(NamedTuple):
-    """A message between rank 0 and another rank.
+    """A message between rank 0 and another rank."""
 
-    Attributes:
-        kind: a Kind.
-        call: which call of the other rank it is about.
-        barrier: which call of rank 0 it belongs to; 0 if the other rank does not know.
-        sequence: how many collectives rank 0 had called.
-    """
-
-    kind: int
-    call: int
-    barrier: int = 0
-    sequence: int = 0
+    kind: int  # a ``Kind``
+    call: int  # which call of the other rank it is about
+    barrier: int = 0  # which call of rank 0 it belongs to; 0 if the other rank does not know
+    sequence: int = 0  # how many collectives rank 0 had called
 
 
 def monitored_barrier(

@@ -25,17 +25,11 @@ TITLE = re.compile(r"\*\*(\w+)\.\*\*")  # of a paragraph
 
 
 class Entry(NamedTuple):
-    """An entry of the page.
+    """An entry of the page."""
 
-    Attributes:
-        name: by which messages name it.
-        messages: those that it is about; ``…`` stands for any text.
-        text: cause and fix, in Markdown.
-    """
-
-    name: str
-    messages: list[str]
-    text: str
+    name: str  # by which messages name it
+    messages: list[str]  # those that it is about; ``…`` stands for any text
+    text: str  # cause and fix, in Markdown
 
     def fit(self, message: str) -> int:
         """Return how many fixed characters its best pattern has in common with a message; 0 if none matches it."""

@@ -37,23 +37,14 @@ class Job(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A job at one moment.
+    """A job at one moment."""
 
-    Attributes:
-        title: the job and the time.
-        ranks: rows of RANKS.
-        groups: rows of GROUPS.
-        calls: rows of CALLS, of all ranks together.
-        stacks: the frames of each rank, the innermost first.
-        late: the ranks that others wait for, or that do not answer.
-    """
-
-    title: str
-    ranks: list[tuple[str, ...]]
-    groups: list[tuple[str, ...]]
-    calls: list[tuple[str, ...]]
-    stacks: dict[int, list[str]]
-    late: list[int]
+    title: str  # the job and the time
+    ranks: list[tuple[str, ...]]  # rows of RANKS
+    groups: list[tuple[str, ...]]  # rows of GROUPS
+    calls: list[tuple[str, ...]]  # rows of CALLS, of all ranks together
+    stacks: dict[int, list[str]]  # the frames of each rank, the innermost first
+    late: list[int]  # the ranks that others wait for, or that do not answer
 
 
 def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:

@@ -28,19 +28,12 @@ __all__ = ["FEATURES", "Feature", "has"]
 
 
 class Feature(NamedTuple):
-    """Something of torch that some supported releases lack.
+    """Something of torch that some supported releases lack."""
 
-    Attributes:
-        is_there: whether this torch has it.
-        since: the first release that has it, or None if all do that are older than ``until``.
-        until: the last release that has it, or None if the newest does.
-        consequence: what hpcdist does about it, or what is missing for the user.
-    """
-
-    is_there: bool
-    since: str | None
-    until: str | None
-    consequence: str
+    is_there: bool  # whether this torch has it
+    since: str | None  # the first release that has it, or None if all do that are older than ``until``
+    until: str | None  # the last release that has it, or None if the newest does
+    consequence: str  # what hpcdist does about it, or what is missing for the user
 
 
 def names_in(function: Any) -> tuple[str, ...]:

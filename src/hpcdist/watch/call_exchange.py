@@ -40,12 +40,7 @@ Known = tuple[CallLog, list[int]]  # the calls on a group, and the group's ranks
 
 
 class CallExchange:
-    """The exchange of this process.
-
-    Args:
-        channel: to the other ranks.
-        end_call: begins to end a call under way, given why.
-    """
+    """The exchange of this process."""
 
     def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
         self._channel, self._end_call = channel, end_call
@@ -88,13 +83,8 @@ class CallExchange:
 
     def _where(self, log: CallLog, is_question: bool) -> Message:
         place = log.place() if log.failure is None else None
-        return {
-            "group": log.token,
-            "rank": log.rank,
-            "is_question": is_question,
-            "place": place,
-            "failure": log.failure,
-        }
+        who = {"group": log.token, "rank": log.rank, "is_question": is_question}
+        return {**who, "place": place, "failure": log.failure}
 
     def _tell(self, log: CallLog, ranks: list[int]) -> None:
         if log.failure is not None and log.tells > 0:
@@ -180,9 +170,7 @@ class CallExchange:
     def compare(self, log: CallLog, seconds: float) -> None:
         """Compare this rank's calls with those of a rank of the next node and one of the node before, at once.
 
-        Args:
-            log: this rank's.
-            seconds: how long to wait for ranks that have not come as far.
+        Ranks that have not come as far are waited for, so many seconds at most.
         """
         ranks = next((ranks for each, ranks in self._live() if each is log), None)
         if ranks is None:

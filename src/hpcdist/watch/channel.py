@@ -47,6 +47,11 @@ def datagram_socket() -> socket.socket:
     return made
 
 
+def reaching(their_machine: str, theirs: Iterable[str], own: Iterable[str]) -> list[str]:
+    """Return the addresses that reach a machine; one that this machine has too (a container network's) does not."""
+    return [addresses.LOOPBACK] if their_machine == machine() else [each for each in theirs if each not in own]
+
+
 def received(source: socket.socket) -> Iterator[tuple[bytes, Any]]:
     """Yield the datagrams that have come, with who sent them; not all if there is a flood of them."""
     for _ in range(AT_ONCE):
@@ -67,40 +72,18 @@ class Reply(NamedTuple):
 
 
 class Relayed:
-    """A question that this rank asks others for another one, or for nobody who waits.
-
-    Attributes:
-        question: what is asked of them.
-        until: when nobody is interested any more.
-        reply: to whom the answers go.
-        wanted: the ranks whose answers were still missing there, when it was last asked.
-        is_returned: whether all answers were sent there.
-    """
+    """A question that this rank asks others for another one, or for nobody who waits."""
 
     def __init__(self, question: Question, until: float = 0.0) -> None:
-        self.question, self.until = question, until
-        self.reply: Reply | None = None
-        self.wanted: list[int] = []
-        self.is_returned = False
+        self.question = question
+        self.until = until  # when nobody is interested any more
+        self.reply: Reply | None = None  # to whom the answers go
+        self.wanted: list[int] = []  # the ranks whose answers were still missing there, when it was last asked
+        self.is_returned = False  # whether all answers were sent there
 
 
 class Channel:
-    """This rank's socket, and where the others listen.
-
-    Attributes:
-        rank: this process's.
-        own: where it listens.
-        keys: with which a question to it may be sealed: its own key, and the user's if there is one.
-        endpoints: where all ranks listen, by rank.
-        node_peers: those of this node; looked at every second, so kept apart from the others.
-        left_out: those of ranks that the world was shrunk by.
-        changes: how often the endpoints have changed.
-        numbering: the same on ranks that count the ranks alike.
-        has_heard: whether a datagram has come from another node: UDP is not blocked.
-        note_life: called with the process that an authenticated datagram has come from.
-        note_failure: called with what a handler has raised.
-        thread: the identifier of the thread that answers.
-    """
+    """This rank's socket, and where the others listen."""
 
     def __init__(self, rank: int = -1) -> None:
         self.rank = rank
@@ -119,20 +102,20 @@ class Channel:
             environment.node_key(),
             socket.gethostname(),
         )
-        self.keys = [self.own.key]
-        self.endpoints = Endpoints({})
-        self.node_peers: dict[int, Endpoint] = {}
-        self.left_out: list[Endpoint] = []
-        self.changes = 0
-        self.has_heard = False
-        self.note_life: Callable[[Process], object] = lambda process: None
-        self.note_failure: Callable[[Exception], object] = lambda error: None
-        self.thread = 0
+        self.keys = [self.own.key]  # of a question to this rank: its own, and the user's if there is one
+        self.endpoints = Endpoints({})  # where all ranks listen, by rank
+        self.node_peers: dict[int, Endpoint] = {}  # of this node: looked at every second, so kept apart
+        self.left_out: list[Endpoint] = []  # of ranks that the world was shrunk by
+        self.changes = 0  # how often the endpoints have changed
+        self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
+        self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
+        self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
+        self.thread = 0  # the identifier of the thread that answers
         self._handlers: dict[str, tuple[Handler | None, Any]] = {}
         self._numbers, self._had = count(1), Numbers()
         self._sender = bytes.fromhex(self.own.sender)
         self._relayed: dict[str, Relayed] = {}  # by their tokens
-        self.numbering = ""
+        self.numbering = ""  # the same on ranks that count the ranks alike
         self._reserve: socket.socket | None = datagram_socket()  # there may be no descriptor left for a question
 
     # -- who is where --------------------------------------------------------------------------------
@@ -179,28 +162,17 @@ class Channel:
         return [(address, endpoint.port) for address in found]
 
     def stream_targets(self, endpoint: Endpoint) -> list[tuple[str, int]]:
-        """Return the addresses at which connections to a rank's process end with it, and with no other process.
-
-        An address that this machine has too, such as a container network's, would reach this machine.
-        """
-        is_here = endpoint.machine == self.own.machine
-        found = (
-            (addresses.LOOPBACK,)
-            if is_here
-            else [each for each in endpoint.addresses if each not in self.own.addresses]
-        )
+        """Return the addresses at which connections to a rank's process end with it, and with no other process."""
+        found = reaching(endpoint.machine, endpoint.addresses, self.own.addresses)
         return [(address, endpoint.stream_port) for address in found]
 
     # -- messages ------------------------------------------------------------------------------------
 
     def register(self, kind: str, handler: Handler, shape: Any) -> None:
-        """Have messages of a kind handled.
+        """Have messages of a kind and shape (``fits``) handled; others are dropped.
 
-        Args:
-            kind: what the messages are called.
-            handler: is given the message, a dict that holds ``from``, the sender's rank, and returns the answer or
-                None; the thread that calls ``answer`` calls it.
-            shape: of the messages, as ``fits`` takes it; others are dropped.
+        The thread that calls ``answer`` calls the handler with the message, a dict that holds ``from``, the sender's
+        rank; it returns the answer or None.
         """
         self._handlers[kind] = handler, shape
 
@@ -345,14 +317,10 @@ class Channel:
         self._send(self.socket, question, now)
 
     def ask(self, ranks: Iterable[int], kind: str, shape: Any, seconds: float, /, **content: Any) -> dict[int, Message]:
-        """Ask ranks and return the answers that come in time, by rank.
+        """Ask ranks and return the answers of a shape (``fits``) that come in time, by rank.
 
-        Args:
-            ranks: whom to ask, as many as there are (``question``); those whose endpoint is not known do not answer.
-            kind: of the question.
-            shape: of an answer, as ``fits`` takes it; others are dropped.
-            seconds: how long to wait; for many ranks longer, if one that relays the question is silent.
-            content: what the question holds; has to fit into a datagram.
+        There may be any number of ranks (``question``); many are given longer, since one that relays the question may
+        be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
         asked = self._known(ranks)
         message = {"kind": kind, "from": self.rank, **content}

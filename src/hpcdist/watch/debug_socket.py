@@ -48,15 +48,11 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 class DebugSocket:
-    """The socket by which processes of the same user on this machine find a rank.
-
-    Attributes:
-        sockets: it; none on a system without such names, where a job is found by its address only.
-    """
+    """The socket by which processes of the same user on this machine find a rank."""
 
     def __init__(self) -> None:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sockets = [made]
+        self.sockets = [made]  # one; none on a system without such names, where a job is found by its address only
         try:
             made.bind(f"\0{PREFIX}{os.getuid()}-{os.getpid()}")
             made.listen(8)

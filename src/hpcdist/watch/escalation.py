@@ -21,9 +21,7 @@ from hpcdist.watch.liveness import NEWS_SECONDS
 
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
-AGAIN_SECONDS = (
-    0.3  # to the second try, before the job is aborted: a thread without a core may be about to wait, or done
-)
+AGAIN_SECONDS = 0.3  # to the second try, before the abort: a thread without a core may be about to wait, or done
 
 
 class State(Enum):
@@ -47,25 +45,15 @@ class Escalation(Enum):
 
 def escalations(
     *,
-    has_work: bool,
-    in_background: bool,
+    has_work: bool,  # it is a wait for a Work
+    in_background: bool,  # a worker thread or a device is at it
     on_device: bool,
-    is_running: bool,
-    ends_waits: bool,
-    interrupts_all: bool,
-    is_reported: bool,
+    is_running: bool,  # the worker thread is in this call
+    ends_waits: bool,  # the library raises by itself
+    interrupts_all: bool,  # an interruption here ends the call on all ranks (ULFM)
+    is_reported: bool,  # another rank has reported the call, and ends it
 ) -> list[tuple[Escalation, float]]:
-    """Return the ways to end a wait in order, each with the seconds that it gets if it takes effect.
-
-    Args:
-        has_work: whether it is a wait for a Work.
-        in_background: whether a worker thread or a device is at it.
-        on_device: whether a device is.
-        is_running: whether the worker thread is in this call.
-        ends_waits: whether the library raises by itself.
-        interrupts_all: whether an interruption here ends the call on all ranks (ULFM).
-        is_reported: whether another rank has reported the call, and ends it.
-    """
+    """Return the ways to end a wait in order, each with the seconds that it gets if it takes effect."""
     if in_background:
         if on_device:
             return [(Escalation.INTERRUPT, math.inf)]
@@ -88,24 +76,15 @@ def escalations(
 
 
 class Watched:
-    """One call under way, and how far the watch over it has come.
-
-    Attributes:
-        record: the call's, kept so that no other call gets its id.
-        first_seen: when the watchdog saw it first.
-        state: how far the watch has come.
-        since: when it became due.
-        reason: why its wait is ended.
-        was_interrupted: whether it was made to raise.
-    """
+    """One call under way, and how far the watch over it has come."""
 
     def __init__(self, record: Any, now: float) -> None:
-        self.record = record
-        self.first_seen = now
-        self.state = State.RUNNING
-        self.since = now
-        self.reason = ""
-        self.was_interrupted = False
+        self.record = record  # the call's, kept so that no other call gets its id
+        self.first_seen = now  # when the watchdog saw it first
+        self.state = State.RUNNING  # how far the watch has come
+        self.since = now  # when it became due
+        self.reason = ""  # why its wait is ended
+        self.was_interrupted = False  # whether it was made to raise
         self._escalations: list[tuple[Escalation, float]] = []  # not tried yet
         self._next_at = 0.0  # when the next of them is to be tried
         self._is_again = False  # whether an interruption is tried for the second time

@@ -64,23 +64,14 @@ class Look(NamedTuple):
 
 
 class ExitStates:
-    """State machine of a rank that leaves, look by look; it is given the time and what is seen.
-
-    Args:
-        limit: the seconds for which stuck processes are waited for.
-        now: the time.
-
-    Attributes:
-        pause: seconds to the next look.
-        reason: why the job is to be aborted.
-        suspects: calls that waited for this rank at the last look.
-        lacks_one: whether a process had ended at the last look.
-    """
+    """State machine of a rank that leaves, look by look; it is given the time and what is seen."""
 
     def __init__(self, limit: float, now: float) -> None:
-        self.limit, self.pause, self.reason = limit, FIRST_ASK, ""
-        self.suspects: set[CallKey] = set()
-        self.lacks_one = False
+        self.limit = limit  # the seconds for which stuck processes are waited for
+        self.pause = FIRST_ASK  # seconds to the next look
+        self.reason = ""  # why the job is to be aborted
+        self.suspects: set[CallKey] = set()  # calls that waited for this rank at the last look
+        self.lacks_one = False  # whether a process had ended at the last look
         self._moved = now  # when no process was stuck, last
 
     def decide(self, look: Look, now: float) -> Decision:
@@ -154,16 +145,12 @@ class ProcessExit:
         if (failure := failure or difference()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()
-        if (
-            last_call() is not None and self.backend.faults.interrupts_all()
-        ):  # under ULFM those that end would wait for this one
-            for group in WORLD.watched():
+        if last_call() is not None and self.backend.faults.interrupts_all():
+            for group in WORLD.watched():  # under ULFM those that end would wait for this one
                 group.revoke("this process ends")
         if (last := last_call()) is not None:
-            text = (
-                f"a thread is still in {last.name}: this process ends without MPI_Finalize, which could crash under it"
-            )
-            watchdog.say(explained(text, "thread-at-exit"))
+            why = "this process ends without MPI_Finalize, which could crash under it"
+            watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
             membership.skip_finalize(ends_well=True)
 
     def forget(self) -> None:

@@ -21,12 +21,7 @@ ABORT_STATUS = 1
 
 
 class JobEnd:
-    """Whether this process is to exit, and when.
-
-    Args:
-        liveness: what is known of the others.
-        say: writes to stderr.
-    """
+    """Whether this process is to exit, and when."""
 
     def __init__(self, liveness: Liveness, say: Callable[[str], None]) -> None:
         self._liveness, self._say = liveness, say

@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from hpcdist.launch import addresses
-from hpcdist.watch.channel import Channel
+from hpcdist.watch.channel import Channel, reaching
 from hpcdist.watch.endpoint import Endpoint, Process, machine, process_status
 from hpcdist.watch.question import RUN, Message, expanded
 
@@ -50,13 +50,7 @@ Address = tuple[str, int]
 
 
 def next_node(rank: int, endpoints: Mapping[int, Endpoint], ended: Iterable[int] = ()) -> list[int]:
-    """Return the ranks of the next node that a rank keeps a connection to.
-
-    Args:
-        rank: the one that does.
-        endpoints: where all ranks are.
-        ended: ranks that are known to have ended.
-    """
+    """Return the ranks of the next node that a rank keeps a connection to, without those that have ended."""
     gone = set(ended)
     nodes: dict[tuple[str, str], list[int]] = {}
     for each in sorted(endpoints):
@@ -113,17 +107,12 @@ class Connection:
 
 
 class Liveness:
-    """What this rank knows of the processes of the job.
-
-    Attributes:
-        ended: processes of other nodes that are known to have ended.
-        left: processes that make no more calls, and wait for the others at the end.
-    """
+    """What this rank knows of the processes of the job."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.ended: set[Process] = set()
-        self.left: set[Process] = set()
+        self.ended: set[Process] = set()  # processes of other nodes that are known to have ended
+        self.left: set[Process] = set()  # processes that make no more calls, and wait for the others at the end
         self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have shown
         self._sent: set[Process] = set()  # what was sent to the other ranks
         self._ended_peers: tuple[float, int, list[int]] = (-math.inf, 0, [])  # as of a moment and a change
@@ -276,7 +265,7 @@ class Liveness:
         connections, endpoints = self._connections, channel.endpoints  # another thread may renumber the ranks meanwhile
         watched = [rank for rank in self._ring[1] if rank in endpoints]
         for rank in [rank for rank in connections if rank not in watched]:
-            close(connections.pop(rank))
+            disconnect(connections, rank)
         for rank in watched:
             endpoint = endpoints[rank]
             if rank not in connections:
@@ -292,13 +281,13 @@ class Liveness:
     def reset(self) -> None:
         """Close the connections: the ranks have other numbers, or this is a forked child."""
         before, self._connections = self._connections, {}
-        for each in list(before.values()):
-            close(each)
+        for rank in list(before):
+            disconnect(before, rank)
 
 
-def close(connections: Iterable[Connection]) -> None:
+def disconnect(connections: dict[int, list[Connection]], rank: int) -> None:
     """Close the connections to a rank's addresses."""
-    for each in connections:
+    for each in connections.pop(rank):
         each.close()
 
 
@@ -339,10 +328,8 @@ class ProofOfDeath:
     """Tells a process that has ended from one that cannot be reached, without a watchdog; every process makes one.
 
     Each process listens on a TCP port, and connects to all others' once, to learn an address at which each of them is
-    reached. A refusal where there was a connection before proves that the process has ended.
-
-    Args:
-        all_gather: returns the objects of all processes of the job, in order.
+    reached. A refusal where there was a connection before proves that the process has ended. ``all_gather`` returns
+    the objects of all processes of the job, in order.
     """
 
     def __init__(self, all_gather: Callable[[Any], list[Any]]) -> None:
@@ -351,9 +338,7 @@ class ProofOfDeath:
         own = addresses.own()
         targets = []
         for other, theirs, port in all_gather((machine(), own, self._listener.getsockname()[1])):
-            # an address that this machine has too, such as a container network's, reaches this machine
-            shared = [addresses.LOOPBACK] if other == machine() else [each for each in theirs if each not in own]
-            targets.append([(each, port) for each in shared])
+            targets.append([(each, port) for each in reaching(other, theirs, own)])
         found = answers(target for several in targets for target in several)
         self._reached = [[each for each in several if found.get(each) == 0] for several in targets]
 

@@ -18,12 +18,7 @@ if TYPE_CHECKING:
     from hpcdist.core.group import Group
 
 VARIABLE = "HPCDIST_LOG"
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+LEVELS = ("debug", "info", "warning", "error")
 LOG = logging.getLogger("hpcdist")
 
 
@@ -60,7 +55,7 @@ def set_up() -> None:
     handler.addFilter(ORIGIN)
     handler.setFormatter(logging.Formatter("%(asctime)s [%(origin)s] %(levelname)s %(message)s"))
     LOG.addHandler(handler)
-    LOG.setLevel(LEVELS[wanted])
+    LOG.setLevel(wanted.upper())
     LOG.propagate = False
     if LOG.isEnabledFor(logging.DEBUG):
         hooks.listen = log_call

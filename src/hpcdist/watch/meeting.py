@@ -16,14 +16,7 @@ UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that 
 
 
 class Meeting:
-    """One wait for all living processes of the job.
-
-    Args:
-        liveness: what is known of them.
-        backend: the communicator of all of them.
-        limit: the seconds that they have to come.
-        since: when the wait began.
-    """
+    """One wait for all living processes of the job, which share a communicator."""
 
     def __init__(self, liveness: Liveness, backend: Backend, limit: float, since: float) -> None:
         self.liveness, self.backend, self.limit, self.since = liveness, backend, limit, since

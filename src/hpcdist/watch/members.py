@@ -14,7 +14,6 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
-from hpcdist.watch.question import Message
 
 KIND, NAME = "members", "create_group"
 SHAPE = {"lists": [[int]]}
@@ -25,18 +24,13 @@ Ranks = tuple[int, ...]
 
 
 class Members:
-    """The groups that this process makes.
-
-    Args:
-        channel: to the other ranks.
-        end_call: begins to end a call under way, given why.
-    """
+    """The groups that this process makes."""
 
     def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
         self._channel, self._end_call = channel, end_call
         self._before: set[Ranks] = set()  # those that were being made at the last look
         self._lasting: set[Ranks] = set()  # and still are
-        channel.register(KIND, self._told, {})
+        channel.register(KIND, lambda message: {"lists": [list(each) for each in self._lasting]}, {})
 
     def look(self) -> None:
         """Compare the groups whose making lasts with those that their members make."""
@@ -60,6 +54,3 @@ class Members:
             if mine not in theirs and (different := theirs - self._before):
                 return lists_differ(me, mine, other, min(different))
         return None
-
-    def _told(self, _: Message) -> Message:
-        return {"lists": [list(each) for each in self._lasting]}

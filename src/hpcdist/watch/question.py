@@ -104,24 +104,17 @@ def merged(answers: dict[int, Message]) -> list[Message]:
 
 
 class Question:
-    """What is still missing of one question's answers, and whom it is asked of.
-
-    Args:
-        asked: the endpoints of ranks, or of processes by numbers of the caller's choice.
-        message: the question.
-        accepts: tells whether an answer has the shape that it should have.
-        relay: what a question to be relayed holds besides ``message`` and ``ranks``; None to ask each process directly.
-
-    Attributes:
-        answers: those that have come.
-        again: when it is to be sent again to those who have not answered.
-    """
+    """What is still missing of one question's answers, and whom it is asked of."""
 
     def __init__(
-        self, asked: dict[int, Endpoint], message: Message, accepts: Callable[[Any], bool], relay: Message | None
+        self,
+        asked: dict[int, Endpoint],  # by rank, or by numbers of the caller's choice
+        message: Message,
+        accepts: Callable[[Any], bool],  # whether an answer has the shape that it should have
+        relay: Message | None,  # what a relayed question holds besides ``message`` and ``ranks``; None to ask directly
     ) -> None:
-        self.answers: dict[int, Message] = {}
-        self.again = 0.0
+        self.answers: dict[int, Message] = {}  # those that have come
+        self.again = 0.0  # when it is to be sent again to those who have not answered
         self._endpoints, self._message, self._accepts, self._relay = asked, message, accepts, relay
         ranks = sorted(asked)
         self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)

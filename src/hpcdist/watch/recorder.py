@@ -73,30 +73,21 @@ class Recorder:
         if not self.ticks or self.ticks[-1][1] != made:
             self.ticks.append((time.time_ns(), made))
 
-    def path(self, rank: int) -> str:
-        """Return the file of a rank's dump: torch's variable and the rank, or one in a folder of the job's own."""
-        for variable in FILE_VARIABLES:
-            if prefix := os.environ.get(variable):
-                return f"{prefix}{rank}"
-        return os.path.join(tempfile.gettempdir(), f"hpcdist_trace_{self.name}", f"rank_{rank}")
-
-    def has_own_folder(self) -> bool:
-        """Tell whether no variable says where a dump goes."""
-        return not any(os.environ.get(variable) for variable in FILE_VARIABLES)
-
     def dump(self, rank: int) -> str:
-        """Write this rank's trace and return its path; a second dump replaces the first.
+        """Write this rank's trace and return its path (torch's variable and the rank, or in a folder of the job's own).
 
         Raises:
             OSError: it cannot be written, or the job's folder is another user's.
         """
         self.tick()
-        path = self.path(rank)
-        folder = os.path.dirname(path) or "."
-        if self.has_own_folder():
-            make_private(folder)
-        else:
+        if prefix := next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), ""):
+            path = f"{prefix}{rank}"
+            folder = os.path.dirname(path) or "."
             os.makedirs(folder, exist_ok=True)
+        else:
+            folder = os.path.join(tempfile.gettempdir(), f"hpcdist_trace_{self.name}")
+            path = os.path.join(folder, f"rank_{rank}")
+            make_private(folder)
         # a random name that must not be there: under one that can be guessed, in /tmp, others may have put a link
         descriptor, unfinished = tempfile.mkstemp(".part", f"{os.path.basename(path)}.", folder)
         try:
@@ -138,12 +129,8 @@ class Recorder:
         return {
             "version": VERSION,
             "pg_config": {
-                group.group_name: {
-                    "name": group.group_name,
-                    "desc": group.group_desc,
-                    "ranks": str(list(group.ranks)),
-                }
-                for group in groups
+                each.group_name: {"name": each.group_name, "desc": each.group_desc, "ranks": str(list(each.ranks))}
+                for each in groups
             },
             "pg_status": {
                 group.group_name: {

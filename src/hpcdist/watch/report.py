@@ -112,14 +112,9 @@ def collectives(answer: dict[str, Any], group: str) -> list[dict[str, Any]]:
 def compose(
     mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
 ) -> list[str]:
-    """Return the lines that say where the ranks of a group are.
+    """Return the lines that say where the ranks of a group are; all ranks here are global ones.
 
-    Args:
-        mine: this rank's call, as ``described``.
-        me: this rank, as a global one like all others here.
-        ranks: those of the group.
-        answers: the others'.
-        judge: returns why one gave no answer.
+    ``mine`` is this rank's call, as ``described``; ``judge`` returns why a rank gave no answer.
     """
     group, name = mine["group"], title(mine)
     if mine["message"]:
@@ -276,11 +271,7 @@ def turn(rank: int) -> float:
 
 
 class Reports:
-    """Who has asked this rank about what, and the reports that have come.
-
-    Args:
-        clock: returns the time in seconds.
-    """
+    """Who has asked this rank about what, and the reports that have come."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -344,13 +335,7 @@ class Reports:
 
 
 def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Callable[[int], str]:
-    """Return a function that gives the reason why a rank did not answer, seen from here or by a rank of its node.
-
-    Args:
-        liveness: what is known of the processes.
-        ranks: who was asked.
-        answers: who answered what.
-    """
+    """Return a function that says why a rank did not answer, as seen from here or by a rank of its node."""
     channel, endpoints = liveness.channel, liveness.channel.endpoints
     silent = [rank for rank in ranks if rank not in answers and rank in endpoints]
     unseen = [rank for rank in silent if not channel.sees(endpoints[rank])]

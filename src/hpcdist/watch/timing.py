@@ -30,32 +30,18 @@ COLLECTIVE, MESSAGE, WAIT = "collective", "message", "wait"
 
 
 class TimedCall(NamedTuple):
-    """A call that has ended.
-
-    Attributes:
-        name: what c10d calls it.
-        group: the group's name.
-        number: counts the group's collectives, or this rank's messages on the group.
-        peer: a message's other rank or the root, as a rank of the group; None for other calls, and for anyone.
-        nbytes: of the tensor sent, or received where none is; 0 for objects, whose size is not looked at.
-        where: the line of the user's code, as ``file.py:88 (function)``.
-        begin: nanoseconds on this host's clock (``time.perf_counter_ns``).
-        end: the same.
-        kind: COLLECTIVE, MESSAGE (two ranks alone take part) or WAIT, for an asynchronous call of this name and number.
-        is_async: whether it went on after it had returned to the caller.
-        thread: that made it.
-    """
+    """A call that has ended."""
 
     name: str
-    group: str
-    number: int
-    peer: int | None
-    nbytes: int
-    where: str
-    begin: int
+    group: str  # its name
+    number: int  # counts the group's collectives, or this rank's messages on the group
+    peer: int | None  # a message's other rank or the root, as a rank of the group; None for other calls, and for anyone
+    nbytes: int  # of the tensor sent, or received where none is; 0 for objects, whose size is not looked at
+    where: str  # the line of the user's code, as ``file.py:88 (function)``
+    begin: int  # nanoseconds on this host's clock (``time.perf_counter_ns``)
     end: int
-    kind: str
-    is_async: bool
+    kind: str  # COLLECTIVE, MESSAGE, or WAIT for an asynchronous call of this name and number
+    is_async: bool  # whether it went on after it had returned to the caller
     thread: int
 
 
@@ -129,11 +115,6 @@ def timed_wait(self: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
 UNDER_WAY: WeakSet[TimedEvent] = WeakSet()
 
 
-def is_listened_to() -> bool:
-    """Return True: somebody wants the times."""
-    return True
-
-
 def record(
     name: str | None, inputs: Sequence[torch.Tensor], call: tuple[Any, ...] | None, is_async: bool
 ) -> Event | None:
@@ -152,7 +133,7 @@ def listen(listener: Listener) -> None:
             hooks.record = record  # for good: a call may have asked whether it is profiled, and not begun its event
             RANGES[:] = [each for each in (nvtx(), score_p()) if each is not None]
         LISTENERS.append(listener)
-        hooks.is_profiled, Work.wait = is_listened_to, timed_wait  # type: ignore[method-assign]
+        hooks.is_profiled, Work.wait = (lambda: True), timed_wait  # type: ignore[method-assign]
 
 
 def leave(listener: Listener) -> None:

@@ -69,35 +69,21 @@ REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without 
 
 
 class Watchdog:
-    """The watch over this process's calls.
-
-    Attributes:
-        channel: how the ranks ask each other; others register kinds of messages of their own there.
-        liveness: which processes have ended.
-        each_second: called by the watchdog's thread about once a second.
-        recorder: writes the traces.
-        signals: what came from outside.
-        calls: which calls are overdue, and how far their waits are ended.
-        reports: who asks about calls that do not end, and what was found out.
-        inspection: what ``python -m hpcdist debug`` asks for.
-        job_end: whether the job was aborted, and when this process exits then.
-        meeting: the meeting of an elastic job that this process waits in.
-        leaving: whether the program has ended, and only MPI's end is to come.
-        has_left: whether the calls that it had queued have ended too.
-    """
+    """The watch over this process's calls."""
 
     def __init__(self, name: str, rank: int) -> None:
         self.channel = Channel(rank)
         self.liveness = Liveness(self.channel)
-        self.each_second: list[Callable[[], object]] = []
+        self.each_second: list[Callable[[], object]] = []  # called by the watchdog's thread about once a second
         self.recorder = Recorder(name)
         self.signals = Signals()
         self.calls = WatchedCalls()
         self.reports = Reports()
         self.inspection = Inspection()
         self.job_end = JobEnd(self.liveness, self.say)
-        self.meeting: Meeting | None = None
-        self.leaving = self.has_left = False
+        self.meeting: Meeting | None = None  # of an elastic job, that this process waits in
+        self.leaving = False  # whether the program has ended, and only MPI's end is to come
+        self.has_left = False  # whether the calls that it had queued have ended too
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as in answers
         self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
@@ -108,18 +94,13 @@ class Watchdog:
         self._failures: set[str] = set()  # of this thread, that were reported
         self._debug_socket: DebugSocket | None = None
         self.channel.note_failure = self._note_failure
-        for kind, handler, shape in (
-            ("alive", self._alive, {"left": ([str, int], None)}),
-            (
-                "where",
-                self._where,
-                {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": (bool, None)},
-            ),
-            ("report", self._take_report, {"report": REPORT}),
-            ("abort", self._note_abort, {"reason": str, "seconds": (int, float)}),
-            ("inspect", self._inspected, {"first": int}),
-        ):
-            self.channel.register(kind, handler, shape)
+        where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": (bool, None)}
+        register = self.channel.register
+        register("alive", self._alive, {"left": ([str, int], None)})
+        register("where", self._where, where)
+        register("report", self._take_report, {"report": REPORT})
+        register("abort", self._note_abort, {"reason": str, "seconds": (int, float)})
+        register("inspect", self._inspected, {"first": int})
         self.call_exchange = CallExchange(self.channel, self.end_call)
         self.each_second += [self.call_exchange.look, Members(self.channel, self.end_call).look]
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
@@ -284,11 +265,9 @@ class Watchdog:
         return {**self._where({"group": "", **message}), "inspected": told}
 
     def _where(self, message: Message) -> Message:
-        """Return where this rank is.
+        """Return where this rank is, in a ``group``.
 
-        Args:
-            message: asks about a ``group``. ``dump`` asks for a trace too; ``about`` is a call that the asker waits in;
-                ``left`` says that it makes no more calls.
+        ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` says that it makes no more.
         """
         asker, group = message["from"], WORLD.groups.get(message["group"])
         if message.get("left"):
@@ -378,10 +357,9 @@ class Watchdog:
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
-        limit = each.timeout
-        return (
-            min(limit, ENDED_SECONDS) if seconds >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks) else limit
-        )
+        if seconds >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks):
+            return min(each.timeout, ENDED_SECONDS)
+        return each.timeout
 
     def _advance(self, each: UnderWay, now: float) -> None:
         """Take a call one step further if it is overdue: end it for what another rank has found out, or ask."""
@@ -489,11 +467,8 @@ class Watchdog:
             if backend.queue is not None:
                 backend.queue.fail(DistBackendError(reason))
         else:
-            why = (
-                "a call that was interrupted has not ended"
-                if watched.was_interrupted
-                else "MPI cannot be taken out of a blocking call"
-            )
+            stuck = "a call that was interrupted has not ended"
+            why = stuck if watched.was_interrupted else "MPI cannot be taken out of a blocking call"
             self.abort(backend, f"the job is aborted: {why}")
         return True
 
@@ -509,9 +484,8 @@ class Watchdog:
         if not self.job_end.is_known:  # else the others know
             news = {"reason": first_line[:1000], "seconds": seconds}
             channel, own = self.channel, self.channel.own
-            channel.ask(
-                [rank for rank, each in channel.endpoints.items() if each != own], "abort", {}, NEWS_SECONDS, **news
-            )
+            others = [rank for rank, each in channel.endpoints.items() if each != own]
+            channel.ask(others, "abort", {}, NEWS_SECONDS, **news)
             left_out = dict(enumerate(each for each in channel.left_out if each != own))
             channel.ask_endpoints(left_out, "abort", {}, NEWS_SECONDS, **news)
         self.job_end.note(first_line, seconds)

@@ -18,16 +18,12 @@ WORD = 4  # InfiniBand's port_xmit_data counts words of 4 bytes
 
 
 class Wire:
-    """The counters of all nodes of a job; every rank makes one.
-
-    Attributes:
-        nodes: how many nodes the ranks are on.
-    """
+    """The counters of all nodes of a job; every rank makes one."""
 
     def __init__(self, comm: Any) -> None:
         networks = comm.allgather(addresses.network())
         mine = networks[comm.Get_rank()]
-        self.nodes = len(set(networks))
+        self.nodes = len(set(networks))  # how many nodes the ranks are on
         is_first = networks.index(mine) == comm.Get_rank()
         self._files: list[tuple[Path, int]] = []
         if self.nodes > 1 and is_first:  # one rank of a node reads for all of them
