@@ -91,7 +91,7 @@ def test_a_page_loads_nothing_and_its_colors_are_all_known():
 
 
 def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    monkeypatch.setattr(bench, "find_spec", lambda _: None)
     with pytest.raises(SystemExit, match="2"):
         bench.run(["--html", "page.html"])
     assert "pip install 'hpcdist[plot]'" in capsys.readouterr().err

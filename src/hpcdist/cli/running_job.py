@@ -53,13 +53,9 @@ def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
 
 
 def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
-    """Return a job one of whose ranks is known, which tells where the others are.
+    """Return a job of which one rank is known, which tells where the others are.
 
-    Args:
-        program: what the job is called.
-        rank: the one that is known.
-        endpoint: where it is found.
-        has_user_key: whether its key is the one that the user has chosen for all ranks.
+    ``has_user_key`` says that its key is the one that the user has chosen for all ranks.
 
     Raises:
         ConnectionError: it does not answer.
@@ -136,10 +132,10 @@ def look(job: Job) -> Picture:
         for name, members in groups.items()
     }
     late = sorted({rank for ranks in behind.values() for rank in ranks} | (endpoints.keys() - answers.keys()))
-    ranks: list[tuple[str, ...]] = [
-        (f"{rank}", each.host, "LATE" if rank in late else "", where(job, rank, answers.get(rank)))
-        for rank, each in sorted(endpoints.items())
-    ]
+    ranks: list[tuple[str, ...]] = []
+    for rank, endpoint in sorted(endpoints.items()):
+        where = report.place(answers[rank], "0") if rank in answers else job.liveness.judge(rank)
+        ranks.append((f"{rank}", endpoint.host, "LATE" if rank in late else "", where))
     rows: list[tuple[str, ...]] = []
     for name, members in sorted(groups.items()):
         first = next(iter(members.values()))
@@ -156,11 +152,6 @@ def look(job: Job) -> Picture:
     stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
     title = f"{job.program}, {plural(len(endpoints), 'rank')}, {time.strftime('%H:%M:%S')}"
     return Picture(title, ranks, rows, tallied(answers), stacks, late)
-
-
-def where(job: Job, rank: int, answer: dict[str, Any] | None) -> str:
-    """Return in words where a rank is."""
-    return job.liveness.judge(rank) if answer is None else report.place(answer, "0")
 
 
 def span(numbers: list[int]) -> str:

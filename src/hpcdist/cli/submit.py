@@ -26,39 +26,13 @@ FLAGS = (
     "contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue overcommit oversubscribe parsable "
     "propagate quiet reboot requeue spread-job test-only use-min-nodes verbose wait"
 )
-LETTERS = {
-    "A": "account",
-    "a": "array",
-    "b": "begin",
-    "C": "constraint",
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "d": "dependency",
-    "e": "error",
-    "x": "exclude",
-    "G": "gpus",
-    "H": "hold",
-    "i": "input",
-    "J": "job-name",
-    "L": "licenses",
-    "M": "clusters",
-    "k": "no-kill",
-    "w": "nodelist",
-    "N": "nodes",
-    "n": "ntasks",
-    "o": "output",
-    "O": "overcommit",
-    "s": "oversubscribe",
-    "p": "partition",
-    "q": "qos",
-    "Q": "quiet",
-    "t": "time",
-    "v": "verbose",
-    "W": "wait",
-    "m": "distribution",
-    "S": "core-spec",
-    "B": "extra-node-info",
-}
+# and its one-letter options
+SHORT = (
+    "A=account a=array b=begin C=constraint c=cpus-per-task D=chdir d=dependency e=error x=exclude G=gpus H=hold "
+    "i=input J=job-name L=licenses M=clusters k=no-kill w=nodelist N=nodes n=ntasks o=output O=overcommit "
+    "s=oversubscribe p=partition q=qos Q=quiet t=time v=verbose W=wait m=distribution S=core-spec B=extra-node-info"
+)
+LETTERS = dict(pair.split("=") for pair in SHORT.split())
 # each asks for GPUs (gres may ask for others); one that is given takes the place of the template's
 GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres")
 USAGE = "usage: python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]"
@@ -115,15 +89,9 @@ def parse(args: list[str]) -> tuple[Options, list[str]]:
 
 
 def fill(template: str, options: Options, script: list[str]) -> str:
-    """Fill in a template.
+    """Return a template filled in with options of sbatch or settings (None for a flag), the script and its arguments.
 
-    Args:
-        template: the text of the template.
-        options: option of sbatch or setting of the template -> its value, None for a flag.
-        script: the script and its arguments.
-
-    Returns:
-        A job script. Arguments given to sbatch after it are appended to those of ``script``.
+    Arguments given to sbatch after the job script are appended to those of ``script``.
 
     Raises:
         ValueError: a value that sbatch cannot read from a line of the job script.

@@ -25,10 +25,11 @@ from hpcdist.backends.mpi.node.calls import SHARED_CALLS
 from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import HALF, Thresholds
 from hpcdist.cli.bench.collectives import buffers
-from hpcdist.cli.bench.report import least, size_name
+from hpcdist.cli.bench.report import least
 from hpcdist.cli.bench.timing import Bench, opened
 from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.core.call import Call
+from hpcdist.core.printing import sized
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
 from hpcdist.launch.topology import processor
 
@@ -127,7 +128,7 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
     )
     table.add_column("collective")
     for size in sizes:
-        table.add_column(size_name(size), justify="right")
+        table.add_column(sized(size), justify="right")
     table.add_column("shared memory")
     found: dict[str, int] = {}
     with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
@@ -135,7 +136,7 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
         for name, (row, dtype) in rows.items():
             times: dict[int, dict[str, float]] = {}
             for size in sizes:
-                bar.update(task, description=f"{name} {size_name(size)}", refresh=True)
+                bar.update(task, description=f"{name} {sized(size)}", refresh=True)
                 times[size] = bench.compare(name, str(dtype), size, calls(row, dtype, size, bench, sides))
                 bar.advance(task)
             found[name] = best(times)

@@ -47,13 +47,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], is_of_words: bool 
 
 
 def page(title: str, parts: Iterable[str], seconds: float | None = None) -> str:
-    """Return a page.
-
-    Args:
-        title: as text.
-        parts: as HTML.
-        seconds: after how many a browser asks for the page again.
-    """
+    """Return a page of parts in HTML; a browser asks for it again after so many seconds, if any."""
     again = f'<meta http-equiv="refresh" content="{seconds:g}">' if seconds else ""
     return Template(TEMPLATE.read_text()).substitute(
         title=escape(title), again=again, colors=stylesheet(), parts="\n".join(parts)

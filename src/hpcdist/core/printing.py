@@ -14,7 +14,18 @@ def sized(nbytes: float) -> str:
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if nbytes >= 1024:
             nbytes, unit = nbytes / 1024, larger
-    return f"{nbytes:.0f} {unit}" if nbytes >= 10 or unit == "B" else f"{nbytes:.1f} {unit}"
+    return f"{nbytes:.0f} {unit}" if nbytes >= 10 or nbytes % 1 == 0 else f"{nbytes:.1f} {unit}"
+
+
+def timed(seconds: float) -> str:
+    """Return a time with three digits and a unit: ``12.3 µs``, ``4.56 ms``."""
+    unit, name = unit_of(seconds)
+    return f"{seconds / unit:.3g} {name}"
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Return the unit in which a time is written: its seconds and its name."""
+    return next((unit for unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * unit[0]), (1e-6, "µs"))
 
 
 def aligned_text(rows: Iterable[Sequence[str]], to_the_left: set[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def run(args: list[str]) -> int:
         return int(importlib.import_module("hpcdist.cli.bench.cuda").run(args))
     made = parser()
     options = made.parse_args(args)
-    if options.html and not plots.can_draw():
+    if options.html and find_spec("matplotlib") is None:
         made.error(plots.MISSING)
     module: Any = importlib.import_module(SUBJECTS[options.subject])
     with opened(options, made, "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench") as bench:

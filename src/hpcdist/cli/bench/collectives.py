@@ -27,64 +27,43 @@ def sizes(bench: Bench) -> Iterator[int]:
         size *= options.factor
 
 
-def all_reduce(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
-    """Sum in place; the values stay zero, so no number of calls overflows."""
-    calls: Calls = {"hpcdist": lambda: dist.all_reduce(out)}
-    if whole.dtype is torch.float32:
-        array, comm = out.numpy(), bench.comm
-        inplace = runtime.load().IN_PLACE
-        calls["mpi4py"] = lambda: comm.Allreduce(inplace, array)
-    calls["gloo"] = lambda: bench.gloo.allreduce([out]).wait()
-    return calls
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
 
 
-def broadcast(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
-    """Copy from rank 0."""
-    raw = out.view(torch.uint8).numpy()
-    return {
-        "hpcdist": lambda: dist.broadcast(out, 0),
-        "mpi4py": lambda: bench.comm.Bcast(raw, 0),
-        "gloo": lambda: bench.gloo.broadcast(out, 0).wait(),
-    }
-
-
-def all_gather_single(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
-    """Concatenate every rank's part."""
-    send, recv = part.view(torch.uint8).numpy(), out.view(torch.uint8).numpy()
+def all_sides(bench: Bench, name: str, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
+    """Return one collective by each library, on the same buffers, whose zeros no number of calls overflows."""
+    comm, in_place, has_numpy = bench.comm, runtime.load().IN_PLACE, whole.dtype is torch.float32
+    a, b, c = ((each if has_numpy else each.view(torch.uint8)).numpy() for each in (whole, out, part))
     outputs = [list(out.chunk(bench.size))]
-    return {
-        "hpcdist": lambda: dist.all_gather_into_tensor(out, part),
-        "mpi4py": lambda: bench.comm.Allgather(send, recv),
-        "gloo": lambda: bench.gloo.allgather(outputs, [part]).wait(),
+    calls: dict[str, Calls] = {
+        "all_reduce": {
+            "hpcdist": lambda: dist.all_reduce(out),
+            "mpi4py": lambda: comm.Allreduce(in_place, b),
+            "gloo": lambda: bench.gloo.allreduce([out]).wait(),
+        },
+        "broadcast": {
+            "hpcdist": lambda: dist.broadcast(out, 0),
+            "mpi4py": lambda: comm.Bcast(b, 0),
+            "gloo": lambda: bench.gloo.broadcast(out, 0).wait(),
+        },
+        "all_gather_single": {
+            "hpcdist": lambda: dist.all_gather_into_tensor(out, part),
+            "mpi4py": lambda: comm.Allgather(c, b),
+            "gloo": lambda: bench.gloo.allgather(outputs, [part]).wait(),
+        },
+        "reduce_scatter_single": {
+            "hpcdist": lambda: dist.reduce_scatter_tensor(part, whole),
+            "mpi4py": lambda: comm.Reduce_scatter_block(a, c),
+        },
+        "all_to_all_single": {
+            "hpcdist": lambda: dist.all_to_all_single(out, whole),
+            "mpi4py": lambda: comm.Alltoall(a, b),
+            "gloo": lambda: bench.gloo.alltoall_base(out, whole, [], []).wait(),
+        },
     }
-
-
-def reduce_scatter_single(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
-    """Sum, and keep this rank's part."""
-    calls: Calls = {"hpcdist": lambda: dist.reduce_scatter_tensor(part, whole)}
-    if whole.dtype is torch.float32:
-        send, recv = whole.numpy(), part.numpy()
-        calls["mpi4py"] = lambda: bench.comm.Reduce_scatter_block(send, recv)
-    return calls
-
-
-def all_to_all_single(bench: Bench, whole: torch.Tensor, out: torch.Tensor, part: torch.Tensor) -> Calls:
-    """Send each rank its part."""
-    send, recv = whole.view(torch.uint8).numpy(), out.view(torch.uint8).numpy()
-    return {
-        "hpcdist": lambda: dist.all_to_all_single(out, whole),
-        "mpi4py": lambda: bench.comm.Alltoall(send, recv),
-        "gloo": lambda: bench.gloo.alltoall_base(out, whole, [], []).wait(),
-    }
-
-
-COLLECTIVES: dict[str, Callable[[Bench, torch.Tensor, torch.Tensor, torch.Tensor], Calls]] = {
-    "all_reduce": all_reduce,
-    "broadcast": broadcast,
-    "all_gather_single": all_gather_single,
-    "reduce_scatter_single": reduce_scatter_single,
-    "all_to_all_single": all_to_all_single,
-}
+    if "reduce" in name and not has_numpy:
+        del calls[name]["mpi4py"]
+    return calls[name]
 
 
 def buffers(
@@ -101,7 +80,7 @@ def buffers(
 def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[str, float]:
     """Time one collective at one size; ``copy`` is one local copy of the tensor, for comparison."""
     whole, out, part = buffers(bench, name, dtype, nbytes)
-    calls = COLLECTIVES[name](bench, whole, out, part)
+    calls = all_sides(bench, name, whole, out, part)
     calls["copy"] = lambda: out.copy_(whole)
     asked = {side: call for side, call in calls.items() if side in bench.options.sides}
     return bench.compare(name, str(dtype).removeprefix("torch."), out.nbytes, asked)
@@ -114,7 +93,7 @@ def measure(bench: Bench) -> None:
         SystemExit: --collectives names one that this subject cannot time.
     """
     options = bench.options
-    names = list(COLLECTIVES) if options.collectives == ["all"] else options.collectives
+    names = COLLECTIVES if options.collectives == ["all"] else options.collectives
     unknown = [name for name in names if name not in COLLECTIVES]
     if unknown:
         raise SystemExit(f"cannot time the collective {unknown[0]!r} (known: {', '.join(COLLECTIVES)}, all)")

@@ -35,39 +35,22 @@ CALLS = {4: 400, 1 << 20: 100, 1 << 62: 20}  # calls a round, for sizes up to th
 Side = Any  # the two sides have the functions of torch.distributed
 
 
-def all_reduce(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
-    """Call all_reduce."""
-    return side.all_reduce(tensor, group=group, async_op=is_async)
+def cut(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what all ranks have of a tensor, and this rank's share of it."""
+    share, rank = tensor.numel() // size, dist.get_rank()
+    return tensor[: share * size], tensor[rank * share : (rank + 1) * share]
 
 
-def broadcast(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
-    """Call broadcast."""
-    return side.broadcast(tensor, 0, group=group, async_op=is_async)
-
-
-def all_gather(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
-    """Call all_gather_into_tensor, of which ``tensor`` is the output."""
-    share = tensor.numel() // size
-    rank = dist.get_rank()
-    return side.all_gather_into_tensor(
-        tensor[: share * size], tensor[rank * share : (rank + 1) * share], group=group, async_op=is_async
-    )
-
-
-def reduce_scatter(side: Side, group: Any, tensor: torch.Tensor, size: int, is_async: bool) -> Any:
-    """Call reduce_scatter_tensor, of which ``tensor`` is the input."""
-    share = tensor.numel() // size
-    rank = dist.get_rank()
-    return side.reduce_scatter_tensor(
-        tensor[rank * share : (rank + 1) * share], tensor[: share * size], group=group, async_op=is_async
-    )
-
-
+# called with a side, a group, a tensor, the number of ranks, and async_op
 COLLECTIVES: dict[str, Callable[..., Any]] = {
-    "all_reduce": all_reduce,
-    "broadcast": broadcast,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
+    "all_reduce": lambda side, group, tensor, _, is_async: side.all_reduce(tensor, group=group, async_op=is_async),
+    "broadcast": lambda side, group, tensor, _, is_async: side.broadcast(tensor, 0, group=group, async_op=is_async),
+    "all_gather": lambda side, group, tensor, size, is_async: side.all_gather_into_tensor(
+        *cut(tensor, size), group=group, async_op=is_async
+    ),
+    "reduce_scatter": lambda side, group, tensor, size, is_async: side.reduce_scatter_tensor(
+        *reversed(cut(tensor, size)), group=group, async_op=is_async
+    ),
 }
 
 
@@ -124,11 +107,9 @@ def missing() -> str | None:
         check_gpu()
     except dist.DistBackendError as error:
         return str(error)
-    return (
-        None
-        if c10d.is_nccl_available()
-        else "this torch has no NCCL backend to compare with; install a torch built for CUDA"
-    )
+    if c10d.is_nccl_available():
+        return None
+    return "this torch has no NCCL backend to compare with; install a torch built for CUDA"
 
 
 def torchs_group(backend: str = "nccl") -> Any:
@@ -239,15 +220,6 @@ def report(figures: list[dict[str, Any]]) -> None:
     for heading in ("collective", "bytes", "call", "host µs: ours", "torch's", "over", "whole µs: ours", "torch's"):
         table.add_column(heading, justify="left" if heading in ("collective", "call") else "right")
     for each in figures:
-        host, whole = each["host_us"], each["whole_us"]
-        table.add_row(
-            each["collective"],
-            str(each["bytes"]),
-            each["call"],
-            f"{host['hpcdist']:.1f}",
-            f"{host['torch']:.1f}",
-            f"{each['host_over']:+.1f}",
-            f"{whole['hpcdist']:.1f}",
-            f"{whole['torch']:.1f}",
-        )
+        host, whole = ((f"{each[key][side]:.1f}" for side in ("hpcdist", "torch")) for key in ("host_us", "whole_us"))
+        table.add_row(each["collective"], str(each["bytes"]), each["call"], *host, f"{each['host_over']:+.1f}", *whole)
     Console(width=max(WIDTH, Console().width)).print(table)

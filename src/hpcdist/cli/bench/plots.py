@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from html import escape
-from importlib.util import find_spec
 from typing import Any
 
 import hpcdist as dist
 from hpcdist.cli import web_page
 from hpcdist.cli.bench import report
 from hpcdist.cli.bench.timing import Bench, Figure
+from hpcdist.core.printing import sized, timed, unit_of
 
 MISSING = "--html needs matplotlib: pip install 'hpcdist[plot]'"
 SIDES = [name for name in web_page.COLORS if name.startswith("side")]
@@ -49,28 +49,10 @@ BAR = 0.3
 MOST_TICKS = 7
 
 
-def can_draw() -> bool:
-    """Tell whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
-
-
-def time_text(microseconds: float) -> str:
-    """Write a time with its unit."""
-    unit, name = unit_of(microseconds)
-    return f"{microseconds / unit:.3g} {name}"
-
-
-def unit_of(microseconds: float) -> tuple[float, str]:
-    """Return the unit in which a time is written: its microseconds and its name."""
-    return next((unit for unit in ((1e6, "s"), (1e3, "ms")) if microseconds >= unit[0]), (1.0, "µs"))
-
-
 def svg(height: float, draw: Callable[[Any], None]) -> str:
     """Return a plot as an SVG element, whose colors are variables of ``web_page.stylesheet()``.
 
-    Args:
-        height: in inches.
-        draw: called with the axes of matplotlib; it takes its colors from ``DRAWN``.
+    ``draw`` is called with matplotlib's axes and takes its colors from ``DRAWN``; the height is in inches.
     """
     import matplotlib  # type: ignore[import-not-found,unused-ignore]  # the extra hpcdist[plot]
     from matplotlib.figure import Figure as Drawing  # type: ignore[import-not-found,unused-ignore]
@@ -87,11 +69,9 @@ def svg(height: float, draw: Callable[[Any], None]) -> str:
 
 
 def plot(figures: list[Figure], sides: list[str] | None = None) -> str:
-    """Return the plot of one call, as an SVG element.
+    """Return the plot of one call and dtype at one size or at several, as an SVG element.
 
-    Args:
-        figures: of one call and dtype, of one size or of several.
-        sides: all sides of the page, which gives each its color; those of the figures by default.
+    ``sides`` are all sides of the page, by which each has its color; those of the figures by default.
     """
     by_side: dict[str, list[Figure]] = {}
     for figure in figures:
@@ -115,14 +95,9 @@ def draw_lines(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tu
     axes.grid(linewidth=0.6)
     sizes = sorted({each.nbytes for points in by_side.values() for each in points})
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
-    axes.set_xticks(shown, [report.size_name(size) for size in shown])
+    axes.set_xticks(shown, [sized(size) for size in shown])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
-    legend(axes)
-
-
-def legend(axes: Any) -> None:
-    """Name the sides, above the plot."""
+    axes.yaxis.set_major_formatter(lambda value, _: timed(value / 1e6))
     axes.figure.legend(loc="outside upper left", ncols=4, columnspacing=1.2, handletextpad=0.4)
 
 
@@ -130,12 +105,7 @@ def draw_bars(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tup
     """Draw the time of one size, a bar for each side."""
     medians = [points[0].median for points in by_side.values()]
     bars = axes.barh(list(by_side), medians, color=[styles[side][0] for side in by_side], height=0.7)
-    axes.bar_label(bars, [time_text(median) for median in medians], padding=4)
-    only_bars(axes)
-
-
-def only_bars(axes: Any) -> None:
-    """Leave out what bars with their numbers beside them do not need."""
+    axes.bar_label(bars, [timed(median / 1e6) for median in medians], padding=4)
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xticks([])
@@ -163,7 +133,7 @@ def table(figures: list[Figure]) -> str:
     for (_, _, nbytes), found in report.by_call(figures).items():
         ours = found.get(report.OURS)
         ratios = [f"{ours.median / found[side].median:.3g}" if ours and side in found else "" for side in rivals]
-        rows.append([report.size_name(nbytes), *(cell(found.get(side)) for side in sides), *ratios])
+        rows.append([sized(nbytes) if nbytes else "", *(cell(found.get(side)) for side in sides), *ratios])
     return web_page.table(["size", *sides, *(f"of {side}" for side in rivals)], rows)
 
 
@@ -171,8 +141,8 @@ def cell(figure: Figure | None) -> str:
     """Return a figure's median and its rounds, as HTML."""
     if figure is None:
         return ""
-    unit, _ = unit_of(figure.median)
-    return f"{time_text(figure.median)}<br><small>{figure.low / unit:.3g}–{figure.high / unit:.3g}</small>"
+    unit = unit_of(figure.median / 1e6)[0] * 1e6
+    return f"{timed(figure.median / 1e6)}<br><small>{figure.low / unit:.3g}–{figure.high / unit:.3g}</small>"
 
 
 def write(bench: Bench) -> None:

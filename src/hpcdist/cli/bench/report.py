@@ -26,14 +26,6 @@ WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the rea
 WHOLE_FROM = 100  # microseconds without decimals
 
 
-def size_name(nbytes: int) -> str:
-    """Write a size with its unit."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B" if nbytes else ""
-
-
 def microseconds(value: float) -> str:
     """Write a time with at least three significant digits, if it is that long."""
     return f"{value:.0f}" if value >= WHOLE_FROM else f"{value:.1f}"
@@ -76,7 +68,7 @@ def table(bench: Bench) -> Table:
 def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figure]) -> Table:
     """Show one call, a row for each side."""
     what, dtype, nbytes = call
-    made = Table(title=f"{' '.join((what, dtype, size_name(nbytes))).strip()}\n{title}")
+    made = Table(title=f"{' '.join((what, dtype, sized(nbytes) if nbytes else '')).strip()}\n{title}")
     made.add_column("side")
     for name in ("time", f"{OURS} / side", *(("by a node",) if any(map(on_the_wire, found.values())) else ())):
         made.add_column(name, justify="right")
@@ -100,7 +92,7 @@ def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figur
         made.add_column(f"{OURS} /\n{rival}", justify="right")
     for (what, dtype, nbytes), found in calls.items():
         shown = {side: f"{spread(figure)}\n{on_the_wire(figure)}".strip() for side, figure in found.items()}
-        cells = [what, dtype, size_name(nbytes), *(shown.get(side, "") for side in sides)]
+        cells = [what, dtype, sized(nbytes) if nbytes else "", *(shown.get(side, "") for side in sides)]
         ours = found.get(OURS)
         for rival in rivals:
             other = found.get(rival)
@@ -111,7 +103,7 @@ def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figur
 
 def least(nbytes: int) -> str:
     """Say in words from which size on shared memory is used."""
-    return "never" if nbytes == threshold_file.NEVER else f"from {size_name(nbytes)}"
+    return "never" if nbytes == threshold_file.NEVER else f"from {sized(nbytes)}"
 
 
 def explain(bench: Bench) -> None:

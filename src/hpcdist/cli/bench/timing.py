@@ -85,17 +85,10 @@ class Bench:
     def compare(
         self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]], operations: int = 1
     ) -> dict[str, float]:
-        """Time several calls in interleaved rounds.
+        """Time the calls of several sides in interleaved rounds; every rank gives the same sides in the same order.
 
-        Args:
-            what: the collective or action.
-            dtype: of the buffers, for the table.
-            nbytes: size of the larger buffer.
-            sides: side -> its call; every rank gives the same sides in the same order.
-            operations: how many of the timed operations one call makes, one after the other.
-
-        Returns:
-            side -> median of the rounds, in microseconds an operation.
+        ``nbytes`` is the size of the larger buffer; one call makes so many ``operations``, one after the other. Returns
+        for each side the median of the rounds, in microseconds an operation.
         """
         calls = {side: self.calls_for(call) for side, call in sides.items()}
         rounds: dict[str, list[float]] = {side: [] for side in sides}
@@ -124,10 +117,7 @@ class Bench:
 def opened(options: argparse.Namespace, parser: argparse.ArgumentParser, start: str) -> Iterator[Bench]:
     """Make the bench of a command, on the default group or on one that ends with it.
 
-    Args:
-        options: the parsed command line.
-        parser: ends the command if the group is not on MPI.
-        start: how to start it then.
+    If the group is not on MPI, the parser ends the command and says how to ``start`` it.
     """
     began = not dist.is_initialized()
     if began:

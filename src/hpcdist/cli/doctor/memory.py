@@ -58,22 +58,17 @@ def share(node: Any) -> str:
     except MPI.Exception as error:
         return f"failed: {error}"
     window.Lock_all()
-    own, _ = window.Shared_query(rank)
-    bytes_of(own)[:] = rank % 251
+    memories: list[Any] = [window.Shared_query(each)[0] for each in (rank, (rank + 1) % size)]
+    own, after = (np.asarray(memoryview(each)) for each in memories)
+    own[:] = rank % 251
     window.Sync()
     node.Barrier()
     window.Sync()
-    neighbour, _ = window.Shared_query((rank + 1) % size)
-    is_right = bool((bytes_of(neighbour) == (rank + 1) % size % 251).all())
+    is_right = bool((after == (rank + 1) % size % 251).all())
     node.Barrier()
     window.Unlock_all()
     window.Free()
     return "works" if is_right else "wrong values"
-
-
-def bytes_of(memory: Any) -> Any:
-    """Return memory as an array of bytes."""
-    return np.asarray(memoryview(memory))
 
 
 def memory_limit(root: Path = topology.SYS, groups: str | None = None) -> int | None:

@@ -33,13 +33,14 @@ def look(comm: Any) -> Facts:
         return {"world": None}
     from mpi4py import MPI
 
+    tries_gpu = comm.Get_rank() == 0 and torch.cuda.is_available()
     levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     return {
         "world": comm.Get_size(),
         "thread_level": levels.get(MPI.Query_thread(), "MULTIPLE"),
         "ulfm": look_at_revocation(comm),
         "large_counts": look_at_large_counts(MPI),
-        "gpu_memory": look_at_gpu_memory() if comm.Get_rank() == 0 and torch.cuda.is_available() else None,
+        "gpu_memory": "gpu 28" in output_of([sys.executable, "-c", SEND_FROM_GPU])[1] if tries_gpu else None,
         "start_seconds": next(iter(runtime.START_SECONDS), 0.0),
         "has_btl_ofi": open_mpi.is_used(MPI),
     }
@@ -81,11 +82,6 @@ def look_at_large_counts(MPI: Any) -> bool:
     finally:
         nothing.Free()
     return True
-
-
-def look_at_gpu_memory() -> bool:
-    """Send from GPU to GPU memory."""
-    return "gpu 28" in output_of([sys.executable, "-c", SEND_FROM_GPU])[1]
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:

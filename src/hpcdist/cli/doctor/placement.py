@@ -54,14 +54,7 @@ def address(index: int) -> str:
 
 
 def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None], gpu: int | None) -> Facts:
-    """Return where a rank is on its node.
-
-    Args:
-        node: the node's topology.
-        cores: the logical CPUs that the rank may use.
-        gpus: the NUMA domains of the GPUs that it sees; None if unknown.
-        gpu: that of its own GPU.
-    """
+    """Return where a rank is on its node, given its logical CPUs, and the NUMA domains of its GPUs and of its own."""
     domains = node.domains(cores)
     here = domains if gpu is None else [gpu]
     return {

@@ -9,7 +9,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.printing import sized
+from hpcdist.core.printing import sized, timed
 from hpcdist.core.ranks import plural
 from hpcdist.launch import environment
 
@@ -24,7 +24,7 @@ LIMITS = {
     "within a node": (50e-6, 0.5e9, "there are more ranks than cores, or MPI does not use shared memory"),
     "between nodes": (30e-6, 1.0e9, "MPI uses TCP instead of the cluster's fast network"),
 }
-MENDS = {
+FIXES = {
     "within a node": "srun --cpu-bind=cores …   # one rank on each core; see also /dev/shm above",
     "between nodes": "export UCX_NET_DEVICES=mlx5_0:1   # Open MPI, MPICH on UCX; FI_PROVIDER=… on libfabric",
 }
@@ -111,20 +111,15 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
     if count == 1:
         return
     small, large = first["all_reduce"][SMALL], first["all_reduce"][LARGE]
-    yield Finding(OK, f"all_reduce takes {time_text(small)} at {SMALL} B, {time_text(large)} at {sized(LARGE)}")
+    yield Finding(OK, f"all_reduce takes {timed(small)} at {SMALL} B, {timed(large)} at {sized(LARGE)}")
     for where, times in first["pairs"].items():
         latency, speed = times[SMALL], LARGE / times[LARGE]
         slowest, least, meaning = LIMITS[where]
-        text = f"a message {where} takes {time_text(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {sized(LARGE)}"
+        text = f"a message {where} takes {timed(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {sized(LARGE)}"
         if backend != "mpi":
             yield Finding(NOTE, f"{text}, over {backend}'s sockets")
         elif latency > slowest or speed < least:
-            limits = f"expected under {time_text(slowest)} and above {least / 1e9:g} GB/s"
-            yield Finding(ADVICE, f"{text}: slow ({limits}): {meaning}", MENDS[where])
+            limits = f"expected under {timed(slowest)} and above {least / 1e9:g} GB/s"
+            yield Finding(ADVICE, f"{text}: slow ({limits}): {meaning}", FIXES[where])
         else:
             yield Finding(OK, f"{text}: good")
-
-
-def time_text(seconds: float) -> str:
-    """Return a time as text."""
-    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -49,8 +49,7 @@ def watch(work: Callable[[Step], int], seconds: float, report: Callable[[Ended],
         while not ended.wait(0.1):
             if time.monotonic() > deadline:
                 report(Ended(1, step, True, False))
-                sys.stdout.flush()
-                sys.stderr.flush()
+                flush()
                 os._exit(1)
 
     threading.Thread(target=look_at_the_clock, daemon=True).start()
@@ -61,20 +60,12 @@ def watch(work: Callable[[Step], int], seconds: float, report: Callable[[Ended],
 
 
 def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
-    """Run the checks in a process of their own.
-
-    Args:
-        work: called there with a function that tells what comes next; returns the exit status.
-        seconds: how long one step may take.
-
-    Returns:
-        How they ended; past the time limit they are killed.
+    """Run the checks in a process of their own, which is killed past the time limit of a step.
 
     Raises:
         KeyboardInterrupt: on SIGINT; the checks have ended.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     reader, writer = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until each of the two processes can handle it
     child = os.fork()
@@ -133,6 +124,11 @@ def run(work: Callable[[Step], int], writer: int) -> int:
     except BaseException:
         traceback.print_exc()
         status = 1
+    flush()
+    return status
+
+
+def flush() -> None:
+    """Write what a process that ends by ``os._exit`` would lose."""
     sys.stdout.flush()
     sys.stderr.flush()
-    return status
