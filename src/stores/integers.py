@@ -27,12 +27,6 @@ def wrap_i64(number: int) -> int:
 def parse_i64(text: bytes) -> int:
     """Read a decimal as C's ``strtoll`` does: leading blanks and trailing garbage pass.
 
-    Args:
-        text: The stored value.
-
-    Returns:
-        The number.
-
     Raises:
         ValueError: If there is no number at the start.
         OverflowError: If it does not fit into 64 bits.

@@ -134,11 +134,7 @@ class KeptAlive:
 
 
 def release(at_once: bool = False) -> None:
-    """Release objects that C++ has released.
-
-    Args:
-        at_once: Look at all kept objects, not only at the first few.
-    """
+    """Release those of the first few kept objects, or of all, that C++ has released."""
     if not _READABLE:
         return
     for _ in range(len(_kept) if at_once else min(_LOOKS, len(_kept))):

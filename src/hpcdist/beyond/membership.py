@@ -61,11 +61,8 @@ def count_rivals(living: Collection[int], missing: Collection[int]) -> int:
     """Return how many processes may go on without the living ones; 0 if they cannot.
 
     Of two parts of a job that cannot reach each other only the larger goes on, of two halves the one with the lowest
-    id. Each part leaves out those that it knows to have ended.
-
-    Args:
-        living: ids of the processes of this part.
-        missing: those of the other processes of the last meeting that are not known to have ended.
+    id. Each part leaves out those that it knows to have ended: the ids of the other processes of the last meeting are
+    ``missing``.
     """
     is_larger = len(living) > len(missing)
     is_first_half = len(living) == len(missing) and min(living) < min(missing)
@@ -73,14 +70,10 @@ def count_rivals(living: Collection[int], missing: Collection[int]) -> int:
 
 
 def decide(reports: list[Report], members: list[int], min_size: int, most: int, rivals: int = 0) -> Decision:
-    """Decide how a job goes on.
+    """Decide how a job goes on, given the reports of all living processes and the ids of the default group so far.
 
-    Args:
-        reports: what each living process has told.
-        members: ids of the default group's ranks so far, in order.
-        min_size: the least ranks to go on with.
-        most: how many changes of members there may be in an hour.
-        rivals: how many other processes may go on without these; 0 if they cannot.
+    There may be so many changes of members in an hour (``most``), and so many other processes that may go on without
+    these (``rivals``).
     """
     by_id = {report.id: report for report in reports}
     lost = [rank for rank, each in enumerate(members) if each not in by_id]

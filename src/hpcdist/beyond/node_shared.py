@@ -104,13 +104,8 @@ def request(shape: Any, dtype: Any) -> Request:
 def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tensor:
     """Bring the ranks of each node to one file; every rank of the group calls.
 
-    The file has a name only while it is empty, so that a job which is killed leaves no memory behind.
-
-    Args:
-        backend: carries what the ranks tell each other.
-        asked: what this rank asks for.
-        first: the lowest rank of this node, which makes the file and fills it.
-        fill: as for ``node_shared``.
+    The file has a name only while it is empty, so that a job which is killed leaves no memory behind. The ``first``
+    rank of the node makes the file and fills it.
     """
     is_first = backend.rank == first
     descriptor, name = -1, ""

@@ -138,31 +138,15 @@ class Timeline:
             f"{blocked:.3f} s ({blocked / self.seconds:.0%}), {waiting:.3f} s of it ({waiting / self.seconds:.0%}) "
             "until the last rank has come"
         )
-        calls = [
-            (
-                f"{row.call}{' async' * row.is_async}"[:NAME_LENGTH],
-                f"{row.calls}",
-                sized(row.nbytes),
-                f"{row.seconds:.4f}",
-                f"{row.share:.1%}",
-                f"{row.median * 1e6:.1f}",
-                "-" if row.is_async else f"{row.waiting:.4f}",
-                row.where,
-            )
-            for row in rows
-        ]
-        by_rank = [
-            (
-                f"{row.rank}",
-                row.host,
-                f"{row.seconds:.4f}",
-                f"{row.share:.1%}",
-                f"{row.waiting:.4f}",
-                f"{row.last}",
-                f"{row.made_wait:.4f}",
-            )
-            for row in ranks
-        ]
+        calls = []
+        for row in rows:
+            name, wait = f"{row.call}{' async' * row.is_async}", "-" if row.is_async else f"{row.waiting:.4f}"
+            times = f"{row.seconds:.4f}", f"{row.share:.1%}", f"{row.median * 1e6:.1f}", wait
+            calls.append((name[:NAME_LENGTH], f"{row.calls}", sized(row.nbytes), *times, row.where))
+        by_rank = []
+        for each in ranks:
+            times = f"{each.seconds:.4f}", f"{each.share:.1%}", f"{each.waiting:.4f}", f"{each.last}"
+            by_rank.append((f"{each.rank}", each.host, *times, f"{each.made_wait:.4f}"))
         return "\n\n".join([head, aligned_text([COLUMNS, *calls], {0, 7}), aligned_text([RANK_COLUMNS, *by_rank], {1})])
 
     def trace(self) -> dict[str, Any]:

@@ -194,19 +194,10 @@ def described(tensor: Tensor, dim: int | None) -> str:
 def agree(
     pg: Group, call: str, form: str, is_fit: bool, dim: int, sizes: list[int], is_recorded: bool
 ) -> tuple[list[int], bool]:
-    """Tell the ranks each other's sizes, and compare what has to be the same; every rank calls.
+    """Return each rank's size for this rank, and whether any rank's input needs a gradient; every rank calls.
 
-    Args:
-        pg: the group.
-        call: its name, for the message.
-        form: what has to be the same, in words.
-        is_fit: whether the call can be made with this form.
-        dim: the dimension that varies.
-        sizes: this rank's one size for everyone, or one for each rank.
-        is_recorded: whether this rank's input needs a gradient.
-
-    Returns:
-        Each rank's size for this rank, and whether any rank's input needs a gradient.
+    ``form`` says in words what has to be the same, ``is_fit`` whether the call can be made with it. ``sizes`` are this
+    rank's one size for everyone, or one for each rank.
 
     Raises:
         MismatchError: forms differ, or do not fit the call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -51,7 +52,7 @@ def set_debug_level_from_env() -> None:
 
 def scrutinise(level: DebugLevel) -> None:
     """Have the calls on all groups compared, and looked at for NaN, or not."""
-    is_nan_checked, is_compared = nan_check.is_asked_for(), level == DebugLevel.DETAIL
+    is_nan_checked, is_compared = os.environ.get(nan_check.VARIABLE, "0") == "1", level == DebugLevel.DETAIL
     hooks.compare = fingerprints.check if is_compared else None
     hooks.check_message = nan_check.check_message if is_nan_checked else None
     if is_nan_checked:

@@ -49,11 +49,9 @@ def torchruns_variables() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in given:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def install() -> None:

@@ -248,7 +248,11 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
     """Return the ranks of a new group, checked; None stands for all."""
     if ranks is None:
         return list(range(size))
-    chosen = [as_rank(rank) for rank in ranks]
+    try:
+        chosen = [operator.index(rank) for rank in ranks]
+    except TypeError:
+        wrong = next((rank for rank in ranks if not hasattr(rank, "__index__")), ranks)
+        raise TypeError(f"a rank is {wrong!r} of type {type(wrong).__name__}; expected an int") from None
     if is_sorted:
         chosen.sort()
     if len(set(chosen)) != len(chosen):
@@ -257,14 +261,6 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
         if rank < 0 or rank >= size:
             raise ValueError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
     return chosen
-
-
-def as_rank(rank: Any) -> int:
-    """Return a rank as an int; TypeError, as c10d's, if it is not an integer."""
-    try:
-        return operator.index(rank)
-    except TypeError:
-        raise TypeError(f"a rank is {rank!r} of type {type(rank).__name__}; expected an int") from None
 
 
 def make(
@@ -330,17 +326,10 @@ def begin(
     store = rendezvous.store_of(parent)
     if index is None:
         return None
-    ranks = subgroups[index]
-    bootstrap = Bootstrap(
-        rank=ranks.index(parent.rank()),
-        size=len(ranks),
-        timeout=timeout,
-        store=rendezvous.part(store, f"group-{names[index]}-{name}"),
-        device_id=parent.bound_device_id,
-        options=options,
-        peer=next((each for each in made.values() if each is not None), None),
-    )
-    return registry.connect(name, bootstrap)
+    ranks, store = subgroups[index], rendezvous.part(store, f"group-{names[index]}-{name}")
+    bootstrap = Bootstrap(ranks.index(parent.rank()), len(ranks), timeout, store=store)
+    peer = next((each for each in made.values() if each is not None), None)
+    return registry.connect(name, bootstrap._replace(device_id=parent.bound_device_id, options=options, peer=peer))
 
 
 def add(

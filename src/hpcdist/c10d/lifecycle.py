@@ -144,18 +144,9 @@ def begin(
     store: Store | None,
     is_shown: bool = False,
 ) -> ProcessGroup:
-    """Make the default group, and find that its ranks share their settings.
+    """Make the default group, and find that its ranks share their settings; if ``is_shown``, torch.distributed's too.
 
     Whatever raises, no default group is left behind.
-
-    Args:
-        backends: its communicators by device type.
-        config: the backend string.
-        name: the same on all ranks.
-        timeout: the limit of each call.
-        device: what it is bound to.
-        store: through which its ranks were found, if any.
-        is_shown: whether it becomes torch.distributed's too.
 
     Raises:
         DistBackendError: the ranks do not share their settings; on every rank.
@@ -170,12 +161,9 @@ def begin(
     try:
         hooks.reproducible = before or environment.is_reproducible()
         if group.cpu is not None and group.size() > 1:
-            is_detailed = str(get_debug_level() == DebugLevel.DETAIL)
-            settings = {
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL": is_detailed,
-                environment.REPRODUCIBLE: str(hooks.reproducible),
-            }
-            check_same(group.cpu, group.cpu.settings() | settings)
+            settings = group.cpu.settings() | {environment.REPRODUCIBLE: str(hooks.reproducible)}
+            settings["TORCH_DISTRIBUTED_DEBUG=DETAIL"] = str(get_debug_level() == DebugLevel.DETAIL)
+            check_same(group.cpu, settings)
         watch(group)
         if group.rank() == 0:
             topology.warn_if_spread()

@@ -73,9 +73,8 @@ def monitored_barrier(
     if pg is None:
         return
     limit = timeout if timeout is not None else pg.timeout
-    seconds = min(
-        limit.total_seconds() if isinstance(limit, timedelta) else float(limit), LONGEST_TIMEOUT.total_seconds()
-    )
+    given = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+    seconds = min(given, LONGEST_TIMEOUT.total_seconds())
     backend = pg.any_backend()
     backend.settle()
     with own_limit(pg, "monitored_barrier"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
     from hpcdist.core.group import Group
 
 VARIABLE = "TORCH_DIST_NAN_CHECK"
-
-
-def is_asked_for() -> bool:
-    """Tell whether calls are to be checked."""
-    return os.environ.get(VARIABLE, "0") == "1"
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:

@@ -51,11 +51,7 @@ class ReduceOpNames:
     def __getattribute__(self, name: str) -> Any:
         """Warn of the deprecation, then look the name up."""
         if not name.startswith("__"):
-            warnings.warn(
-                "`reduce_op` is deprecated, please use `ReduceOp` instead",
-                category=FutureWarning,
-                stacklevel=2,
-            )
+            warnings.warn("`reduce_op` is deprecated, please use `ReduceOp` instead", FutureWarning, stacklevel=2)
         return object.__getattribute__(self, name)
 
 

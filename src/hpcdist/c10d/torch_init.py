@@ -31,14 +31,9 @@ BESIDE: list[Any] = []  # the world over MPI of groups beside torch's own defaul
 
 
 def create(options: Any, pg_options: Any) -> Group:
-    """Make the group that torch asks for (the extended interface of c10d's ``register_backend``).
+    """Return the group that torch asks for by c10d's ``_DistributedBackendOptions``; torch enters it in its tables.
 
-    Args:
-        options: c10d's ``_DistributedBackendOptions``; an empty list of ranks stands for the default group.
-        pg_options: the caller's options of the backend.
-
-    Returns:
-        The group, which torch enters in its tables itself.
+    An empty list of ranks stands for the default group.
 
     Raises:
         ValueError: torch's rank or size is not that of the world that MPI, or hpcdist before, made.
@@ -59,7 +54,7 @@ def create(options: Any, pg_options: Any) -> Group:
             f"torch.distributed says rank {options.group_rank} of {options.group_size}, hpcdist's world is rank "
             f"{group.rank()} of {group.size()}: the launcher and the arguments of init_process_group disagree"
         )
-    mirror.join(group)
+    mirror.join()
     return group
 
 

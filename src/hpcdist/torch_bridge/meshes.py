@@ -26,9 +26,8 @@ from hpcdist.torch_bridge.features import has
 def split_meshes_by(make: Callable[[list[list[int]], str, bool], Any]) -> None:
     """Let DeviceMesh make all groups of a dimension in one step if the default group is ours.
 
-    Args:
-        make: makes disjoint groups of global ranks, with a description, numbered in ascending order or as given, and
-            returns this rank's or None.
+    ``make`` makes disjoint groups of global ranks, with a description, in ascending order or not; it returns this
+    rank's or None.
     """
     if not has("groups of a mesh's dimension in one place"):
         return  # torch's own loop over new_group makes the same groups, one by one

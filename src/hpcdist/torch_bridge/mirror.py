@@ -91,8 +91,8 @@ def show(groups: Iterable[Any]) -> None:
     WORLD.mirror = mirror
 
 
-def join(default: Any) -> None:
-    """Follow torch's world, which itself enters ``default`` in its tables."""
+def join() -> None:
+    """Follow torch's world, which itself enters its default group in its tables."""
     WORLD.made = max(WORLD.made, c10d._world.group_count)
     WORLD.mirror = TorchWorld()
 

@@ -82,13 +82,10 @@ def reduce_op(boxed: Any) -> Any:
     return ReduceOp(ReduceOp.RedOpType(boxed.op()))
 
 
-def parsed(name: str, names: list[str], values: tuple[Any, ...]) -> tuple[list[Any], float]:
-    """Return what a method takes after its tensors, and the seconds of the call (negative without a limit).
+def parsed(names: list[str], values: tuple[Any, ...]) -> tuple[list[Any], float]:
+    """Return what a method takes after its tensors, of an operator's arguments after the group, and the call's seconds.
 
-    Args:
-        name: the method's.
-        names: of the operator's arguments after the group.
-        values: theirs.
+    Those are negative without a limit.
     """
     options, rest, seconds = SimpleNamespace(), [], -1.0
     for each, value in zip(names, values, strict=False):
@@ -119,7 +116,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
         if made is not None and made[0] == name:
             work = CARRY_OUT[name](group, *given, *made[1][len(given) :], **made[2])
         else:
-            rest, seconds = parsed(name, names[place + 1 :], args[place + 1 :])
+            rest, seconds = parsed(names[place + 1 :], args[place + 1 :])
             with nullcontext() if seconds < 0 else group.journal.limited(seconds):
                 work = CARRY_OUT[name](group, *given, *rest)
     finally:
@@ -177,10 +174,8 @@ def exchange_messages(
     """Begin messages together, as ``batch_p2p_ops`` does; wait for what it returns: a sent tensor has a placeholder."""
     with group.grouped():
         begin = {"isend": group.send, "irecv": group.recv}
-        works = [
-            begin[kind]([tensor], peer, tag)
-            for kind, peer, tag, tensor in zip(kinds, peers, tags, tensors, strict=True)
-        ]
+        messages = list(zip(kinds, tensors, peers, tags, strict=True))
+        works = [begin[kind]([tensor], peer, tag) for kind, tensor, peer, tag in messages]
     results = []
     for kind, tensor, work in zip(kinds, tensors, works, strict=True):
         register_work(tensor, work)

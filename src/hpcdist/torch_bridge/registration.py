@@ -55,11 +55,9 @@ def register(
 ) -> None:
     """Make the backend "hpcdist" known to torch.distributed, and "env://" content without MASTER_ADDR under MPI.
 
-    Args:
-        creator: makes a ProcessGroup of c10d's backend options and the caller's ``pg_options``.
-        begin_beside: makes a world for groups beside torch's own default group, which every rank calls with the
-            backend's name, that group, its store, and the timeout.
-        end_beside: ends it, if there is one.
+    ``creator`` makes a group of c10d's backend options and the caller's ``pg_options``; the two others begin and end a
+    world for groups beside torch's own default group (every rank calls, with the backend's name, that group, its store
+    and the timeout).
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)

@@ -40,13 +40,7 @@ AFTER_ABORT: list[Callable[[], None]] = []  # ends the world of groups beside to
 
 
 def replace(name: str, function: Function, *owners: Any) -> None:
-    """Put a function in the place of torch's, which it is given first.
-
-    Args:
-        name: of the place; nothing happens if this torch has none of that name.
-        function: what is called.
-        owners: the modules that have it.
-    """
+    """Put a function in the place of torch's in the modules that have it, if this torch does; it is given torch's."""
     stock = getattr(owners[0], name, None)
     if stock is None:
         return

@@ -149,7 +149,7 @@ class FileLog:
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._forget()
             self._inode = status.st_ino
-        if self._offset == 0 and not self._looks_right(os.pread(fd, len(FIRST_BYTES), 0)):
+        if self._offset == 0 and not FIRST_BYTES.startswith(os.pread(fd, len(FIRST_BYTES), 0)):
             raise DistStoreError(f"{self.path} is not a FileStore file (it does not begin with {FIRST_KEY!r})")
         parts = []
         at = self._offset
@@ -158,10 +158,6 @@ class FileLog:
             at += len(part)
         self._offset += self._parse(b"".join(parts))
         return self._offset < status.st_size
-
-    @staticmethod
-    def _looks_right(head: bytes) -> bool:
-        return FIRST_BYTES.startswith(head)
 
     def _parse(self, data: bytes) -> int:
         """Apply all whole records and return where they end."""

@@ -118,14 +118,7 @@ class Connection:
 
 
 def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth_it: Callable[[], bool]) -> Connection:
-    """Open a connection, trying again until the time is over.
-
-    Args:
-        host: Name or address of the server.
-        port: Its port.
-        secret: The job's secret, or None.
-        seconds: How long to try; negative: for ever.
-        is_worth_it: Called after each failure; returns whether to try again.
+    """Open a connection, trying again for so many seconds (negative: for ever) as long as ``is_worth_it`` says so.
 
     Raises:
         DistNetworkError: If no server answered in time, or the secrets do not match.
@@ -147,13 +140,7 @@ def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth
 
 
 def open_connection(host: str, port: int, secret: bytes | None, limit: float | None) -> Connection:
-    """Connect and greet, with one try.
-
-    Args:
-        host: Name or address of the server.
-        port: Its port.
-        secret: The job's secret, or None.
-        limit: How long connecting and each read or write may take; None is for ever.
+    """Connect and greet, with one try; the limit is that of connecting and of each read or write (None: for ever).
 
     Raises:
         OSError: If the server cannot be reached, or did not answer in time (TimeoutError).

@@ -51,23 +51,10 @@ def _until(deadline: float | None, least: float) -> float | None:
 
 
 class Session:
-    """Holds a store's connections to its server.
-
-    Args:
-        host: Name or address of the server.
-        port: Its port.
-        secret: The job's secret, or None.
-        seconds: How long to try to connect; negative: for ever.
-        is_worth_it: Called after each failure to connect; returns whether to try again.
-    """
+    """Holds a store's connections to its server; the arguments are those of ``connect``."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        secret: bytes | None,
-        seconds: float,
-        is_worth_it: Callable[[], bool] = lambda: True,
+        self, host: str, port: int, secret: bytes | None, seconds: float, is_worth_it: Callable[[], bool] = lambda: True
     ) -> None:
         self.host = host
         self.port = port
@@ -99,16 +86,9 @@ class Session:
                 raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
 
     def call(self, verb: str, keys: Sequence[bytes], limit: float | None, use: Callable[[Connection], T]) -> T:
-        """Run one exchange on the connection for short requests.
+        """Return what ``use`` sends and reads on the connection for short requests, each within ``limit``.
 
-        Args:
-            verb: What is done, for messages.
-            keys: With which keys, for messages.
-            limit: How long the answer may take; None is for ever.
-            use: Sends and reads.
-
-        Returns:
-            What ``use`` returns.
+        Verb and keys are for messages.
 
         Raises:
             NoAnswerError: If no answer came in time.
@@ -121,7 +101,7 @@ class Session:
         connection = self.connection
         try:
             if connection is None:  # the last exchange failed, or this process was forked
-                connection = self.connection = self._reconnect(limit)
+                connection = self.connection = open_connection(self.host, self.port, self.secret, limit)
             if connection.limit != limit:
                 connection.set_limit(limit)
             return use(connection)
@@ -135,10 +115,6 @@ class Session:
         finally:
             self.lock.release()
 
-    def _reconnect(self, limit: float | None) -> Connection:
-        """Open one more connection to a server that was there before: no second try."""
-        return open_connection(self.host, self.port, self.secret, limit)
-
     def _explain(self, error: BaseException, verb: str, keys: Sequence[bytes], start: float) -> None:
         """Raise torch's error class for a failed exchange; return for errors that explain themselves."""
         waited = time.monotonic() - start
@@ -151,18 +127,10 @@ class Session:
             raise lost_server(what, self.where, waited, error) from error
 
     def sleep(self, frame: bytes, verb: str, keys: Sequence[bytes], seconds: float, deadline: float | None) -> bool:
-        """Wait on the server, on a connection of its own, until it wakes us or the deadline has come.
+        """Send a WAIT or BARRIER on a connection of its own, and wait until the server wakes us or the deadline comes.
 
-        Args:
-            frame: A WAIT or BARRIER request.
-            verb: What is done, for messages.
-            keys: With which keys, for messages.
-            seconds: The timeout that ends at the deadline.
-            deadline: On the monotonic clock; None for never.
-
-        Returns:
-            Whether the server woke us. False always means that the deadline has come, whatever the server or the
-            connection was doing by then.
+        The timeout of so many seconds ends at the deadline (None: never). Returns whether the server woke us; False
+        always means that the deadline has come, whatever the server or the connection was doing by then.
 
         Raises:
             DistNetworkError: If the connection ended, or could not be opened, before the deadline.
@@ -174,7 +142,8 @@ class Session:
             try:
                 connection = self.idle.pop()
             except IndexError:
-                connection = self._reconnect(_until(deadline, FIRST_ANSWER_S))
+                limit = _until(deadline, FIRST_ANSWER_S)
+                connection = open_connection(self.host, self.port, self.secret, limit)
             connection.set_limit(_until(deadline, 0.001))
             connection.send(frame)
             connection.read(1)

@@ -67,16 +67,9 @@ PROOF_SIZE = 32
 
 
 def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Prove knowledge of the secret for one connection.
+    """Prove knowledge of the secret for one connection: HMAC-SHA256 over role and both nonces.
 
-    Args:
-        secret: The job's secret.
-        role: ``b"client"`` or ``b"server"``, so that neither side can send the other's proof back.
-        server_nonce: Random bytes of the server.
-        client_nonce: Random bytes of the client.
-
-    Returns:
-        HMAC-SHA256 over role and both nonces, ``PROOF_SIZE`` bytes.
+    The role is ``b"client"`` or ``b"server"``, so that neither side can send the other's proof back.
     """
     import hmac  # here, because OpenSSL adds several milliseconds to the server's start
 

@@ -105,17 +105,8 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
     is_first = not {*numbers} - {None}
     ranks = range(made.size) if None in numbers else numbers  # the world's, by which the watchdog asks
-    group = factory.make(
-        ranks,
-        {where.type: made},
-        backend,
-        name,
-        "dist2",
-        timeout,
-        bootstrap.device_id,
-        is_shown=False,
-        is_own_world=True,
-    )
+    own, gpu = {where.type: made}, bootstrap.device_id
+    group = factory.make(ranks, own, backend, name, "dist2", timeout, gpu, is_shown=False, is_own_world=True)
     if is_first:
         watch(group)
     return group

@@ -28,6 +28,14 @@ class Wait:
             table.setdefault(key, {})[self] = None
         peer.wait = self
 
+    def tick_off(self) -> bool:
+        """Count one key as there; wake the peer with the last one, and return whether it was that."""
+        self.missing -= 1
+        if not self.missing:
+            self.peer.wait = None
+            self.peer.wake(WOKEN)
+        return not self.missing
+
     def drop(self) -> None:
         """Take the wait off every list it is on."""
         self.peer.wait = None
@@ -71,20 +79,14 @@ class Space:
     def tick_off(self, key: bytes) -> None:
         """Tick a written key off all waits; it stays ticked off even if deleted meanwhile."""
         for wait in self.waits.pop(key):
-            wait.missing -= 1
-            if not wait.missing:
-                wait.peer.wait = None
-                wait.peer.wake(WOKEN)
+            wait.tick_off()
 
     def tick_off_one(self, key: bytes) -> None:
         """Tick a queue that got one value off its waits until one is woken: the value is for one of them."""
         waits = self.waits[key]
         for wait in list(waits):
             del waits[wait]
-            wait.missing -= 1
-            if not wait.missing:
-                wait.peer.wait = None
-                wait.peer.wake(WOKEN)
+            if wait.tick_off():
                 break
         if not waits:
             del self.waits[key]

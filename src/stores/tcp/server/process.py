@@ -53,16 +53,11 @@ def own_address(host: str) -> str:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen at an address, or for a name on every interface.
+    """Listen at an address of this machine, or for a name on every interface; port 0 takes a free one, the same at all.
 
-    Args:
-        host: An address of this machine; "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost"
-            is loopback. Any other name is every interface: on Debian a host's own name means 127.0.1.1 on the host
-            and its real address elsewhere, and torch's TCPStore listens on every interface too.
-        port: The port; 0 takes a free one.
-
-    Returns:
-        The listening sockets, all on one port.
+    "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost" is loopback. Any other name is every
+    interface: on Debian a host's own name means 127.0.1.1 on the host and its real address elsewhere, and torch's
+    TCPStore listens on every interface too.
 
     Raises:
         OSError: If the address is not this machine's, or the port is in use.
