@@ -113,7 +113,7 @@ def test_the_table_has_a_line_for_each_row_and_rank():
     head, calls, ranks = made.table().split("\n\n")
     assert head.startswith("2 ranks, 0.100 s; a rank is in blocking calls for 0.006 s (6%), 0.005 s of it (5%)")
     assert calls.splitlines()[1].split() == [
-        "all_reduce", "2", "2.0", "KiB", "0.0060", "6.0%", "6000.0", "0.0050", "job.py:7", "(train)",
+        "all_reduce", "2", "2", "KiB", "0.0060", "6.0%", "6000.0", "0.0050", "job.py:7", "(train)",
     ]  # fmt: skip
     assert [line.split() for line in ranks.splitlines()[1:]] == [
         ["0", "node", "0.0110", "11.0%", "0.0100", "0", "0.0000"],
