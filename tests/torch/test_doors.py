@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from tests import programs
+from tests import forked, programs
 from tests.ports import free_port
 
 pytestmark = [
@@ -72,10 +72,13 @@ def started(tmp_path, script, *command, **given):
     return done, sorted(line for line in done.stdout.splitlines() if line)
 
 
-def under_mpirun(command, exported=EXPORT):
-    """Return a shell's command line that starts a command on two ranks with variables that each rank exports."""
+def under_mpirun(command, exported=EXPORT, python=None):
+    """Return a shell's command line that starts a command on two ranks with variables that each rank exports.
+
+    Python is forked unless it is given: its own start is in the tests that start no mpirun.
+    """
     options = ["--oversubscribe"] if programs.LIBRARY == "openmpi" else []
-    return [programs.MPIRUN, *options, "-n 2", f"bash -c '{exported}{sys.executable} {command}'"]
+    return [programs.MPIRUN, *options, "-n 2", f"bash -c '{exported}{python or ' '.join(forked.python())} {command}'"]
 
 
 def test_exported_variables_and_run(tmp_path):
@@ -277,9 +280,17 @@ LATE = """
     import hpcdist
     from hpcdist.launch import arrival
 
-    arrival.SECONDS = 1.0
-    if MPI.COMM_WORLD.Get_rank() == 1:
-        time.sleep(4)
+    arrival.SECONDS, report, reported = 1.0, arrival.report, sys.argv[1]
+
+    def report_and_say_so(*args):
+        report(*args)
+        open(reported, "w")
+
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        arrival.report = report_and_say_so
+    else:
+        while not os.path.exists(reported):
+            time.sleep(0.05)
         # by its process: another job may run on this machine
         command = [sys.executable, "-m", "hpcdist", "debug", "--once", "--pid", str(os.getpid())]
         seen = subprocess.run(command, capture_output=True, text=True)
@@ -291,7 +302,8 @@ LATE = """
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
-    done, lines = started(tmp_path, LATE, *under_mpirun("SCRIPT", "exec "))
+    # not forked: the ranks of a node are read from the environments with which its processes started
+    done, lines = started(tmp_path, LATE, *under_mpirun(f"SCRIPT {tmp_path}/reported", "exec ", sys.executable))
     said = r"\[rank 0 of 2\] init_process_group has waited .* rank 1 of this node \(process \d+\) has not come"
     assert len(re.findall(said, done.stderr)) == 1, done.stderr
     assert any(re.search(r"process \d+, rank 0 of 2, is in init_process_group", line) for line in lines), lines
