@@ -12,11 +12,11 @@ from hpcdist.watch.timing import COLLECTIVE, LISTENERS, TimedCall
 
 def test_calls_are_timed_from_the_first_question_until_nobody_asks_any_more():
     made = Inspection()
-    assert made.tell({}, -1)["calls"] == []
+    assert made.answer({}, -1)["calls"] == []
     assert hooks.is_profiled()
     for end in (10, 30):
         LISTENERS[0](TimedCall("all_reduce", "0", 1, None, 8, "job.py:1 (f)", 0, end, COLLECTIVE, False, 1))
-    assert made.tell({}, -1)["calls"] == [["all_reduce", "job.py:1 (f)", False, 2, 16, 40, 30]]
+    assert made.answer({}, -1)["calls"] == [["all_reduce", "job.py:1 (f)", False, 2, 16, 40, 30]]
     made.look(0.0)
     assert hooks.is_profiled()
     made.look(math.inf)
@@ -29,8 +29,8 @@ def test_endpoints_are_told_in_parts_that_fit():
     endpoints = {rank: endpoint._replace(pid=rank) for rank in range(ENDPOINTS + 3)}
     made, known = Inspection(), {}
     while len(known) < len(endpoints):
-        known.update((rank, Endpoint(*each)) for rank, each in made.tell(endpoints, len(known))["endpoints"])
+        known.update((rank, Endpoint(*each)) for rank, each in made.answer(endpoints, len(known))["endpoints"])
     made.look(math.inf)
     assert known == endpoints
-    assert made.tell(endpoints, -1)["endpoints"] == []
+    assert made.answer(endpoints, -1)["endpoints"] == []
     made.look(math.inf)

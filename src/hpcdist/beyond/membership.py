@@ -31,7 +31,7 @@ class Outcome(IntEnum):
 
 
 class Report(NamedTuple):
-    """What a process tells at a meeting; int64 each."""
+    """What a process sends at a meeting; int64 each."""
 
     id: int  # its rank in the job as it was started
     status: int

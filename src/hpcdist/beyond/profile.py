@@ -58,7 +58,7 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         end = time.perf_counter_ns()
         for each in {carrier for known in WORLD.groups.values() for carrier in known.backends.values()}:
-            each.pending()  # a device's calls are told of when somebody looks
+            each.pending()  # a device's calls are noted when somebody looks
         timing.leave(self._note)
         if error is not None:
             return  # the others may not come

@@ -165,7 +165,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     return [like(tensors[0], part.movedim(0, dim)) for part in torch.split_with_sizes(out, received)]
 
 
-# -- what the ranks tell each other first ------------------------------------------------------------------
+# -- what the ranks exchange first -------------------------------------------------------------------------
 
 
 def tensor_of(value: Any, name: str) -> Tensor:

@@ -97,7 +97,7 @@ setattr(Group, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10
 
 @contextmanager
 def own_limit(pg: Group, name: str) -> Iterator[None]:
-    """Mark a call that keeps a limit of its own, so that the watchdog leaves it alone.
+    """Mark a call that keeps a limit of its own, so that the watchdog does not end it.
 
     It is not counted: ranks that miss a barrier are still in step with those that gave it up.
     """

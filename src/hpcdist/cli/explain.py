@@ -14,7 +14,7 @@ import sys
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from hpcdist.cli.job_arguments import JobParser, described, is_speaker, wrapped
+from hpcdist.cli.job_arguments import JobParser, described, is_first_rank, wrapped
 from hpcdist.cli.submit import CHECKOUT, PACKAGED
 
 PAGE = "reference/errors.md"
@@ -79,7 +79,7 @@ def run(args: list[str]) -> int:
     asked = " ".join(parser().parse_args(args).message)
     known = entries()
     entry = known.get(asked) or best(asked, known)
-    if not is_speaker():
+    if not is_first_rank():
         return int(bool(asked) and entry is None)
     if not asked:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

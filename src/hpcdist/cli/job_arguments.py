@@ -11,7 +11,7 @@ from typing import IO, Any, NoReturn
 from hpcdist.launch import environment
 
 
-def is_speaker() -> bool:
+def is_first_rank() -> bool:
     """Tell whether this process prints for its job: it is rank 0, or no launcher started it."""
     launch = environment.detect()
     return launch is None or launch.rank == 0
@@ -37,14 +37,14 @@ class JobParser(argparse.ArgumentParser):
 
     def print_usage(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # typeshed's own Protocol
         """Print how the command is called."""
-        if is_speaker():
+        if is_first_rank():
             super().print_usage(file)
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
         """Print what the command takes."""
-        if is_speaker():
+        if is_first_rank():
             super().print_help(file)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """End this process."""
-        super().exit(status, message if is_speaker() else None)
+        super().exit(status, message if is_first_rank() else None)

@@ -9,7 +9,7 @@ import sys
 from typing import NamedTuple, TextIO
 
 import hpcdist
-from hpcdist.cli.job_arguments import is_speaker
+from hpcdist.cli.job_arguments import is_first_rank
 
 
 class Command(NamedTuple):
@@ -41,7 +41,7 @@ def usage() -> str:
 
 def tell(text: str, file: TextIO | None = None) -> None:
     """Print on one rank of the job."""
-    if is_speaker():
+    if is_first_rank():
         print(text, file=file)
 
 

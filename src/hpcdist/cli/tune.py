@@ -1,4 +1,4 @@
-"""The command ``tune``: measures from which size on shared memory is faster than MPI alone on these nodes.
+"""The command ``tune``: measures from which size on shared memory is faster than MPI's own calls on these nodes.
 
 ``srun python -m hpcdist tune`` times hpcdist's collectives through shared memory beside the same ones without it, for
 about a minute, and writes the sizes to a file that every later job reads: the user's own, or the one of --output. Run
@@ -35,7 +35,7 @@ from hpcdist.launch.topology import processor
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
 LARGEST_BETWEEN_NODES = 16 << 20
-SHARED, MPI = "shared memory", "MPI alone"
+SHARED, MPI = "shared memory", "MPI"
 MARGIN = 0.97  # shared memory must win by more than two medians of one thing differ
 CHANGE = 0.1  # what it must gain over all sizes together, as the logarithm of a ratio
 
@@ -123,9 +123,7 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
     rows |= {row.name + HALF: (row, torch.bfloat16) for row in SHARED_CALLS if row.reduces}
     sides = {side: MPIBackend(bench.comm.Dup(), Thresholds(text)) for side, text in ((SHARED, "1"), (MPI, "off"))}
     where = "" if is_one_node else f" on {bench.wire.nodes} nodes"
-    table = Table(
-        title=f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI alone"
-    )
+    table = Table(title=f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI")
     table.add_column("collective")
     for size in sizes:
         table.add_column(sized(size), justify="right")

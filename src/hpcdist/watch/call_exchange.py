@@ -1,9 +1,9 @@
 """Exchange of calls between nodes: finds that ranks of a group on several nodes make different calls.
 
-One rank of each node tells one of the next where it is in each group (``core.call_log``): once a second if it has made
-calls, when it leaves the group, and when MPI has failed. Of two ranks the one that has made more calls compares. Who
-finds a difference tells its node and log n others, who do likewise: every rank raises at its next call on the group,
-and a call that goes on is ended as one that is overdue: by ULFM, or with the job.
+One rank of each node sends one of the next where it is in each group (``core.call_log``): once a second if it has made
+calls, when it leaves the group, and when MPI has failed. Of two ranks the one that has made more calls compares. One
+that finds a difference sends it to its node and log n others, which do likewise: every rank raises at its next call on
+the group, and a call that goes on is ended as one that is overdue: by ULFM, or with the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ WHERE = {"place": PLACE, "failure": (str, None)}
 KEPT = {"starts": [[int, int]], "whats": [int], "sizes": [int]}
 NO_BLOCK = -1
 ANSWER_SECONDS = 0.5
-UNANSWERED = 3  # questions after which no more are asked until another node is heard: UDP may be blocked between nodes
+UNANSWERED = (
+    3  # questions after which no more are asked until another node has answered: UDP may be blocked between nodes
+)
 KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
 TIMES = 3  # how often a place is sent: datagrams may be lost
 RETURN_SECONDS = 0.5  # how long calls have to return after a difference was found
@@ -51,7 +53,7 @@ class CallExchange:
         self._patience = PATIENCE
         self._unanswered = 0  # questions in a row
         shape = {"group": str, "rank": int, "is_question": bool, **WHERE}
-        self._channel.register(KIND, self._heard, shape)
+        self._channel.register(KIND, self._answer, shape)
         self._channel.register(KEPT_KIND, self._kept, {"group": str, "block": int})
         hooks.compare_calls = self.compare
 
@@ -67,9 +69,9 @@ class CallExchange:
     # -- once a second -------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Tell the next node where this rank is, if it speaks for its own, and end calls on groups that have failed."""
+        """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
         for log, ranks in self._live():
-            self._tell(log, ranks)
+            self._send_failure(log, ranks)
             if log.failure is not None:
                 self._end_calls(log)
             elif log.leader == log.rank and (place := log.place()) is not None:
@@ -79,14 +81,14 @@ class CallExchange:
                     self._sent[log] = place.number, times
                     self._channel.send([ranks[log.neighbours()[0]]], KIND, **self._where(log, False))
         for log, ranks in list(self._ended):
-            self._tell(log, ranks)
+            self._send_failure(log, ranks)
 
     def _where(self, log: CallLog, is_question: bool) -> Message:
         place = log.place() if log.failure is None else None
         who = {"group": log.token, "rank": log.rank, "is_question": is_question}
         return {**who, "place": place, "failure": log.failure}
 
-    def _tell(self, log: CallLog, ranks: list[int]) -> None:
+    def _send_failure(self, log: CallLog, ranks: list[int]) -> None:
         if log.failure is not None and log.tells > 0:
             log.tells -= 1
             self._channel.send([ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
@@ -101,7 +103,7 @@ class CallExchange:
 
     # -- others --------------------------------------------------------------------------------------
 
-    def _heard(self, message: Message) -> Message:
+    def _answer(self, message: Message) -> Message:
         """Compare the calls of a rank of another node with this one's."""
         self._unanswered = 0
         known = self._find(message["group"])
@@ -115,12 +117,14 @@ class CallExchange:
             self._channel.send([message["from"]], KIND, **self._where(log, False))
         return self._where(log, False)
 
-    def _take(self, log: CallLog, ranks: list[int], rank: int, told: Message) -> None:
+    def _take(self, log: CallLog, ranks: list[int], rank: int, answer: Message) -> None:
         """Take note of where a rank is."""
-        if told.get("failure") is not None:
-            self._fail(log, ranks, told["failure"], log.leader == log.rank)
+        if answer.get("failure") is not None:
+            self._fail(log, ranks, answer["failure"], log.leader == log.rank)
         elif (
-            told.get("place") is not None and log.failure is None and not log.agrees(rank, CallPosition(*told["place"]))
+            answer.get("place") is not None
+            and log.failure is None
+            and not log.agrees(rank, CallPosition(*answer["place"]))
         ):
             self._compare_words(log, ranks, rank)
 
@@ -163,7 +167,7 @@ class CallExchange:
     def _fail(self, log: CallLog, ranks: list[int], failure: str, tells: bool) -> None:
         if log.failure is None:
             log.fail(failure, TELLS if tells else 0)
-            self._tell(log, ranks)
+            self._send_failure(log, ranks)
 
     # -- at the end of a group, and after MPI has failed -----------------------------------------------
 
@@ -177,17 +181,19 @@ class CallExchange:
             return
         if log.is_ending:
             self._ended.append((log, ranks))
-        self._tell(log, ranks)
+        self._send_failure(log, ranks)
         others = {ranks[each]: each for each in log.neighbours()}
         began, nap = time.monotonic(), SHORTEST_NAP
         deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
         while others and log.failure is None and self._unanswered < UNANSWERED:
             answers = self._channel.ask(others, KIND, WHERE, ANSWER_SECONDS, **self._where(log, True))
             self._unanswered = 0 if answers else self._unanswered + 1
-            for asked, told in answers.items():
-                self._take(log, ranks, others[asked], told)
+            for asked, answer in answers.items():
+                self._take(log, ranks, others[asked], answer)
             own = log.place()
-            late = {each for each, told in answers.items() if own and told.get("place") and told["place"][0] < own[0]}
+            late = {
+                each for each, answer in answers.items() if own and answer.get("place") and answer["place"][0] < own[0]
+            }
             others = {asked: each for asked, each in others.items() if asked in late}
             if time.monotonic() >= deadline:
                 break

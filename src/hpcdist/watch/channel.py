@@ -9,7 +9,7 @@ Each rank draws its key at random when its watchdog starts, and the ranks exchan
 (``datagrams``). What is authentic must have the shape that its kind has, so that no handler and no reader of an answer
 needs to check it.
 
-A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` and ``tell`` do not.
+A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` and ``send_until_received`` do not.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Channel:
         self.node_peers: dict[int, Endpoint] = {}  # of this node: looked at every second, so kept apart
         self.left_out: list[Endpoint] = []  # of ranks that the world was shrunk by
         self.changes = 0  # how often the endpoints have changed
-        self.has_heard = False  # whether a datagram has come from another node: UDP is not blocked
+        self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
         self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
         self.thread = 0  # the identifier of the thread that answers
@@ -305,7 +305,7 @@ class Channel:
         for rank, endpoint in self._known(ranks).items():
             self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank & 0xFFFFFFFF), text)
 
-    def tell(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
+    def send_until_received(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
         """Send a message to any number of ranks, again to those that have not answered; nothing is waited for.
 
         The thread that calls ``answer`` calls this.
@@ -364,7 +364,7 @@ class Channel:
     def _note(self, sender: Endpoint | None) -> None:
         """Take note that something authentic has come from a process, if it is one of the job's."""
         if sender is not None and sender.process != self.own.process:
-            self.has_heard = self.has_heard or not self.sees(sender)
+            self.has_received = self.has_received or not self.sees(sender)
             self.note_life(sender.process)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Debug socket: by which ``python -m hpcdist debug`` finds a rank, and the shapes of what is said; without torch.
+"""Debug socket: by which ``python -m hpcdist debug`` finds a rank, and the shapes of its answers; without torch.
 
 It is a socket of the machine's kernel with the process's id in its name, which leaves no file behind. Each side asks
-the kernel whose the other one is, and talks to the same user (or root) only. The client is told where the rank's
-watchdog listens and its key; everything else is asked for there, over the ``channel``.
+the kernel whose the other one is, and talks to the same user (or root) only. The client is sent where the
+rank's watchdog listens and its key; everything else is asked for there, over the ``channel``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PREFIX = "hpcdist-"
 SECRET_VARIABLE = "HPCDIST_DEBUG_SECRET"
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
-CLIENT_SECONDS = 2.0  # how long a rank may take to say where it is found
-LARGEST = 1 << 16  # bytes that it may say
+CLIENT_SECONDS = 2.0  # how long a rank may take to send where it is found
+LARGEST = 1 << 16  # bytes that it may send
 
-# shapes of what is said (``question.fits``)
+# shapes of answers (``question.fits``)
 ENDPOINT = [[str], int, int, str, str, int, str, str, str, str]
 FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "size": int, "endpoint": ENDPOINT}
 GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("rank", "size", "collectives", "messages"), int)}
@@ -65,18 +65,18 @@ class DebugSocket:
         for each in self.sockets:
             each.close()
 
-    def answer(self, said: dict[str, Any]) -> None:
-        """Say something to a process of this user that has connected; turn others away."""
+    def answer(self, answer: dict[str, Any]) -> None:
+        """Send something to a process of this user that has connected; turn others away."""
         with suppress(OSError):
             client, _ = self.sockets[0].accept()
             with client:
                 client.setblocking(False)  # it has room for this
                 if is_same_user(client):
-                    client.send(json.dumps(said).encode())
+                    client.send(json.dumps(answer).encode())
 
 
 def ranks_on_this_machine() -> list[dict[str, Any]]:
-    """Return what the ranks of this user on this machine say at their sockets."""
+    """Return what the ranks of this user on this machine send at their sockets."""
     own, found = f"@{PREFIX}{os.getuid()}-", []
     names = {line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").split("\n") if own in line}
     for name in sorted(names):
@@ -87,10 +87,10 @@ def ranks_on_this_machine() -> list[dict[str, Any]]:
             client.settimeout(CLIENT_SECONDS)
             if not is_same_user(client):  # another user may listen under any name
                 continue
-            said = b""
-            while len(said) < LARGEST and (part := client.recv(LARGEST)):
-                said += part
-            if fits(answer := json.loads(said), FOUND):
+            text = b""
+            while len(text) < LARGEST and (part := client.recv(LARGEST)):
+                text += part
+            if fits(answer := json.loads(text), FOUND):
                 found.append(answer)
     return found
 

@@ -139,7 +139,7 @@ class ProcessExit:
                 membership.skip_finalize(END_SECONDS)
                 return
             if decision is Decision.LEAVE:
-                observer.tell_others()
+                observer.release_others()
                 membership.skip_finalize()
                 return
         if (failure := failure or difference()) is not None:
@@ -182,7 +182,7 @@ class Observer:
         stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
         for each in [*(channel.endpoints[rank] for rank in silent), *self._silent_left_out()]:
             # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-            may_answer = channel.has_heard or channel.sees(each)
+            may_answer = channel.has_received or channel.sees(each)
             if may_answer and each not in stopped and not liveness.has_ended(each):
                 stuck.append(f"process {each.pid} on {each.host} does not answer")
         lacks_one = liveness.any_ended() or self.backend.faults.knows_death()
@@ -204,7 +204,7 @@ class Observer:
     def _asked(self, states: ExitStates) -> list[int]:
         """Return the ranks to ask now: as many as are looked at in turn; or all, on the lowest rank once one has ended.
 
-        Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and tells all.
+        Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and sends it to all.
         """
         others = self._others()
         if len(others) <= ASKED_AT_ONCE or (states.lacks_one and self._living()[0] == self.watchdog.rank):
@@ -219,8 +219,8 @@ class Observer:
         liveness, endpoints = self.watchdog.liveness, self.watchdog.channel.endpoints
         return [rank for rank, each in sorted(endpoints.items()) if not liveness.has_ended(each)]
 
-    def tell_others(self) -> None:
-        """Tell the other ranks that all leave, if they are so many that they do not ask each other."""
+    def release_others(self) -> None:
+        """Send the other ranks that all leave, if they are so many that they do not ask each other."""
         first, *others = self._living() or [self.watchdog.rank]
         if len(others) > ASKED_AT_ONCE and first == self.watchdog.rank:
             self.watchdog.channel.ask(others, "all leave", {}, ANSWER_SECONDS)

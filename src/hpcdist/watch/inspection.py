@@ -1,4 +1,4 @@
-"""Inspection of a running job: what a rank tells ``python -m hpcdist debug``, which finds it by its debug socket."""
+"""Inspection of a running job: what a rank answers ``python -m hpcdist debug``, which finds it by its debug socket."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ FRAMES, ROWS, ENDPOINTS = 25, 20, 80  # as many as fit into a datagram
 
 
 class Inspection:
-    """What this rank tells about itself, and the times of its calls, which are taken while somebody asks."""
+    """What this rank answers about itself, and the times of its calls, which are taken while somebody asks."""
 
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str, bool], list[int]] = {}
         self._began = self._until = 0.0
 
-    def tell(self, endpoints: Mapping[int, Endpoint], first: int) -> dict[str, Any]:
-        """Return what is asked for.
-
-        Args:
-            endpoints: where the ranks listen.
-            first: the first of those to be told; a negative number for none.
-        """
+    def answer(self, endpoints: Mapping[int, Endpoint], first: int) -> dict[str, Any]:
+        """Return what is asked for, and a part of the endpoints from the ``first`` on; none from a negative number."""
         now = time.monotonic()
         if self._until == 0.0:
             self._began = now
@@ -74,7 +69,7 @@ class Inspection:
 
 
 def described(group: Group) -> dict[str, Any]:
-    """Return what is told about a group."""
+    """Return what is answered about a group."""
     return {
         "label": label(group.group_name, group.group_desc),
         "rank": group.rank(),

@@ -192,7 +192,7 @@ class Liveness:
             state = self.state(endpoint)
             return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {endpoint.pid})" if state else "")
         has_ended = self.has_ended(endpoint)
-        if not has_ended and not self.channel.has_heard:
+        if not has_ended and not self.channel.has_received:
             return NOBODY_ANSWERS
         return f"{PROCESS_STATES[''] if has_ended else NO_ANSWER} (process {endpoint.pid} on {endpoint.host})"
 
@@ -222,7 +222,7 @@ class Liveness:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self.channel.tell(self.channel.endpoints, "here")
+            self.channel.send_until_received(self.channel.endpoints, "here")
         self.ended |= ended - {self.channel.own.process}
         return {}
 
@@ -275,7 +275,7 @@ class Liveness:
             if any(proofs):
                 self.ended.add(endpoint.process)
                 self._found.add(endpoint.process)
-        if watched and not channel.has_heard:
+        if watched and not channel.has_received:
             channel.send(watched, "hello")
 
     def reset(self) -> None:

@@ -118,7 +118,7 @@ class Question:
         self._endpoints, self._message, self._accepts, self._relay = asked, message, accepts, relay
         ranks = sorted(asked)
         self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
-        self._heard: dict[int, float] = {}  # when those that are asked were heard last, or asked first
+        self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
         self._next: dict[int, float] = {}  # when they are asked again
         self._numbers: dict[int, bool] = {}  # under which it was sent, and whether to be relayed
         self._by_index = {each & 0xFFFFFFFF: each for each in ranks}
@@ -140,7 +140,7 @@ class Question:
         found = []
         for rank in late[:FAN]:
             self._next[rank] = now + AGAIN_SECONDS
-            self._heard.setdefault(rank, now)
+            self._answered.setdefault(rank, now)
             part = self._missing[rank]
             if part == {rank}:
                 found.append((rank, self._endpoints[rank], plain, text))
@@ -155,7 +155,7 @@ class Question:
     def _pass_over(self, now: float) -> None:
         """Ask the parts of ranks that have been silent without them."""
         for rank, part in list(self._missing.items()):
-            if now - self._heard.get(rank, now) >= SILENT_SECONDS and part != {rank}:
+            if now - self._answered.get(rank, now) >= SILENT_SECONDS and part != {rank}:
                 del self._missing[rank]
                 self._missing |= {each: {each} for each in part & {rank}} | parts_of(sorted(part - {rank}))
 
@@ -167,7 +167,7 @@ class Question:
     def take(self, index: int, number: int, answer: Any, now: float) -> list[Endpoint]:
         """Take in the authentic answer of one that ``who`` returned; return the processes whose answers it holds."""
         rank = self._by_index[index]
-        self._heard[rank] = now
+        self._answered[rank] = now
         part = self._missing[rank]
         if not self._numbers[number]:
             given = {rank: answer}

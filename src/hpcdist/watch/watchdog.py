@@ -261,8 +261,8 @@ class Watchdog:
 
     def _inspected(self, message: Message) -> Message:
         endpoints = self.channel.endpoints or {self.rank: self.channel.own}
-        told = self.inspection.tell(endpoints, message["first"])
-        return {**self._where({"group": "", **message}), "inspected": told}
+        inspected = self.inspection.answer(endpoints, message["first"])
+        return {**self._where({"group": "", **message}), "inspected": inspected}
 
     def _where(self, message: Message) -> Message:
         """Return where this rank is, in a ``group``.
