@@ -22,10 +22,7 @@ ROWS = {
         "all_reduce of functional collectives": {"hpcdist", "synchronous", "torch's part"},
         "irecv and isend, and waits": {"hpcdist", "mpi4py"},
     },
-    "varied": {
-        "all_gather_varied": {"hpcdist", "mpi4py", "in slots"},
-        "all_to_all_varied": {"hpcdist", "mpi4py"},
-    },
+    "varied": {"all_gather_varied": {"hpcdist", "mpi4py", "in slots"}, "all_to_all_varied": {"hpcdist", "mpi4py"}},
     "halo": {
         "halo, 2 rows": {"hpcdist", "mpi4py"},
         "halo, 2 columns": {"hpcdist", "mpi4py"},

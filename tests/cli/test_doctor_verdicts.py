@@ -179,15 +179,7 @@ def test_wrong_sums_are_a_problem():
     assert found(speed.judge([{"speed": facts}]), "torch.bfloat16").level == PROBLEM
 
 
-IN_STEP = {
-    "srun": "/usr/bin/srun",
-    "job": "7",
-    "step": "0",
-    "nodes": "n1",
-    "tasks": "4",
-    "answers": True,
-    "mpi": None,
-}
+IN_STEP = {"srun": "/usr/bin/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True, "mpi": None}
 
 
 def test_srun_without_the_pmi_that_the_mpi_needs():

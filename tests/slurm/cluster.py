@@ -30,12 +30,7 @@ CPUS_PER_NODE = 4
 # Slurm counts files that stand for GPUs: enough to see that a job that asks for GPUs is started as it should be.
 GPU_FILES = ("/dev/null", "/dev/zero")
 # Debian's plugin opens libpmix.so, the name that only the -dev package has; without it --mpi=pmix does not exist.
-PROGRAMS = {
-    "munged": "munge",
-    "slurmctld": "slurm-wlm",
-    "slurmd": "slurm-wlm",
-    "sbatch": "slurm-wlm",
-}
+PROGRAMS = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm"}
 PMIX_LIBRARY = "libpmix-dev"
 UNFINISHED = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 
@@ -172,12 +167,7 @@ class Cluster:
     def run(self, *command: str, timeout: float = 30, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands against this cluster."""
         return subprocess.run(
-            command,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+            command, env=self.environment | environment, capture_output=True, text=True, timeout=timeout, check=False
         )
 
     def submit(self, *arguments: str | Path, cwd: Path, **environment: str) -> str:

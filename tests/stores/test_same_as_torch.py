@@ -16,8 +16,7 @@ from hpcdist_stores.errors import LostServerError
 keys = st.sampled_from(["a", "b", "c/d", "", "ü", b"\x01\x02"])
 queue_keys = st.sampled_from(["q1", "q2"])
 values = st.one_of(
-    st.sampled_from(["", "0", "-7", " 12x", "99", "9223372036854775807", "text", b"\0\xff"]),
-    st.binary(max_size=8),
+    st.sampled_from(["", "0", "-7", " 12x", "99", "9223372036854775807", "text", b"\0\xff"]), st.binary(max_size=8)
 )
 amounts = st.one_of(st.integers(-5, 5), st.sampled_from([(1 << 63) - 1, -(1 << 63), True, 1.5, 1 << 63]))
 key_lists = st.lists(keys, max_size=3)
@@ -91,18 +90,13 @@ def closes(call, results):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["HashStore", "FileStore", "TCPStore", "our client on torch's server", "torch's client on our server"],
+    "kind", ["HashStore", "FileStore", "TCPStore", "our client on torch's server", "torch's client on our server"]
 )
 def test_same_results_and_errors(kind):
     examples = 25 if "client" in kind or kind == "TCPStore" else 60
 
     @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        database=None,
+        max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
     )
     @given(st.lists(calls if kind == "FileStore" else queue_calls, max_size=25))
     def run(sequence):

@@ -181,11 +181,7 @@ for name in sys.argv[1:]:
     print(json.dumps([name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), traced()]), flush=True)
 """
 
-ENDED = (
-    "sigterm_in_a_loop_that_handles_another",
-    "sigterm_after_such_a_loop",
-    "sigterm_past_our_function",
-)
+ENDED = ("sigterm_in_a_loop_that_handles_another", "sigterm_after_such_a_loop", "sigterm_past_our_function")
 TRUE = (
     "handler_made_after_init",
     "handler_made_before_init",

@@ -101,8 +101,7 @@ def test_a_warning_does_not_hide_the_status_of_the_step(batch, tmp_path, status)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [("0 0", 0), ("0 137", 0), ("137 0", 0), ("137 137", 1), ("139 134", 1), ("3 0", 3)],
+    ("ranks", "expected"), [("0 0", 0), ("0 137", 0), ("137 0", 0), ("137 137", 1), ("139 134", 1), ("3 0", 3)]
 )
 def test_a_job_in_which_all_ranks_were_killed_has_failed(batch, tmp_path, ranks, expected):
     (tmp_path / "python").write_text('#!/bin/sh\nexit "$RANK_STATUS"\n')

@@ -51,9 +51,7 @@ class Word(NamedTuple):
 
 
 def monitored_barrier(
-    group: Group | None = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
+    group: Group | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Wait until every rank of a group is here, or say which are not.
 

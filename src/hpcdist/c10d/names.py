@@ -37,12 +37,7 @@ class Backend(str):
     TORCH = "torch"
 
     backend_list: ClassVar[list[str]] = [UNDEFINED, GLOO, NCCL, XCCL, UCC, MPI, FAKE, LOOPBACK, TORCH]
-    default_device_backend_map: ClassVar[dict[str, str]] = {
-        "cpu": MPI,
-        "cuda": NCCL,
-        "xpu": XCCL,
-        "mps": GLOO,
-    }
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": MPI, "cuda": NCCL, "xpu": XCCL, "mps": GLOO}
     backend_capability: ClassVar[dict[str, list[str]]] = {
         GLOO: ["cpu"],
         NCCL: ["cuda"],
@@ -73,11 +68,7 @@ class Backend(str):
 
     @classmethod
     def register_backend(
-        cls,
-        name: str,
-        func: Callable[..., Any],
-        extended_api: bool = False,
-        devices: str | list[str] | None = None,
+        cls, name: str, func: Callable[..., Any], extended_api: bool = False, devices: str | list[str] | None = None
     ) -> None:
         """Make a c10d backend known under a name.
 

@@ -21,11 +21,7 @@ from hpcdist.core.work import Work
 
 
 def send(
-    tensor: Any,
-    dst: int | None = None,
-    group: Group | None = None,
-    tag: int = 0,
-    group_dst: int | None = None,
+    tensor: Any, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
     """Send a tensor; return when it may be changed again.
 
@@ -62,11 +58,7 @@ def send(
 
 
 def recv(
-    tensor: Any,
-    src: int | None = None,
-    group: Group | None = None,
-    tag: int = 0,
-    group_src: int | None = None,
+    tensor: Any, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
 ) -> int:
     """Receive a tensor and return the sender.
 

@@ -18,10 +18,7 @@ FLAGS = {SHRINK_DEFAULT: "SHRINK_DEFAULT", SHRINK_ABORT: "SHRINK_ABORT"}
 
 
 def shrink_group(
-    ranks_to_exclude: list[int],
-    group: Group | None = None,
-    shrink_flags: int = SHRINK_DEFAULT,
-    pg_options: Any = None,
+    ranks_to_exclude: list[int], group: Group | None = None, shrink_flags: int = SHRINK_DEFAULT, pg_options: Any = None
 ) -> ProcessGroup:
     """Make a smaller group without some ranks, and end the old one; only the remaining ranks call this.
 

@@ -45,17 +45,7 @@ from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.members import Members
 from hpcdist.watch.question import Message
 from hpcdist.watch.recorder import Recorder
-from hpcdist.watch.report import (
-    COLLECTIVE,
-    REPORT,
-    WHERE,
-    Answers,
-    Collective,
-    Report,
-    Reports,
-    judge_of,
-    turn,
-)
+from hpcdist.watch.report import COLLECTIVE, REPORT, WHERE, Answers, Collective, Report, Reports, judge_of, turn
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds

@@ -18,10 +18,7 @@ def _all_gather_base(output_tensor: Any, input_tensor: Any, group: Any = None, a
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-@deprecated(
-    "`_reduce_scatter_base` is a private function; use `reduce_scatter_single` instead",
-    category=FutureWarning,
-)
+@deprecated("`_reduce_scatter_base` is a private function; use `reduce_scatter_single` instead", category=FutureWarning)
 def _reduce_scatter_base(
     output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:

@@ -40,13 +40,7 @@ class ProcessGroupFactory(Protocol):
     """What makes a group: a function of a store, this process's place, and options of its own."""
 
     def __call__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        device: torch.device,
-        **kwargs: object,
+        self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **kwargs: object
     ) -> Any:
         """Make the group; every process calls it."""
 

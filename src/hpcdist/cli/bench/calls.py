@@ -52,11 +52,8 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
     shapes, halves = cycle(map(torch.ones, sizes)), cycle([torch.ones(each).bfloat16() for each in sizes])
     lists = cycle([([torch.ones(each) for _ in range(size)], torch.ones(each)) for each in sizes])
     one, other, whole = torch.ones(count), torch.ones(count), torch.ones(count * size)
-    half, pairs, strided = (
-        one.bfloat16(),
-        one.to(torch.complex64),
-        torch.ones(max(2, count), 2)[:, 0],
-    )  # one is contiguous
+    half, pairs = one.bfloat16(), one.to(torch.complex64)
+    strided = torch.ones(max(2, count), 2)[:, 0]  # one element is contiguous
     inputs, outputs = ([torch.ones(count) for _ in range(size)] for _ in range(2))
     split, everything = [count] * size, torch.ones(count * size)
     a, b, all_a, all_b = (each.numpy() for each in (one, other, whole, everything))
@@ -64,6 +61,15 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
 
     def all_reduce() -> None:
         comm.Allreduce(mpi.IN_PLACE, a)
+
+    def all_gather() -> None:
+        comm.Allgather(a, all_a)
+
+    def reduce_scatter() -> None:
+        comm.Reduce_scatter_block(all_a, a)
+
+    def all_to_all() -> None:
+        comm.Alltoall(all_a, all_b)
 
     def messages() -> None:
         for request in (comm.Irecv(b, before), comm.Isend(a, after)):
@@ -88,44 +94,26 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
         "all_reduce, strided": (all_reduce, lambda lib, group: lib.all_reduce(strided, group=group)),
         "broadcast": (lambda: comm.Bcast(a), lambda lib, group: lib.broadcast(one, 0, group=group)),
         "reduce": (lambda: comm.Reduce(a, b if is_root else None), lambda lib, group: lib.reduce(one, 0, group=group)),
-        "gather": (
-            lambda: comm.Gather(a, root_of),
-            lambda lib, group: lib.gather(one, gathered, 0, group=group),
-        ),
-        "scatter": (
-            lambda: comm.Scatter(root_of, a),
-            lambda lib, group: lib.scatter(one, scattered, 0, group=group),
-        ),
-        "all_gather, list": (
-            lambda: comm.Allgather(a, all_a),
-            lambda lib, group: lib.all_gather(outputs, one, group=group),
-        ),
+        "gather": (lambda: comm.Gather(a, root_of), lambda lib, group: lib.gather(one, gathered, 0, group=group)),
+        "scatter": (lambda: comm.Scatter(root_of, a), lambda lib, group: lib.scatter(one, scattered, 0, group=group)),
+        "all_gather, list": (all_gather, lambda lib, group: lib.all_gather(outputs, one, group=group)),
         "all_gather, list, async_op and wait": (
-            lambda: comm.Allgather(a, all_a),
+            all_gather,
             lambda lib, group: lib.all_gather(outputs, one, group=group, async_op=True).wait(),
         ),
         "all_gather_into_tensor": (
-            lambda: comm.Allgather(a, all_a),
+            all_gather,
             lambda lib, group: named(lib, "all_gather_single", "all_gather_into_tensor")(whole, one, group=group),
         ),
-        "reduce_scatter, list": (
-            lambda: comm.Reduce_scatter_block(all_a, a),
-            lambda lib, group: lib.reduce_scatter(one, inputs, group=group),
-        ),
+        "reduce_scatter, list": (reduce_scatter, lambda lib, group: lib.reduce_scatter(one, inputs, group=group)),
         "reduce_scatter_tensor": (
-            lambda: comm.Reduce_scatter_block(all_a, a),
+            reduce_scatter,
             lambda lib, group: named(lib, "reduce_scatter_single", "reduce_scatter_tensor")(one, whole, group=group),
         ),
-        "all_to_all, list": (
-            lambda: comm.Alltoall(all_a, all_b),
-            lambda lib, group: lib.all_to_all(outputs, inputs, group=group),
-        ),
-        "all_to_all_single": (
-            lambda: comm.Alltoall(all_a, all_b),
-            lambda lib, group: lib.all_to_all_single(everything, whole, group=group),
-        ),
+        "all_to_all, list": (all_to_all, lambda lib, group: lib.all_to_all(outputs, inputs, group=group)),
+        "all_to_all_single": (all_to_all, lambda lib, group: lib.all_to_all_single(everything, whole, group=group)),
         "all_to_all_single, splits": (
-            lambda: comm.Alltoall(all_a, all_b),
+            all_to_all,
             lambda lib, group: lib.all_to_all_single(everything, whole, split, split, group=group),
         ),
         "barrier": (comm.Barrier, lambda lib, group: lib.barrier(group=group)),
@@ -142,15 +130,15 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
             lambda lib, group: lib.all_reduce(next(halves), group=group),
         ),
         "all_gather, new lists": (
-            lambda: comm.Allgather(a, all_a),
+            all_gather,
             lambda lib, group: lib.all_gather([torch.empty(count) for _ in range(size)], one, group=group),
         ),
         f"all_gather, list, {SHAPES} shapes": (
-            lambda: comm.Allgather(a, all_a),
+            all_gather,
             lambda lib, group: lib.all_gather(*next(lists), group=group),
         ),
         f"reduce_scatter, list, {SHAPES} shapes": (
-            lambda: comm.Reduce_scatter_block(all_a, a),
+            reduce_scatter,
             lambda lib, group: lib.reduce_scatter(*next(lists)[::-1], group=group),
         ),
     }

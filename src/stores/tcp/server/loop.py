@@ -23,14 +23,7 @@ from itertools import islice
 
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space
 from hpcdist_stores.tcp.server.requests import HANDLERS, set_pairs
-from hpcdist_stores.tcp.wire import (
-    GREETING_SECRET,
-    HELLO,
-    NONCE_SIZE,
-    PROOF_SIZE,
-    is_proof,
-    proof,
-)
+from hpcdist_stores.tcp.wire import GREETING_SECRET, HELLO, NONCE_SIZE, PROOF_SIZE, is_proof, proof
 
 READ_SIZE = 64 * 1024
 UNFINISHED_MAX = 4 * 1024 * 1024  # bytes in unfinished frames of all peers before large frames queue up
