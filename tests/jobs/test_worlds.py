@@ -96,7 +96,7 @@ DAEMONS = """
 import sys, threading, time
 import torch
 import hpcdist as dist
-from hpcdist.core.journal import Call
+from hpcdist.core.journal import CallRecord
 from hpcdist.core.world import WORLD
 
 dist.init_process_group("mpi")
@@ -112,7 +112,7 @@ def receive():
 
 threading.Thread(target=reduce, daemon=True).start()
 threading.Thread(target=receive, daemon=True).start()  # on both ranks: whoever ends first was in this call
-while not any(Call(*each.call).name == "recv" for group in WORLD.watched() for each in group.journal.blocked()):
+while not any(CallRecord(*each.call).name == "recv" for group in WORLD.watched() for each in group.journal.blocked()):
     time.sleep(0.01)
 for _ in range(2):
     began.acquire()

@@ -2,7 +2,7 @@
 
 Where MPI survives a dead process (ULFM), all processes of the job, workers and spares, share a communicator besides the
 default group's. Whoever meets an error revokes it and its groups, so that everybody comes to a *meeting*: the living
-make a communicator of themselves (MPI_Comm_shrink), each says which step its state has behind it, the default group is
+make a communicator of themselves (MPI_Comm_shrink), each sends which step its state has behind it, the default group is
 made again, and all take the state of the rank that is farthest. Then they agree (MPI_Comm_agree) that this went well on
 all of them; if it did not, because one more has died, they meet again. A job's end is a meeting too, since a rank that
 is through may be needed by others that lost one in the last step. Steps without a failure cost no communication.
@@ -24,7 +24,7 @@ import torch
 
 from hpcdist.beyond.membership import Decision, Outcome, Report, Status, count_rivals, decide
 from hpcdist.beyond.snapshot import Snapshot, Stateful
-from hpcdist.c10d.lifecycle import begin, destroy_process_group, init_process_group
+from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group, make_default_group
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call
@@ -247,7 +247,7 @@ class ElasticJob:
         return {self._present[each] for each in self._everyone.faults.failed()} >= set(self._members)
 
     def _come_without_ulfm(self, status: Status) -> bool:
-        """Begin together, or end: rank 0 tells the spares."""
+        """Begin together, or end: rank 0 sends it to the spares."""
         word = torch.zeros(1, device="cpu")
         if self.rank is None:
             end = self._everyone.irecv(word, 0, 0, None)
@@ -313,9 +313,9 @@ class ElasticJob:
             WORLD.count(), self._agreed_changes,
             sum(time.monotonic() - each < HOUR for each in self._changed),
         )  # fmt: skip
-        told = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
-        everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), told))
-        reports = [Report(*each) for each in told.view(-1, len(mine)).tolist()]
+        gathered = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
+        everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), gathered))
+        reports = [Report(*each) for each in gathered.view(-1, len(mine)).tolist()]
         # a process may not have learnt that the last meeting went well; another one has
         newest = max(range(everyone.size), key=lambda rank: reports[rank].epoch)
         ids = [report.id for report in reports]
@@ -369,7 +369,7 @@ class ElasticJob:
         """Make the default group on a communicator; every rank of it calls."""
         bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
         backends = registry.connect_all(self._carriers, bootstrap, own)
-        group = begin(backends, self._config, WORLD.next_name(), self._timeout, self._device, None)
+        group = make_default_group(backends, self._config, WORLD.next_name(), self._timeout, self._device, None)
         if self._is_shown:
             mirror.show([group])
 

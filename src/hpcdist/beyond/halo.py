@@ -49,8 +49,7 @@ def exchange(
         ValueError: a rank outside the group; before anything is sent.
         DistBackendError: what was sent does not fit.
     """
-    pg = world.member_group(group, "exchange")
-    if pg is None:
+    if (pg := world.member_group(group, "exchange")) is None:
         return None
     outgoing, are_plain = messages(pg, sends, "sends")
     incoming, are_plain_too = messages(pg, recvs, "recvs", writable=True)
@@ -67,8 +66,7 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
     found: list[Message] = []
     are_plain = True
     for rank, tensor in given.items():
-        peer = pg.group_ranks.get(rank)
-        if peer is None:
+        if (peer := pg.group_ranks.get(rank)) is None:
             peer = world.group_rank(pg, rank, None)
         if not (is_plain(tensor) and tensor.is_cpu):
             tensor, are_plain = dense(as_tensor(tensor, f"{name}[{rank}]", writable, writable)), False

@@ -44,7 +44,7 @@ class Report(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What follows from what the processes have told; the same on all of them."""
+    """What follows from the reports of the processes; the same on all of them."""
 
     outcome: Outcome
     epoch: int

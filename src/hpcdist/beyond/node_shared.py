@@ -68,8 +68,7 @@ def node_shared(
         TypeError, ValueError: no shape, no dtype, or a ``fill`` that does not fit; on all ranks the same.
         MismatchError: ranks ask for different shapes or dtypes; it is a ValueError.
     """
-    pg = world.member_group(group, "node_shared")
-    if pg is None:
+    if (pg := world.member_group(group, "node_shared")) is None:
         return None
     backend = carrier(pg, "node_shared")
     with pg.journal.during("node_shared"):
@@ -92,8 +91,7 @@ def request(shape: Any, dtype: Any) -> Request:
     sizes = torch.Size([shape] if isinstance(shape, int) else shape)
     if min(sizes, default=0) < 0:
         raise ValueError(f"`shape` is {tuple(sizes)}; expected no negative size")
-    there = memory_file.free()
-    if there is None:
+    if (there := memory_file.free()) is None:
         raise DistBackendError(f"host {os.uname().nodename} has no {memory_file.FOLDER}")
     mine = Request((environment.node_key(), memory_file.device()), tuple(sizes), dtype)
     if 0 < there < mine.nbytes:
@@ -136,7 +134,7 @@ def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tens
             except OSError as error:
                 text = memory_file.too_little(os.uname().nodename, memory_file.free(), asked.nbytes)
                 raise DistBackendError(f"{text} ({error})") from error
-            put(fill, tensor)
+            fill_copy(fill, tensor)
 
     try:
         names = attempt(backend, "node_shared", create)
@@ -150,7 +148,7 @@ def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tens
     return tensor
 
 
-def put(fill: Any, tensor: torch.Tensor) -> None:
+def fill_copy(fill: Any, tensor: torch.Tensor) -> None:
     """Write what the user gave to a node's copy, which holds zeros."""
     if fill is None:
         return

@@ -60,8 +60,7 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
         TypeError: no dense tensor.
         ValueError, RuntimeError: on every rank, dtypes or other dimensions that differ, or no dimension ``dim``.
     """
-    pg = world.member_group(group, "all_gather_varied")
-    if pg is None:
+    if (pg := world.member_group(group, "all_gather_varied")) is None:
         return None
     given = tensor_of(tensor, "tensor")
     is_fit = has_dimension(given, dim)
@@ -97,8 +96,7 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
         ValueError, RuntimeError: on every rank, dtypes or shapes that differ, no dimension ``dim``, sizes that do not
             add up, an op that has no meaning for the dtype, or none that can be differentiated.
     """
-    pg = world.member_group(group, "reduce_scatter_varied")
-    if pg is None:
+    if (pg := world.member_group(group, "reduce_scatter_varied")) is None:
         return None
     given, mine, op = tensor_of(tensor, "tensor"), operator.index(size), canonical(op)
     is_fit = has_dimension(given, dim)
@@ -142,8 +140,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
         ValueError, RuntimeError: on every rank, lists of another length than the group, dtypes or other dimensions that
             differ, or no dimension ``dim``.
     """
-    pg = world.member_group(group, "all_to_all_varied")
-    if pg is None:
+    if (pg := world.member_group(group, "all_to_all_varied")) is None:
         return None
     if not isinstance(tensors, (list, tuple)):
         as_tensors(tensors, "tensors")

@@ -151,8 +151,7 @@ class Window:
             RuntimeError: the rank is on another node, or the window was made of a tensor.
         """
         self._check("map_remote_tensor", rank)
-        found = self._remote.mapped(rank)
-        if found is None:
+        if (found := self._remote.mapped(rank)) is None:
             raise RuntimeError(
                 f"map_remote_tensor: rank {self._group.rank()} cannot load from the memory of rank {rank}, which is on "
                 "another node, or a tensor of its own; make the window with a number of elements, or use get"

@@ -37,8 +37,7 @@ def all_reduce_coalesced(
         TypeError: no list of tensors.
         ValueError: dtypes that differ; otherwise as for ``all_reduce``.
     """
-    pg = world.member_group(group, "all_reduce_coalesced")
-    if pg is None:
+    if (pg := world.member_group(group, "all_reduce_coalesced")) is None:
         return None
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not async_op and pg.coalescing is None and coalesced.reduce_plain(pg, listed, op):
@@ -69,8 +68,7 @@ def all_gather_coalesced(
         TypeError: no list of lists of tensors.
         ValueError: lengths, sizes or dtypes that do not fit.
     """
-    pg = world.member_group(group, "all_gather_coalesced")
-    if pg is None:
+    if (pg := world.member_group(group, "all_gather_coalesced")) is None:
         return None
     inputs = as_tensors(input_tensor_list, "input_tensor_list")
     if not isinstance(output_tensor_lists, list):

@@ -78,10 +78,9 @@ def broadcast(
     Raises:
         ValueError: no source, two sources, or one outside the group.
     """
-    way = world.route(group, "broadcast", src, group_src)
-    if way is None:
+    if (target := world.route(group, "broadcast", src, group_src)) is None:
         return None
-    return issue(BROADCAST, way[0], tensor, tensor, None, way[1], async_op)
+    return issue(BROADCAST, target[0], tensor, tensor, None, target[1], async_op)
 
 
 def reduce(
@@ -108,10 +107,9 @@ def reduce(
     Raises:
         ValueError, RuntimeError, TypeError: as for ``all_reduce``, and for a wrong destination.
     """
-    way = world.route(group, "reduce", dst, group_dst)
-    if way is None:
+    if (target := world.route(group, "reduce", dst, group_dst)) is None:
         return None
-    pg, root = way
+    pg, root = target
     return issue(REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
 
 
@@ -161,10 +159,9 @@ def gather_single(
     Raises:
         ValueError: no ``gather_tensor`` on the destination, or sizes or dtypes that do not fit.
     """
-    way = rooted(group, "gather_single", dst, group_dst)
-    if way is None:
+    if (target := rooted(group, "gather_single", dst, group_dst)) is None:
         return None
-    pg, root = way
+    pg, root = target
     if pg.rank() != root:
         return issue(GATHER, pg, tensor, None, None, root, async_op)
     if gather_tensor.__class__ is list:  # that is ``gather``
@@ -258,8 +255,7 @@ def barrier(
         )
     if timeout is None and not device_ids:
         return issue(BARRIER, group, None, None, None, None, async_op)
-    pg = world.member_group(group, "barrier")
-    if pg is None:
+    if (pg := world.member_group(group, "barrier")) is None:
         return None
     work: Work | None
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:

@@ -35,8 +35,7 @@ def torchruns_variables() -> Iterator[None]:
     Raises:
         ValueError: there is no default group.
     """
-    group = WORLD.default
-    if group is None:
+    if (group := WORLD.default) is None:
         raise ValueError(
             "start_debug_server: MASTER_ADDR and MASTER_PORT are not set; call init_process_group before, or set them"
         )

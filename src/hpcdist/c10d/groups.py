@@ -299,7 +299,7 @@ def make(
                 if name in by_name:
                     made[name] = by_name[name].split(subgroups, names, limit)
                 else:
-                    made[name] = begin(name, parent, subgroups, names, index, limit, options, made)
+                    made[name] = connect_over_store(name, parent, subgroups, names, index, limit, options, made)
     except MismatchError:
         WORLD.made_locally = before  # ranks that gave other lists have counted other names
         raise
@@ -310,7 +310,7 @@ def make(
     return add(ranks, parent, backends, config, names[index], limit, description, device_id)
 
 
-def begin(
+def connect_over_store(
     name: str,
     parent: Group,
     subgroups: Sequence[list[int]],

@@ -100,12 +100,12 @@ def init_process_group(
         registry.check(name)  # before the processes look for each other
     registry.check_options(pg_options, device_backends.values())
     limit = timeout if timeout is not None else default_pg_timeout
-    bootstrap = prepare(device_backends, launch, init_method, store, rank, world_size, comm, limit)
+    bootstrap = find_peers(device_backends, launch, init_method, store, rank, world_size, comm, limit)
     bootstrap = bootstrap._replace(device_id=device, options=pg_options)
     backends = registry.connect_all(device_backends, bootstrap)
     name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
     is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
-    begin(backends, config, name, limit, device, bootstrap.store, is_shown)
+    make_default_group(backends, config, name, limit, device, bootstrap.store, is_shown)
 
 
 def forget_aborted() -> None:
@@ -135,7 +135,7 @@ def read_environment() -> None:
     set_debug_level_from_env()
 
 
-def begin(
+def make_default_group(
     backends: dict[str, Communicator],
     config: str,
     name: str,
@@ -182,7 +182,7 @@ def begin(
 
 def watch(group: ProcessGroup) -> None:
     """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
-    watchdog.begin(group)
+    watchdog.watch(group)
     EXIT.register()
     EXIT.backend, EXIT.limit = group.any_backend(), group.timeout.total_seconds()
 
@@ -239,7 +239,7 @@ def has_device(kind: str) -> bool:
 FINDING = {Backend.NCCL, Backend.XCCL, Backend.TORCH}  # by themselves they find their ranks over MPI under mpirun
 
 
-def prepare(
+def find_peers(
     device_backends: dict[str, str],
     launch: environment.Launch | None,
     init_method: str | None,

@@ -64,10 +64,9 @@ def gather(
         TypeError: no tensor, or no list of tensors.
         ValueError: a list on another rank than the destination, none there, or one that does not fit.
     """
-    way = rooted(group, "gather", dst, group_dst)
-    if way is None:
+    if (target := rooted(group, "gather", dst, group_dst)) is None:
         return None
-    pg, root = way
+    pg, root = target
     recv = list_of_root(gather_list, "gather_list", "destination", pg, root, writable=True)
     return issue(GATHER, pg, tensor, recv, None, root, async_op)
 
@@ -97,10 +96,9 @@ def scatter(
         TypeError: no tensor, or no list of tensors.
         ValueError: a list on another rank than the source, none there, or one that does not fit.
     """
-    way = rooted(group, "scatter", src, group_src)
-    if way is None:
+    if (target := rooted(group, "scatter", src, group_src)) is None:
         return None
-    pg, root = way
+    pg, root = target
     send = list_of_root(scatter_list, "scatter_list", "source", pg, root)
     return issue(SCATTER, pg, send, tensor, None, root, async_op)
 

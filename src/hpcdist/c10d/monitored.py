@@ -1,8 +1,8 @@
 """Monitored barrier: waits until every rank of a group is here, or says which are not.
 
-Each rank tells rank 0 that it is here, and in which of its calls. When rank 0 has received from all, it asks each
-whether it is still there, because one that has given up meanwhile has left its word behind. When all have said so, it
-lets them go. Otherwise it tells all of them that it has given up: those that wait, so that they need not, and those
+Each rank sends rank 0 that it is here, and in which of its calls. When rank 0 has received from all, it asks each
+whether it is still there, because one that has given up meanwhile has left its message behind. When all have answered,
+it releases them. Otherwise it sends all of them that it has given up: those that wait, so that they need not, and those
 that come later, so that they do not count for the next barrier.
 """
 
@@ -32,7 +32,7 @@ BARRIER_TAG = FIRST_KEPT
 
 
 class Kind(IntEnum):
-    """What a word between rank 0 and another rank says."""
+    """What a message between rank 0 and another rank means."""
 
     HERE = 1  # to rank 0: in a call
     ASKED = 2  # to the rank: still in this call?
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     GAVE_UP = 5  # to the rank: not all came
 
 
-class Word(NamedTuple):
+class BarrierMessage(NamedTuple):
     """A message between rank 0 and another rank."""
 
     kind: int  # a ``Kind``
@@ -56,8 +56,8 @@ def monitored_barrier(
     """Wait until every rank of a group is here, or say which are not.
 
     Every rank of the group calls this; rank 0 receives a message from each and answers it. A rank that comes after
-    rank 0 has given up is told so at once, and is not taken for one that has come to the next barrier. Unlike c10d's it
-    works on every backend that carries CPU tensors.
+    rank 0 has given up gets this answer at once, and is not taken for one that has come to the next barrier. Unlike
+    c10d's it works on every backend that carries CPU tensors.
 
     Args:
         group: the group; None for the default one.
@@ -67,8 +67,7 @@ def monitored_barrier(
     Raises:
         DistBackendError: a rank did not come in time; on rank 0 it says which.
     """
-    pg = world.member_group(group, "monitored_barrier")
-    if pg is None:
+    if (pg := world.member_group(group, "monitored_barrier")) is None:
         return
     limit = timeout if timeout is not None else pg.timeout
     given = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
@@ -110,21 +109,23 @@ def is_in_time(work: Work, deadline: float) -> bool:
 
 
 class Line:
-    """The words between this rank and another."""
+    """The messages between this rank and another."""
 
     def __init__(self, backend: Backend, peer: int) -> None:
         self._backend, self._peer = backend, peer
 
-    def say(self, word: Word) -> None:
-        """Begin to send a word."""
-        self._backend.isend(torch.tensor(word, dtype=torch.int64, device=self._backend.device), self._peer, BARRIER_TAG)
+    def send(self, message: BarrierMessage) -> None:
+        """Begin to send a message."""
+        self._backend.isend(
+            torch.tensor(message, dtype=torch.int64, device=self._backend.device), self._peer, BARRIER_TAG
+        )
 
-    def receive(self, deadline: float) -> Word | None:
-        """Return the next word; None if the time is over first, or the other rank has died."""
-        received = torch.zeros(len(Word._fields), dtype=torch.int64, device=self._backend.device)
+    def receive(self, deadline: float) -> BarrierMessage | None:
+        """Return the next message; None if the time is over first, or the other rank has died."""
+        received = torch.zeros(len(BarrierMessage._fields), dtype=torch.int64, device=self._backend.device)
         work = self._backend.irecv(received, self._peer, BARRIER_TAG, None)
         if is_in_time(work, deadline):
-            return Word(*received.tolist())
+            return BarrierMessage(*received.tolist())
         if not work.is_completed():
             work._interrupt(f"monitored_barrier: rank {self._peer} did not answer in time")
             is_in_time(work, time.monotonic() + 1.0)
@@ -141,34 +142,34 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
     came: set[int] = set()
 
     def comes(rank: int) -> bool:
-        while word := lines[rank].receive(deadline):
-            if word.kind == Kind.HERE:
-                calls[rank] = word.call
+        while message := lines[rank].receive(deadline):
+            if message.kind == Kind.HERE:
+                calls[rank] = message.call
                 came.add(rank)
                 return True
         return False
 
     def stays(rank: int) -> bool:
-        while word := lines[rank].receive(deadline):
-            if word.kind == Kind.HERE:  # the word before was of a call that it has left
-                calls[rank] = word.call
-                lines[rank].say(Word(Kind.ASKED, word.call, barrier))
-            elif word.kind == Kind.STAYS and word.barrier == barrier:
+        while message := lines[rank].receive(deadline):
+            if message.kind == Kind.HERE:  # the message before was of a call that it has left
+                calls[rank] = message.call
+                lines[rank].send(BarrierMessage(Kind.ASKED, message.call, barrier))
+            elif message.kind == Kind.STAYS and message.barrier == barrier:
                 return True
         return False
 
     missing = absent(comes, lines, wait_all_ranks)
     if not missing:
         for rank, line in lines.items():
-            line.say(Word(Kind.ASKED, calls[rank], barrier))
+            line.send(BarrierMessage(Kind.ASKED, calls[rank], barrier))
         missing = absent(stays, lines, wait_all_ranks)
     for rank, line in lines.items():
         with suppress(DistBackendError):  # it has died
             if not missing:
-                line.say(Word(Kind.GO, calls[rank], barrier))
+                line.send(BarrierMessage(Kind.GO, calls[rank], barrier))
             else:  # one that has not come yet comes with its next call
                 call = calls.get(rank, 0) + (rank not in came)
-                line.say(Word(Kind.GAVE_UP, call, barrier, sequence))
+                line.send(BarrierMessage(Kind.GAVE_UP, call, barrier, sequence))
     if missing:
         ranks = ", ".join(str(pg.ranks[rank]) for rank in missing)
         raise DistBackendError(
@@ -189,19 +190,21 @@ def absent(is_present: Callable[[int], bool], ranks: Iterable[int], are_all_name
 
 
 def follow(pg: Group, deadline: float) -> None:
-    """Tell rank 0 that this rank is here, and wait for its word; the part of the others."""
+    """Send rank 0 that this rank is here, and wait for its answer; the part of the others."""
     calls, sequence = pg.journal.monitored, pg.journal.sequence
     call = calls[pg.rank()] = calls.get(pg.rank(), 0) + 1
     line = Line(pg.any_backend(), 0)
-    line.say(Word(Kind.HERE, call))
-    while word := line.receive(deadline):
-        if word.call != call:  # it came too late for an earlier call
+    line.send(BarrierMessage(Kind.HERE, call))
+    while message := line.receive(deadline):
+        if message.call != call:  # it came too late for an earlier call
             continue
-        if word.kind == Kind.ASKED:
-            line.say(Word(Kind.STAYS, call, word.barrier))
-        elif word.kind == Kind.GO:
+        if message.kind == Kind.ASKED:
+            line.send(BarrierMessage(Kind.STAYS, call, message.barrier))
+        elif message.kind == Kind.GO:
             return
-        elif sequence <= word.sequence:  # else the ranks have met since: this rank missed that barrier, and is not late
+        elif (
+            sequence <= message.sequence
+        ):  # else the ranks have met since: this rank missed that barrier, and is not late
             break
     first = pg.ranks[0]
     raise DistBackendError(
@@ -211,7 +214,7 @@ def follow(pg: Group, deadline: float) -> None:
 
 
 def whereabouts_of(pg: Group, ranks: list[int]) -> str:
-    """Return where ranks of a group are, as they say themselves."""
+    """Return where ranks of a group are, as they answer themselves."""
     if not RUNNING:
         return ""
     asked = [pg.ranks[rank] for rank in ranks]

@@ -234,8 +234,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         ValueError: no backend is known for the device.
     """
     kind = (device if isinstance(device, torch.device) else torch.device(device)).type
-    backend = Backend.default_device_backend_map.get(kind)
-    if backend is None:
+    if (backend := Backend.default_device_backend_map.get(kind)) is None:
         raise ValueError(
             f"Default backend not registered for device : {device} (registered: {Backend.default_device_backend_map})"
         )

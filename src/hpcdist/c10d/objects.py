@@ -54,8 +54,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
         ValueError: a list shorter than the group.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    pg = world.member_group(group, "all_gather_object")
-    if pg is None:
+    if (pg := world.member_group(group, "all_gather_object")) is None:
         return
     size = len(pg.ranks)
     check_list(object_list, "object_list", size, "one a rank of the group")
@@ -86,10 +85,9 @@ def gather_object(
         ValueError: a list on another rank than the destination, none there, or one too short.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    way = rooted(group, "gather_object", dst, group_dst)
-    if way is None:
+    if (target := rooted(group, "gather_object", dst, group_dst)) is None:
         return
-    pg, root = way
+    pg, root = target
     if pg.rank() == root:
         if not object_gather_list:
             raise ValueError(f"Argument ``object_gather_list`` must be specified on destination rank {root}")
@@ -126,10 +124,9 @@ def broadcast_object_list(
         RuntimeError: lists of different lengths.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    way = rooted(group, "broadcast_object_list", src, group_src)
-    if way is None:
+    if (target := rooted(group, "broadcast_object_list", src, group_src)) is None:
         return
-    pg, root = way
+    pg, root = target
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "broadcast_object_list")
     with pg.journal.during("broadcast_object_list", root):
@@ -164,10 +161,9 @@ def scatter_object_list(
         ValueError: no output list of at least one entry, or an input list that does not fit.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    way = rooted(group, "scatter_object_list", src, group_src)
-    if way is None:
+    if (target := rooted(group, "scatter_object_list", src, group_src)) is None:
         return
-    pg, root = way
+    pg, root = target
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
     given = scatter_object_input_list
@@ -205,10 +201,9 @@ def send_object_list(
         ValueError: no receiver, two, one outside the group, or this rank itself.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    way = world.route(group, "send_object_list", dst, group_dst)
-    if way is None:
+    if (target := world.route(group, "send_object_list", dst, group_dst)) is None:
         return
-    pg, peer = way
+    pg, peer = target
     if peer == pg.rank():
         raise ValueError(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
@@ -247,10 +242,9 @@ def recv_object_list(
         RuntimeError: lists of different lengths.
         UnpicklingError: with ``weights_only``, what could run code.
     """
-    way = world.origin(group, "recv_object_list", src, group_src)
-    if way is None:
+    if (target := world.origin(group, "recv_object_list", src, group_src)) is None:
         return -1
-    pg, source = way
+    pg, source = target
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "recv_object_list")
     with pg.journal.during("recv_object_list", source):

@@ -37,10 +37,9 @@ def send(
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
-    way = world.route(group, "send", dst, group_dst)
-    if way is None:
+    if (target := world.route(group, "send", dst, group_dst)) is None:
         return
-    pg, peer = way
+    pg, peer = target
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
         raise itself(pg, "destination", "isend")
@@ -78,10 +77,9 @@ def recv(
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
-    way = world.origin(group, "recv", src, group_src)
-    if way is None:
+    if (target := world.origin(group, "recv", src, group_src)) is None:
         return -1
-    pg, source = way
+    pg, source = target
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
         raise itself(pg, "source", "irecv")

@@ -10,12 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 from hpcdist.c10d.lifecycle import (
-    begin,
     carried,
     choose,
     destroy_process_group,
     forget_aborted,
     init_process_group,
+    make_default_group,
     read_environment,
     refuse_reconfigure,
 )
@@ -46,8 +46,7 @@ def create(options: Any, pg_options: Any) -> Group:
             each.options = pg_options
         return create_subgroup(WORLD.default, ranks, options)
     forget_aborted()
-    group = WORLD.default
-    if group is None:
+    if (group := WORLD.default) is None:
         group = create_world(options, pg_options)
     if (group.rank(), group.size()) != (options.group_rank, options.group_size):
         raise ValueError(
@@ -81,7 +80,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
     store = None if is_mpi else rendezvous.meet(options.store, rank, size, options.timeout)
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
     backends = registry.connect_all(carried(config), bootstrap)
-    return begin(backends, config, options.group_id, options.timeout, device, store)
+    return make_default_group(backends, config, options.group_id, options.timeout, device, store)
 
 
 def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:

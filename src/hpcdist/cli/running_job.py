@@ -64,8 +64,7 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
     channel.learn([rank], [endpoint])
     known: dict[int, Endpoint] = {}
     while True:
-        answer = ask(channel, [rank], len(known)).get(rank)
-        if answer is None:
+        if (answer := ask(channel, [rank], len(known)).get(rank)) is None:
             raise ConnectionError(
                 f"no answer from rank {rank} at {endpoint.host}:{endpoint.port}: the job has ended, it was started "
                 f"with another {debug_socket.SECRET_VARIABLE}, or UDP is blocked"

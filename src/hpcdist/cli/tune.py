@@ -67,7 +67,7 @@ def run(args: list[str]) -> int:
         nodes = bench.wire.nodes
         if bench.size == 1:
             made.error("shared memory takes two ranks or more: mpirun -n 2 python -m hpcdist tune")
-        ready = bench.comm.bcast(prepare(path) if bench.rank == 0 else None)
+        ready = bench.comm.bcast(make_folder(path) if bench.rank == 0 else None)
         if ready:
             made.error(ready)
         place = bench.size if nodes == 1 else threshold_file.SEVERAL if nodes < bench.size else threshold_file.FLAT
@@ -78,7 +78,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def prepare(path: Path) -> str:
+def make_folder(path: Path) -> str:
     """Make the file's folder and read what the file holds; return what is wrong, before the time is spent."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ LIMITS_KEPT = 1000
 CALLS_KEPT = 2000  # as many as torch's recorder keeps by default
 
 
-class Call(NamedTuple):
+class CallRecord(NamedTuple):
     """One call, as read back from the plain tuple that the fast path writes."""
 
     journal: Journal

@@ -185,8 +185,7 @@ def exchange_messages(
 
 def of_ours(carry_out: Function, operator: Any, place: int, *args: Any, **kwargs: Any) -> Any:
     """Carry out a functional operator on a group of ours, whose name is at a place; leave torch's to torch."""
-    group = named_group(args[place])
-    if group is None:
+    if (group := named_group(args[place])) is None:
         return operator._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     return carry_out(group, *args, **kwargs)
 

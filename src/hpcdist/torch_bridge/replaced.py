@@ -41,8 +41,7 @@ AFTER_ABORT: list[Callable[[], None]] = []  # ends the world of groups beside to
 
 def replace(name: str, function: Function, *owners: Any) -> None:
     """Put a function in the place of torch's in the modules that have it, if this torch does; it is given torch's."""
-    stock = getattr(owners[0], name, None)
-    if stock is None:
+    if (stock := getattr(owners[0], name, None)) is None:
         return
 
     @wraps(stock)

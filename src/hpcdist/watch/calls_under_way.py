@@ -19,7 +19,7 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
-from hpcdist.core.journal import RING, Call
+from hpcdist.core.journal import RING, CallRecord
 from hpcdist.core.queue import QueuedWork
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
@@ -51,9 +51,9 @@ class UnderWay(NamedTuple):
     limit: float | None = None  # the seconds after which it ends by itself, if it has a limit of its own
 
     @property
-    def call(self) -> Call:
+    def call(self) -> CallRecord:
         """The call, to be read."""
-        return Call(*self.record)
+        return CallRecord(*self.record)
 
     @property
     def timeout(self) -> float:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import CallsDifferError, DistBackendError, explained, run_hook
-from hpcdist.core.journal import Blocked, Call
+from hpcdist.core.journal import Blocked, CallRecord
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
@@ -275,7 +275,7 @@ shutdown.register(shutdown.Stage.THREADS, end_threads)
 shutdown.register(shutdown.Stage.COLLECTIONS, end_collections)
 
 
-def last_call() -> Call | None:
+def last_call() -> CallRecord | None:
     """Return a call that another thread of this process is in and that does not end now, or None.
 
     A daemon thread goes on while Python ends, until it has to wait for Python's lock.
@@ -286,7 +286,7 @@ def last_call() -> Call | None:
 
     time.sleep(BEGUN_SECONDS)
     wait_until(lambda: not blocked(), CALL_SECONDS)
-    return next((Call(*each.call) for each in blocked()), None)
+    return next((CallRecord(*each.call) for each in blocked()), None)
 
 
 def difference() -> str | None:

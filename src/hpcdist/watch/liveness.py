@@ -185,8 +185,7 @@ class Liveness:
 
     def judge(self, rank: int) -> str:
         """Return in words why a rank gives no answer, as far as it shows from here."""
-        endpoint = self.channel.endpoints.get(rank)
-        if endpoint is None:
+        if (endpoint := self.channel.endpoints.get(rank)) is None:
             return NO_ANSWER
         if self.channel.sees(endpoint):
             state = self.state(endpoint)

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.core import hooks
-from hpcdist.core.journal import Call
+from hpcdist.core.journal import CallRecord
 
 if TYPE_CHECKING:
     from hpcdist.core.group import Group
@@ -73,7 +73,7 @@ def of(group: Group) -> dict[str, str]:
 
 def log_call(record: tuple[Any, ...]) -> None:
     """Log a call of this rank as it begins."""
-    call = Call(*record)
+    call = CallRecord(*record)
     tensor = "" if call.shape is None else f" of {str(call.dtype).removeprefix('torch.')} {list(call.shape)}"
     with_rank = "" if call.root is None else f", {'peer' if call.is_message else 'root'} {call.root}"
     LOG.debug("%s #%d%s%s", call.name, call.number, tensor, with_rank, extra={"group": call.journal.group})

@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from hpcdist.core.journal import ONE_SIDED, RING, Call
+from hpcdist.core.journal import ONE_SIDED, RING, CallRecord
 from hpcdist.core.table import ROWS, Shape
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.features import has
@@ -125,7 +125,7 @@ class Recorder:
             created = times[0][0] if times else time.time_ns()
             blocked = blocking.get(id(raw))
             frames = [] if blocked is None else calls_under_way.stack(blocked.thread)
-            entries.append(entry(Call(*raw), group, record, state, created, frames))
+            entries.append(entry(CallRecord(*raw), group, record, state, created, frames))
         return {
             "version": VERSION,
             "pg_config": {
@@ -158,7 +158,7 @@ def make_private(folder: str) -> None:
 
 
 def entry(
-    call: Call, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
+    call: CallRecord, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return one call as an entry of the trace."""
     name = NAMES.get(call.name) or (call.name if call.name in KNOWN else "barrier")  # the tool refuses other names
@@ -196,7 +196,7 @@ def entry(
     }
 
 
-def sizes(call: Call, rank: int, ranks: int) -> tuple[list[int], list[int]]:
+def sizes(call: CallRecord, rank: int, ranks: int) -> tuple[list[int], list[int]]:
     """Return the sizes read and written; the record holds one of them, and the row says how they relate."""
     shape = list(call.shape) if call.shape is not None else []
     row = ROWS.get(call.name)

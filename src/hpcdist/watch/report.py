@@ -127,8 +127,7 @@ def compose(
     for rank in ranks:
         if rank == me:
             continue
-        answer = answers.get(rank)
-        if answer is None:
+        if (answer := answers.get(rank)) is None:
             silent.append(rank)
             continue
         same = next((call for call in collectives(answer, group) if call["number"] == mine["number"]), None)

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 
 from hpcdist.core import hooks
-from hpcdist.core.journal import Call
+from hpcdist.core.journal import CallRecord
 from hpcdist.core.work import NO_TIMEOUT, Work
 from hpcdist.watch import calls_under_way
 
@@ -58,7 +58,7 @@ class TimedEvent:
 
     __slots__ = ("__weakref__", "_begin", "_call", "_closers", "_inner", "_is_async", "_nbytes", "_thread", "_where")
 
-    def __init__(self, call: Call, nbytes: int, is_async: bool, inner: Event | None) -> None:
+    def __init__(self, call: CallRecord, nbytes: int, is_async: bool, inner: Event | None) -> None:
         self._call = call
         self._nbytes = nbytes
         self._is_async = is_async
@@ -107,7 +107,7 @@ def timed_wait(self: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
     try:
         return plain_wait(self, timeout)
     finally:
-        end, call = time.perf_counter_ns(), Call(*self._call)
+        end, call = time.perf_counter_ns(), CallRecord(*self._call)
         what = call.name, call.journal.group, call.number, call.root, 0, calls_under_way.caller()
         tell(TimedCall(*what, begin, end, WAIT, False, threading.get_ident()))
 
@@ -122,7 +122,7 @@ def record(
     inner: Event | None = BEFORE["record"](name, inputs, call, is_async) if BEFORE["is_profiled"]() else None
     if call is None:
         return inner
-    return TimedEvent(Call(*call), sum(each.nbytes for each in inputs), is_async, inner)
+    return TimedEvent(CallRecord(*call), sum(each.nbytes for each in inputs), is_async, inner)
 
 
 def listen(listener: Listener) -> None:

@@ -288,7 +288,7 @@ class Watchdog:
         return self.channel.ask(others, "where", WHERE, seconds, group=group, **more)
 
     def reset(self) -> None:
-        """Take note that the world's ranks are about to get other numbers, by ``begin``."""
+        """Take note that the world's ranks are about to get other numbers, by ``watch``."""
         self.channel.reset()
         self._forget()
 
@@ -516,7 +516,7 @@ def leave_to_parent() -> None:
 os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=leave_to_parent)
 
 
-def begin(group: Group) -> Watchdog:
+def watch(group: Group) -> Watchdog:
     """Watch over a default group's calls from now on; every rank of it calls this.
 
     One collective on the group lets the ranks know where the others listen.

@@ -353,8 +353,7 @@ class TCPStore(Store):
 
         if block:
             return self._when_there("queue_pop from", (name,), _ONE + packed, pop)
-        value = self._session.call("queue_pop from", (name,), self._limit, pop)
-        if value is None:
+        if (value := self._session.call("queue_pop from", (name,), self._limit, pop)) is None:
             raise queue_empty(name, self.where)
         return value
 

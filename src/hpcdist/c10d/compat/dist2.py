@@ -93,7 +93,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     carried = DEVICES.get(backend, (where.type,))
     if where.type not in carried:
         raise ValueError(f"backend {backend!r} carries {carried}; got device {where}")
-    bootstrap = prepare(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
+    bootstrap = find_peers(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
     made = registry.connect(backend, bootstrap)
     name = f"dist2:{next(COUNT)}"
     numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
@@ -106,7 +106,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     return group
 
 
-def prepare(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootstrap:
+def find_peers(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootstrap:
     """Find the other processes in the way that a backend needs."""
     if backend == "loopback":
         return Bootstrap(0, 1, timeout)

@@ -38,8 +38,7 @@ def broadcast_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    pg = world.member_group(group, "broadcast_multigpu")
-    if pg is None:
+    if (pg := world.member_group(group, "broadcast_multigpu")) is None:
         return None
     given = as_tensors(tensor_list, "tensor_list", writable=True)
     return several.broadcast(pg, given, world.group_rank(pg, src, None), src_tensor, async_op)
@@ -60,8 +59,7 @@ def all_reduce_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    pg = world.member_group(group, "all_reduce_multigpu")
-    if pg is None:
+    if (pg := world.member_group(group, "all_reduce_multigpu")) is None:
         return None
     return several.all_reduce(pg, as_tensors(tensor_list, "tensor_list", writable=True), op, async_op)
 
@@ -83,8 +81,7 @@ def reduce_multigpu(
     Returns:
         The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
-    pg = world.member_group(group, "reduce_multigpu")
-    if pg is None:
+    if (pg := world.member_group(group, "reduce_multigpu")) is None:
         return None
     given = as_tensors(tensor_list, "tensor_list", writable=True)
     return several.reduce(pg, given, op, world.group_rank(pg, dst, None), dst_tensor, async_op)
@@ -108,8 +105,7 @@ def all_gather_multigpu(
     Raises:
         ValueError: a list of another length.
     """
-    pg = world.member_group(group, "all_gather_multigpu")
-    if pg is None:
+    if (pg := world.member_group(group, "all_gather_multigpu")) is None:
         return None
     given = as_tensors(input_tensor_list, "input_tensor_list")
     outputs = [as_tensors(each, "output_tensor_lists", writable=True) for each in output_tensor_lists]
@@ -137,8 +133,7 @@ def reduce_scatter_multigpu(
     Raises:
         ValueError: a list of another length.
     """
-    pg = world.member_group(group, "reduce_scatter_multigpu")
-    if pg is None:
+    if (pg := world.member_group(group, "reduce_scatter_multigpu")) is None:
         return None
     outputs = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
     inputs = [as_tensors(each, "input_tensor_lists") for each in input_tensor_lists]

@@ -134,8 +134,7 @@ def look() -> Facts:
 
 def look_at_launcher(library: str) -> Facts:
     """Start two ranks with mpirun; with Open MPI, also test whether a rank survives the death of the other (ULFM)."""
-    mpirun = launcher()
-    if mpirun is None:
+    if (mpirun := launcher()) is None:
         return {}
     _, version = output_of([mpirun, "--version"])
     room = room_for_ranks(version)

@@ -123,8 +123,7 @@ class Server:
             else:
                 events = poll()
             for fd, mask in events:
-                peer = connections.get(fd)
-                if peer is None:
+                if (peer := connections.get(fd)) is None:
                     callback = callbacks.get(fd)
                     if callback is not None:
                         callback()

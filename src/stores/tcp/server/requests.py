@@ -290,8 +290,7 @@ def _queue_pop(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
     if stop < 0:
         return -1
     key = data[pos + 8 : stop]
-    queue = space.queues.get(key)
-    if queue is None:
+    if (queue := space.queues.get(key)) is None:
         out.append(_pack_i64(0))
         return stop
     length = len(queue)
