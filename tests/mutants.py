@@ -291,11 +291,11 @@ MUTANTS = [
     # -- c10d: barriers that are monitored, calls that are joined
     Mutant(
         f"{C10D}/monitored.py",
-        "        if word.call != call:  # it came too late for an earlier call\n            continue\n",
+        "        if message.call != call:  # it came too late for an earlier call\n            continue\n",
         "",
         "mpi/test_groups.py",
     ),
-    Mutant(f"{C10D}/monitored.py", "        elif sequence <= word.sequence:", "        else:", "mpi/test_groups.py"),
+    Mutant(f"{C10D}/monitored.py", "        elif sequence <= message.sequence:", "        else:", "mpi/test_groups.py"),
     Mutant(
         f"{C10D}/coalescing.py",
         "            if alike and canonical(call.op) is not canonical(op):\n                flush()\n",

@@ -27,16 +27,21 @@ from hpcdist import dist2
 from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
 from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
 from hpcdist.c10d.collectives import (
+    all_gather,
     all_gather_into_tensor,
     all_gather_single,
     all_reduce,
+    all_to_all,
     all_to_all_single,
     barrier,
     broadcast,
+    gather,
     gather_single,
     reduce,
+    reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
+    scatter,
 )
 from hpcdist.c10d.compat.deprecated import _all_gather_base, _reduce_scatter_base, gather_into_tensor
 from hpcdist.c10d.compat.multigpu import (
@@ -61,7 +66,6 @@ from hpcdist.beyond.elastic import ElasticJob, elastic
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
 from hpcdist.beyond.halo import HaloExchange, exchange
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
-from hpcdist.c10d.lists import all_gather, all_to_all, gather, reduce_scatter, scatter
 from hpcdist.c10d.names import (
     Backend,
     BackendConfig,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.c10d.lists import rooted
+from hpcdist.c10d.collectives import rooted
 from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group

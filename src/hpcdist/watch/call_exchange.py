@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from hpcdist.core import hooks
 from hpcdist.core.call_log import TELLS, CallLog, CallPosition, Read
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way
 from hpcdist.watch.calls_under_way import UnderWay
@@ -129,11 +130,10 @@ class CallExchange:
             self._compare_words(log, ranks, rank)
 
     def _compare_words(self, log: CallLog, ranks: list[int], rank: int) -> None:
-        deadline = time.monotonic() + 2 * KEPT_SECONDS
-        while log.token in self._finding:  # another thread does it; the watchdog's may not wait: it answers others
-            if threading.get_ident() == self._channel.thread or time.monotonic() >= deadline:
-                return
-            time.sleep(SHORTEST_NAP)
+        if threading.get_ident() == self._channel.thread and log.token in self._finding:
+            return  # another thread does it; the watchdog's may not wait: it answers others
+        if not wait_until(lambda: log.token not in self._finding, 2 * KEPT_SECONDS):
+            return
         self._finding.add(log.token)
         try:
             if (kept := self._ask_kept(log, ranks[rank], NO_BLOCK)) is None:
