@@ -202,9 +202,7 @@ def follow(pg: Group, deadline: float) -> None:
             line.send(BarrierMessage(Kind.STAYS, call, message.barrier))
         elif message.kind == Kind.GO:
             return
-        elif (
-            sequence <= message.sequence
-        ):  # else the ranks have met since: this rank missed that barrier, and is not late
+        elif sequence <= message.sequence:  # else the ranks have met since: this rank missed it, and is not late
             break
     first = pg.ranks[0]
     raise DistBackendError(
