@@ -40,8 +40,5 @@ def measure(bench: Bench) -> None:
         "new_group of all, destroyed",
         "",
         0,
-        {
-            "hpcdist": lambda: dist.destroy_process_group(dist.new_group()),
-            "mpi4py": lambda: bench.comm.Dup().Free(),
-        },
+        {"hpcdist": lambda: dist.destroy_process_group(dist.new_group()), "mpi4py": lambda: bench.comm.Dup().Free()},
     )

@@ -77,11 +77,7 @@ def all_reduces(bench: Bench, nbytes: int) -> None:
         bench,
         f"{SEVERAL} with async_op, then {SEVERAL} waits",
         nbytes,
-        {
-            "hpcdist": several,
-            "synchronous": several_synchronous,
-            "mpi4py": raw_several,
-        },
+        {"hpcdist": several, "synchronous": several_synchronous, "mpi4py": raw_several},
         SEVERAL,
     )
 

@@ -35,9 +35,5 @@ def measure(bench: Bench) -> None:
         def plain(recv: torch.Tensor = total) -> None:
             dist.all_reduce(recv.zero_())
 
-        calls: dict[str, Any] = {
-            "hpcdist": plain,
-            "in rank order": in_order,
-            "gather and add": by_hand,
-        }
+        calls: dict[str, Any] = {"hpcdist": plain, "in rank order": in_order, "gather and add": by_hand}
         bench.compare("all_reduce, reproducible", "float32", nbytes, calls)

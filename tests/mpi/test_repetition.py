@@ -389,11 +389,7 @@ def forms(rank, size):
         "splits": (lambda g: dist.all_to_all_single(whole, sent, splits, splits, g), [whole], [rank]),
         "splits of the input": (lambda g: dist.all_to_all_single(whole, sent, None, splits, g), [whole], [rank]),
         "splits of the output": (lambda g: dist.all_to_all_single(whole, sent, splits, None, g), [whole], [rank]),
-        "counts": (
-            lambda g: issue(ALL_TO_ALL, g, sent, whole, counts=(splits, splits)),
-            [whole],
-            [rank],
-        ),
+        "counts": (lambda g: issue(ALL_TO_ALL, g, sent, whole, counts=(splits, splits)), [whole], [rank]),
         "counts of a gather": (
             lambda g: issue(ALL_GATHER, g, inputs[rank], whole, counts=([length], splits)),
             [whole],

@@ -280,11 +280,7 @@ WRONG = [
     (lambda w, n: w.put(torch.zeros(3), -1), ValueError, r"no rank -1 in the group \(0 to"),
     (lambda w, n: w.put(torch.zeros(3), 0, 6), ValueError, "3 elements from offset 6 on do not lie in the 8 elem"),
     (lambda w, n: w.put(torch.zeros(3), 0, -1), ValueError, "3 elements from offset -1"),
-    (
-        lambda w, n: w.put(torch.zeros(3).int(), 0),
-        ValueError,
-        "the tensor is torch.int32 on cpu; expected torch.fl",
-    ),
+    (lambda w, n: w.put(torch.zeros(3).int(), 0), ValueError, "the tensor is torch.int32 on cpu; expected torch.fl"),
     (lambda w, n: w.put([1.0], 0), TypeError, "Expected parameter `tensor` of type torch.Tensor"),
     (lambda w, n: w.put(torch.zeros(3), "0"), TypeError, "integer"),
     (lambda w, n: w.get(torch.zeros(9), 0), ValueError, "9 elements from offset 0"),

@@ -21,17 +21,7 @@ BUILTIN = {name for name, value in vars(builtins).items() if isinstance(value, t
 OURS = {name for module in (errors, stores_errors) for name in dir(module) if name.endswith("Error")}
 NOT_TEXTS = {"NoAnswerError"}  # whose constructor takes the parts of its message
 # functions and methods whose text is an exception's, a warning's, or the reason why calls raise
-SPEAKERS = {
-    "explained",
-    "warn",
-    "abort",
-    "revoke",
-    "revoke_groups",
-    "clear",
-    "interrupt",
-    "_interrupt",
-    "end_receives",
-}
+SPEAKERS = {"explained", "warn", "abort", "revoke", "revoke_groups", "clear", "interrupt", "_interrupt", "end_receives"}
 MADE_BY = (BUILTIN | OURS | SPEAKERS | {"UnpicklingError"}) - NOT_TEXTS
 # functions that compose a message for others to raise
 COMPOSERS = {"headline", "message", "decide", "abort_on_exception"}

@@ -114,10 +114,7 @@ WITH_GRADIENTS = {
         lambda own, rank, size: torch.cat(with_gradients.gather(own[0], size - 1)),
         lambda all_, rank, size: torch.cat([each[0] * (rank == size - 1) for each in all_]),
     ),
-    "scatter": (
-        lambda own, rank, size: with_gradients.scatter(own, 0),
-        lambda all_, rank, size: all_[0][rank] + 0,
-    ),
+    "scatter": (lambda own, rank, size: with_gradients.scatter(own, 0), lambda all_, rank, size: all_[0][rank] + 0),
     "all_gather": (
         lambda own, rank, size: torch.cat(with_gradients.all_gather(own[0])),
         lambda all_, rank, size: torch.cat([each[0] for each in all_]),

@@ -193,9 +193,7 @@ CASES = {
         s, (1, 2), lambda out: C10D.reduce_scatter_tensor_coalesced_([out], [s.many], s.boxed, s.sum)
     ),
     "c10d::scatter_": lambda s: into(
-        s,
-        (2,),
-        lambda out: C10D.scatter_([out], [s.shares()] if s.rank == root(s) else [], s.boxed, root(s)),
+        s, (2,), lambda out: C10D.scatter_([out], [s.shares()] if s.rank == root(s) else [], s.boxed, root(s))
     ),
     "c10d::send": lambda s: message(s, lambda out: C10D.recv_([out], s.boxed, s.left, 3)),
 }

@@ -172,11 +172,7 @@ def test_tensor_parallel_equals_one_process(rank, size, is_sequential):
     mesh = dist.init_device_mesh("cpu", (size,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if is_sequential:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(),
-        }
+        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
     parallelize_module(model, mesh, plan)
     batch = torch.randn(2, 12, 8)
     mine = batch.chunk(size, dim=1)[rank] if is_sequential else batch

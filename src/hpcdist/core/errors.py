@@ -7,13 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.distributed import (
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    QueueEmptyError,
-)
+from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError, QueueEmptyError
 
 from hpcdist.core import hooks
 

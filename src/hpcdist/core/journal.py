@@ -140,17 +140,7 @@ class Journal:
         group: the group's name.
     """
 
-    __slots__ = (
-        "asked",
-        "current",
-        "further",
-        "group",
-        "limits",
-        "messages",
-        "monitored",
-        "push",
-        "sequence",
-    )
+    __slots__ = ("asked", "current", "further", "group", "limits", "messages", "monitored", "push", "sequence")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0

@@ -62,11 +62,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def isend(
-    tensor: Any,
-    dst: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    group_dst: int | None = None,
+    tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
 ) -> Work | None:
     """Begin to send a tensor, which must not change until ``wait()`` of the Work returns.
 
@@ -77,11 +73,7 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
-    src: int | None = None,
-    group: Any = None,
-    tag: int = 0,
-    group_src: int | None = None,
+    tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
 ) -> Work | None:
     """Begin to receive a tensor, which is there when ``wait()`` of the Work returns.
 

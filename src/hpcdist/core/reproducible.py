@@ -15,14 +15,7 @@ from hpcdist.core import hooks, reduction
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
-from hpcdist.core.table import (
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    GATHER,
-    Shape,
-)
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_SINGLE, GATHER, Shape
 from hpcdist.core.work import Work
 
 SMALL_BYTES = 1 << 14  # of all ranks' values: up to here every rank gathers all and adds them, in one call

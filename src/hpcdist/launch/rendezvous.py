@@ -341,13 +341,7 @@ def is_open(host: str, port: int) -> bool:
     return True
 
 
-HANDLERS: dict[str, Handler] = {
-    "env": by_environment,
-    "tcp": by_tcp,
-    "file": by_file,
-    "mpi": by_mpi,
-    "slurm": by_slurm,
-}
+HANDLERS: dict[str, Handler] = {"env": by_environment, "tcp": by_tcp, "file": by_file, "mpi": by_mpi, "slurm": by_slurm}
 
 
 # -- a store for groups that have a backend already --------------------------------------------------------

@@ -185,10 +185,7 @@ def bind(launcher: str | None, ranks: int, room: Room) -> str:
     parts = max(1, room.sockets if is_package else room.domains)
     share = -(-ranks // parts)  # ranks of the fullest part, which has to have cores for all of them
     return BINDINGS.get(launcher or "", BINDINGS["srun"]).format(
-        cpus=max(1, room.cpus // (parts * share)),
-        cores=max(1, room.cores // (parts * share)),
-        ranks=share,
-        part=part,
+        cpus=max(1, room.cpus // (parts * share)), cores=max(1, room.cores // (parts * share)), ranks=share, part=part
     )
 
 
