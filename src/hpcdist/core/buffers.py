@@ -191,8 +191,7 @@ class Copies:
 
     def of(self, tensor: torch.Tensor, is_read: bool = True) -> tuple[torch.Tensor, Any]:
         """Return a copy of a tensor, and what describes it; one that is only to be written has any values."""
-        found = self._kept.get(tensor.shape)
-        if found is None:
+        if (found := self._kept.get(tensor.shape)) is None:
             with torch.inference_mode(False):  # it is written in both modes
                 made = torch.empty(tensor.shape, dtype=self._dtype, device="cpu")
             found = made, self._describe(made)

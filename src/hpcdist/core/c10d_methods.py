@@ -122,8 +122,7 @@ class C10dMethods(Group):
         counts: Any = None,
     ) -> Work:
         """Issue a call; the result is never None for C++."""
-        work = issue(row, self, send, recv, op, root, is_async, counts)
-        if work is None:
+        if (work := issue(row, self, send, recv, op, root, is_async, counts)) is None:
             work = DoneWork(result)
         if self._begun is not None:
             self._begun.append(work)

@@ -96,8 +96,7 @@ def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
         return False
     if hooks.is_profiled():  # its event has the shape of each
         return False
-    sizes = sizes_of_plain(pg, tensors)
-    if sizes is None:
+    if (sizes := sizes_of_plain(pg, tensors)) is None:
         return False
     pg.cpu.settle()  # an asynchronous call may still write what is read here
     flat, copy = pg.cpu.bundle(tensors, sizes)

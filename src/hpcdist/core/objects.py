@@ -92,8 +92,7 @@ class WeightsPickler(pickle.Pickler):
         place = storage.data_ptr(), storage.nbytes()
         if place[1] < APART_BYTES:
             return NotImplemented
-        stand = self._stands.get(place)
-        if stand is None:
+        if (stand := self._stands.get(place)) is None:
             text = bytearray(STAND.pack(MARK, len(self.apart)))
             stand = self._stands[place] = torch.frombuffer(text, dtype=torch.uint8).untyped_storage()
             self.apart.append(SharedStorage(storage).memory.data)

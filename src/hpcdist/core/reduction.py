@@ -110,8 +110,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
         ValueError, RuntimeError: an ordering or bitwise op on complex numbers.
         RuntimeError: a dtype that nothing reduces, another op that its kind lacks, or an unfit factor of a PREMUL_SUM.
     """
-    kind = KIND_OF.get(dtype)
-    if kind is None:
+    if (kind := KIND_OF.get(dtype)) is None:
         raise RuntimeError(
             f"Invalid scalar type: {row.name} cannot reduce {dtype} (dtypes that reduce: "
             f"{', '.join(str(known).removeprefix('torch.') for known in KIND_OF)})"

@@ -57,8 +57,7 @@ def load(name: str) -> type[Backend]:
         ValueError: no backend of that name.
         DistBackendError: its library is not installed.
     """
-    entry = ENTRIES.get(name)
-    if entry is None:
+    if (entry := ENTRIES.get(name)) is None:
         raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
     try:
         return getattr(importlib.import_module(entry.module), entry.attribute)

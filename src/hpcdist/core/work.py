@@ -95,8 +95,7 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def _await(self, seconds: float | None) -> bool:
         """Block as ``_block`` does, and let the group's journal say so meanwhile."""
-        call = self._call
-        if call is None:
+        if (call := self._call) is None:
             return self._block(seconds)
         with call[0].blocking(call, self, seconds):
             return self._block(seconds)

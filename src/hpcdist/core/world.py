@@ -205,8 +205,7 @@ def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tu
     pg = WORLD.default if group is None else group
     if isinstance(pg, Group) and pg.backends and group_peer is None and peer in pg.group_ranks:
         return pg, pg.group_ranks[peer]
-    pg = member_group(group, call)
-    if pg is None:
+    if (pg := member_group(group, call)) is None:
         return None
     return pg, group_rank(pg, peer, group_peer)
 
@@ -229,8 +228,7 @@ def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None)
     if rank_in_group is None:
         if global_rank is None:
             raise ValueError("Must specify global_rank or group_rank")
-        rank = group.group_ranks.get(global_rank)
-        if rank is None:
+        if (rank := group.group_ranks.get(global_rank)) is None:
             rank = group.group_ranks.get(operator.index(global_rank))  # a tensor of one number, too
         if rank is None:
             raise errors.MismatchError(

@@ -55,8 +55,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
     parsed = urlparse(str(url))
-    handler = HANDLERS.get(parsed.scheme)
-    if handler is None:
+    if (handler := HANDLERS.get(parsed.scheme)) is None:
         raise RuntimeError(
             f"No rendezvous handler for {parsed.scheme}:// in {url!r} (known: {', '.join(f'{s}://' for s in HANDLERS)})"
         )
@@ -190,8 +189,7 @@ def by_environment(
     rank, world_size = query(urlparse(url), rank, world_size)
 
     def variable(name: str) -> str:
-        value = os.environ.get(name)
-        if value is None:
+        if (value := os.environ.get(name)) is None:
             raise missing("env", f"environment variable {name} expected, but not set")
         return value
 
