@@ -51,11 +51,8 @@ def name_keys(keys: Sequence[bytes]) -> str:
 
 def wait_timeout(keys: Sequence[bytes], seconds: float, waited: float, where: str, note: str = "") -> DistStoreError:
     """Make the error for keys that did not come in time."""
-    word = "key" if len(keys) == 1 else "keys"
-    text = (
-        f"wait timeout after {seconds * 1000:.0f}ms, keys: {name_keys(keys)} "
-        f"(the {word} did not come to {where} in {waited:.3f} s{note})"
-    )
+    late = f"the {'key' if len(keys) == 1 else 'keys'} did not come to {where} in {waited:.3f} s{note}"
+    text = f"wait timeout after {seconds * 1000:.0f}ms, keys: {name_keys(keys)} ({late})"
     return DistStoreError(explained(text, "store-timeout"))
 
 
@@ -63,10 +60,8 @@ def barrier_timeout(
     key: bytes, world_size: int, seconds: float, waited: float, where: str, note: str = ""
 ) -> DistStoreError:
     """Make the error for a barrier that too few callers reached in time."""
-    text = (
-        f"barrier timeout after {seconds * 1000:.0f}ms, key: {name_keys([key])} "
-        f"(fewer than {world_size} callers came to {where} in {waited:.3f} s{note})"
-    )
+    late = f"fewer than {world_size} callers came to {where} in {waited:.3f} s{note}"
+    text = f"barrier timeout after {seconds * 1000:.0f}ms, key: {name_keys([key])} ({late})"
     return DistStoreError(explained(text, "store-timeout"))
 
 

@@ -56,8 +56,7 @@ _kept: deque[Any] = deque()
 
 
 def _count_owners(kept: object) -> int:
-    half = _HALVES[id(kept) >> _TO_POINTERS]
-    if not half:
+    if not (half := _HALVES[id(kept) >> _TO_POINTERS]):
         return 1
     owners = _COUNTS[half >> _TO_COUNTS]
     if 0 < owners < _FEW or _HALVES[(id(kept) + _FLAGS - _HALF) >> _TO_POINTERS] & _IS_SIMPLE:

@@ -177,8 +177,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     Raises:
         RuntimeError: neither is given.
     """
-    local_rank = environment.node_local_rank()
-    if local_rank is not None:
+    if (local_rank := environment.node_local_rank()) is not None:
         return local_rank
     if fallback_rank is not None:
         return int(fallback_rank)

@@ -143,8 +143,7 @@ class CallExchange:
                 answer = self._ask_kept(log, ranks[rank], block)
                 return ([], []) if answer is None else (answer["whats"], answer["sizes"])
 
-            failure = log.find(rank, dict(kept["starts"]), fetch)
-            if failure is not None:
+            if (failure := log.find(rank, dict(kept["starts"]), fetch)) is not None:
                 self._fail(log, ranks, failure, True)
         finally:
             self._finding.discard(log.token)

@@ -101,8 +101,7 @@ def under_way() -> Iterator[UnderWay]:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
                 yield UnderWay(group, running._call, backend, running, True)
-            outstanding = backend.outstanding()
-            if outstanding is not None:
+            if (outstanding := backend.outstanding()) is not None:
                 if outstanding._call is None:
                     outstanding._call = latest(group)  # a barrier, for which the host waits
                 if outstanding._call is not None:

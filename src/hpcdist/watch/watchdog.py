@@ -209,8 +209,7 @@ class Watchdog:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
         for group in list(WORLD.groups.values()):
             for backend in list(group.backends.values()):
-                failure = backend.faults.check_async()
-                if failure is not None:
+                if (failure := backend.faults.check_async()) is not None:
                     self.say(f"group {group.group_name!r}: {failure}")
                     backend.faults.interrupt(str(failure))
 

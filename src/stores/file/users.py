@@ -14,6 +14,7 @@ import os
 import socket
 import time
 import weakref
+from pathlib import Path
 
 from hpcdist_stores.errors import DistError, DistStoreError
 from hpcdist_stores.file.log import FIRST_KEY, NOTE, FileLog
@@ -26,8 +27,7 @@ LEAVE_S = 2.0  # how long a leaving user waits for the lock
 def _start_time(pid: int) -> str:
     """Return when a process began (clock ticks since boot); "" if there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
@@ -36,8 +36,8 @@ def _start_time(pid: int) -> str:
 def _place() -> str:
     """Return text that identifies this machine, boot and pid namespace."""
     boot = space = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
     return f"{socket.gethostname()} {boot} {space}"

@@ -61,10 +61,7 @@ class Connection:
         if size - len(data) > CHUNK:
             return self._read_large(size, data)
         while len(data) < size:
-            more = self.recv(size - len(data))
-            if not more:
-                raise ConnectionResetError("the server closed the connection")
-            data += more
+            data += self._receive(size - len(data))
         return data
 
     def _read_large(self, size: int, data: bytes) -> bytes:
@@ -72,12 +69,14 @@ class Connection:
         parts = [data]
         left = size - len(data)
         while left:
-            more = self.recv(min(left, 1 << 20))
-            if not more:
-                raise ConnectionResetError("the server closed the connection")
-            parts.append(more)
-            left -= len(more)
+            parts.append(self._receive(min(left, 1 << 20)))
+            left -= len(parts[-1])
         return b"".join(parts)
+
+    def _receive(self, most: int) -> bytes:
+        if not (data := self.recv(most)):
+            raise ConnectionResetError("the server closed the connection")
+        return data
 
     def read_value(self, data: bytes = b"") -> bytes:
         """Return one string, beginning with the given bytes."""
@@ -105,10 +104,7 @@ class Connection:
             if stop - pos > CHUNK:
                 data = self.read(stop - pos, data)
             else:
-                more = self.recv(CHUNK)
-                if not more:
-                    raise ConnectionResetError("the server closed the connection")
-                data += more
+                data += self._receive(CHUNK)
             pos, end = 0, len(data)
         return values
 

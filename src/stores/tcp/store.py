@@ -145,13 +145,13 @@ class TCPStore(Store):
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value; the server does not confirm it, the next request that has an answer does."""
-        self._tell(_SET, "set", _wire_key(key), as_bytes(value, "value"))
+        self._send(_SET, "set", _wire_key(key), as_bytes(value, "value"))
 
     def append(self, key: Text, value: Text) -> None:
         """Append to a value (not confirmed either); a missing key counts as empty."""
-        self._tell(_R[Request.APPEND], "append to", _wire_key(key), as_bytes(value, "value"))
+        self._send(_R[Request.APPEND], "append to", _wire_key(key), as_bytes(value, "value"))
 
-    def _tell(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
+    def _send(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
         self._session.check_sizes(key, value)
         frame = request + _pack(len(key)) + key + _pack(len(value)) + value
         self._session.call(verb, (key,), self._limit, lambda connection: connection.send(frame))
@@ -335,7 +335,7 @@ class TCPStore(Store):
         Raises:
             NotImplementedError: If the store was made with ``use_libuv=False``, by all queue calls, as with torch's.
         """
-        self._tell(_R[Request.QUEUE_PUSH], "queue_push to", self._queue_key(key), as_bytes(value, "value"))
+        self._send(_R[Request.QUEUE_PUSH], "queue_push to", self._queue_key(key), as_bytes(value, "value"))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the oldest value of a queue.

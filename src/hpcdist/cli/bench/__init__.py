@@ -31,8 +31,7 @@ SUBJECTS: dict[str, str] = {
 
 def size_in_bytes(text: str) -> int:
     """Read a size such as 4, 64K or 16M."""
-    nbytes = number_of_bytes(text)
-    if not nbytes:
+    if not (nbytes := number_of_bytes(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected bytes such as 4, 64K or 16M")
     return nbytes
 

@@ -79,8 +79,7 @@ def run(args: list[str]) -> int:
         ways; 2 if there is no GPU or no NCCL.
     """
     options = parser().parse_args(args)
-    lacks = missing()
-    if lacks is not None:
+    if (lacks := missing()) is not None:
         sys.stderr.write(f"hpcdist bench --device cuda: {lacks}\n")
         return 2
     dist.init_process_group("cpu:mpi,cuda:nccl")

@@ -50,8 +50,7 @@ def write(chapters: Chapters, size: int) -> None:
             if finding.remedy and finding.level == NOTE:
                 table.add_row("", Text(f"  {finding.remedy}", "dim"))
         console.print(table)
-    wanted = to_fix(chapters)
-    if wanted:
+    if wanted := to_fix(chapters):
         console.print("\n[bold]What to do[/bold]")
     for finding in wanted:
         mark, style = MARKS[finding.level]

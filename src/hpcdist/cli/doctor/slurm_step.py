@@ -35,8 +35,7 @@ def look() -> Facts:
     if srun is None or (launch is not None and launch.rank > 0):  # rank 0 asks Slurm for all
         return facts
     facts["pmis"] = offered(srun)
-    scontrol = shutil.which("scontrol")
-    if scontrol is not None:
+    if (scontrol := shutil.which("scontrol")) is not None:
         facts["answers"] = " is UP" in output_of([scontrol, "ping"], 20)[1]
         default = re.search(r"^MpiDefault\s*= (\S+)", output_of([scontrol, "show", "config"], 20)[1], re.MULTILINE)
         facts["default"] = default[1] if default else None

@@ -94,8 +94,7 @@ def follow(pipe: RawIOBase, seconds: float) -> tuple[str, bool, bool]:
     """Read what the checks tell until they end; return the last step, if it is late, and if the page was written."""
     step, is_said = "start", False
     while readable([pipe], seconds):
-        data = pipe.read(READ_BYTES)
-        if not data:
+        if not (data := pipe.read(READ_BYTES)):
             return step, False, is_said
         for line in data.decode().splitlines():
             is_said = is_said or line == END

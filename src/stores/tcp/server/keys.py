@@ -40,8 +40,7 @@ class Wait:
         """Take the wait off every list it is on."""
         self.peer.wait = None
         for key in self.keys:
-            waits = self.table.get(key)
-            if waits is not None:
+            if (waits := self.table.get(key)) is not None:
                 waits.pop(self, None)
                 if not waits:
                     del self.table[key]

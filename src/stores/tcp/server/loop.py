@@ -124,8 +124,7 @@ class Server:
                 events = poll()
             for fd, mask in events:
                 if (peer := connections.get(fd)) is None:
-                    callback = callbacks.get(fd)
-                    if callback is not None:
+                    if (callback := callbacks.get(fd)) is not None:
                         callback()
                 elif mask & WRITE:
                     self.flush(peer)

@@ -205,8 +205,7 @@ def _wait(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[b
     if stop >= 0:
         if peer.wait is not None:
             raise Refused("a second wait while one is pending")
-        absent = list(dict.fromkeys(_absent(space, keys)))
-        if absent:
+        if absent := list(dict.fromkeys(_absent(space, keys))):
             Wait(peer, absent, space.waits)
         else:
             out.append(WOKEN)
