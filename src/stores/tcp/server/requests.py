@@ -56,11 +56,9 @@ def _storing(store: Callable[[Space, bytes, bytes], None]) -> Handler:
     """Return the handler of a request that has a key and a value, and no reply."""
 
     def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-        middle = _string(peer, data, pos, end, MAX_KEY)
-        if middle < 0:
+        if (middle := _string(peer, data, pos, end, MAX_KEY)) < 0:
             return -1
-        stop = _string(peer, data, middle, end, MAX_VALUE)
-        if stop >= 0:
+        if (stop := _string(peer, data, middle, end, MAX_VALUE)) >= 0:
             store(space, data[pos + 8 : middle], data[middle + 8 : stop])
         return stop
 
@@ -84,14 +82,11 @@ def _queue_push(space: Space, key: bytes, value: bytes) -> None:
 
 
 def _compare_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    key_end = _string(peer, data, pos, end, MAX_KEY)
-    if key_end < 0:
+    if (key_end := _string(peer, data, pos, end, MAX_KEY)) < 0:
         return -1
-    expected_end = _string(peer, data, key_end, end, MAX_VALUE)
-    if expected_end < 0:
+    if (expected_end := _string(peer, data, key_end, end, MAX_VALUE)) < 0:
         return -1
-    stop = _string(peer, data, expected_end, end, MAX_VALUE)
-    if stop < 0:
+    if (stop := _string(peer, data, expected_end, end, MAX_VALUE)) < 0:
         return -1
     key = data[pos + 8 : key_end]
     expected = data[key_end + 8 : expected_end]
@@ -106,8 +101,7 @@ def _compare_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out:
 
 
 def _get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    stop = _string(peer, data, pos, end, MAX_KEY)
-    if stop < 0:
+    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
         return -1
     value = space.data.get(data[pos + 8 : stop], b"")
     out += (_pack_u64(len(value)), value)
@@ -115,8 +109,7 @@ def _get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[by
 
 
 def _add(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    stop = _string(peer, data, pos, end, MAX_KEY)
-    if stop < 0:
+    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
         return -1
     if stop + 8 > end:
         peer.need = stop + 8
@@ -262,8 +255,7 @@ def _num_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: li
 
 
 def _delete_key(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    stop = _string(peer, data, pos, end, MAX_KEY)
-    if stop >= 0:
+    if (stop := _string(peer, data, pos, end, MAX_KEY)) >= 0:
         out.append(_pack_i64(0 if space.data.pop(data[pos + 8 : stop], None) is None else 1))
     return stop
 
@@ -285,8 +277,7 @@ def _ping(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[b
 
 
 def _queue_pop(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    stop = _string(peer, data, pos, end, MAX_KEY)
-    if stop < 0:
+    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
         return -1
     key = data[pos + 8 : stop]
     if (queue := space.queues.get(key)) is None:
@@ -301,8 +292,7 @@ def _queue_pop(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
 
 
 def _queue_len(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    stop = _string(peer, data, pos, end, MAX_KEY)
-    if stop >= 0:
+    if (stop := _string(peer, data, pos, end, MAX_KEY)) >= 0:
         out.append(_pack_i64(len(space.queues.get(data[pos + 8 : stop], ()))))
     return stop
 
@@ -316,8 +306,7 @@ def _list_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
 
 
 def _barrier(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    stop = _string(peer, data, pos, end, MAX_KEY)
-    if stop < 0:
+    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
         return -1
     if stop + 8 > end:
         peer.need = stop + 8
