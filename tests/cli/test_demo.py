@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hpcdist.cli import demo
+from hpcdist.cli import demo, submit
 from hpcdist.cli.doctor import mpi_library
 from hpcdist.launch import environment
 from tests import forked
@@ -56,7 +56,7 @@ def test_an_option_of_the_script_is_not_taken_for_the_demos(monkeypatch):
     monkeypatch.setattr(demo, "command", lambda ranks: [str(ranks)])
     monkeypatch.setattr(demo.subprocess, "Popen", lambda line, **_: started.append(line) or Launcher())
     demo.run(["--rank", "1"])
-    assert started == [[str(demo.RANKS), str(demo.script()), "--rank", "1"]]
+    assert started == [[str(demo.RANKS), str(submit.CHECKOUT / "jobs" / demo.SCRIPT), "--rank", "1"]]
 
 
 class Launcher:

@@ -13,12 +13,11 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor import mpi_library, slurm_step
 from hpcdist.cli.job_arguments import JobParser, described
-from hpcdist.cli.submit import CHECKOUT, PACKAGED
+from hpcdist.cli.submit import CHECKOUT, installed
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import environment
 
@@ -34,12 +33,6 @@ def parser() -> JobParser:
         "--ranks", type=int, help=f"how many to start if no launcher does ({RANKS}, or the allocation's tasks)"
     )
     return made
-
-
-def script() -> Path:
-    """Return the script's file, of an installed package or of a checkout."""
-    packaged = PACKAGED / SCRIPT
-    return packaged if packaged.exists() else CHECKOUT / "jobs" / SCRIPT
 
 
 def has_mpi() -> bool:
@@ -72,12 +65,12 @@ def run(args: list[str]) -> int:
         made.error(f"--ranks is {given.ranks}; expected 1 or more")
     if find_spec("sklearn") is None:
         made.error("the demo needs scikit-learn: pip install 'hpcdist[demo]'")
-    start = slurm_step.whole_allocation(given.ranks)
+    start, script = slurm_step.whole_allocation(given.ranks), str(installed(SCRIPT, CHECKOUT / "jobs"))
     if environment.detect() is not None and not start:
-        sys.argv = [str(script()), *others]
-        runpy.run_path(str(script()), run_name="__main__")
+        sys.argv = [script, *others]
+        runpy.run_path(script, run_name="__main__")
         return 0
-    line = [*([*start, sys.executable] if start else command(given.ranks or RANKS)), str(script()), *others]
+    line = [*([*start, sys.executable] if start else command(given.ranks or RANKS)), script, *others]
     print("$", *line, flush=True)
     # one thread a rank, because the ranks share the cores
     own = mpi_library.mpi_free_environment() if start else dict(os.environ)

@@ -15,9 +15,8 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from hpcdist.cli.job_arguments import JobParser, described, is_first_rank, wrapped
-from hpcdist.cli.submit import CHECKOUT, PACKAGED
+from hpcdist.cli.submit import CHECKOUT, installed
 
-PAGE = "reference/errors.md"
 ANYTHING = "…"  # in a message of the page: what differs from case to case
 SHORTEST = 12  # characters of a message's part that says which message it is
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)[^)]*\)")
@@ -52,8 +51,7 @@ def matches(pattern: str, message: str) -> bool:
 
 def entries() -> dict[str, Entry]:
     """Return the page's entries by name."""
-    packaged = PACKAGED / "errors.md"
-    page = (packaged if packaged.exists() else CHECKOUT.parent / "docs" / PAGE).read_text()
+    page = installed("errors.md", CHECKOUT.parent / "docs/reference").read_text()
     found = {}
     for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
         name, messages, text = re.split(r"\n\n```text\n|\n```\n", section, maxsplit=2)

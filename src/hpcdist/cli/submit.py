@@ -39,14 +39,14 @@ USAGE = "usage: python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]"
 Options = dict[str, str | None]
 
 
-def folder() -> Path:
-    """Return where the templates are: in the installed package, or in the checkout."""
-    return PACKAGED if PACKAGED.is_dir() else CHECKOUT
+def installed(name: str, folder: Path = CHECKOUT) -> Path:
+    """Return a file of the installed package, or of a folder of the checkout."""
+    return (PACKAGED if PACKAGED.is_dir() else folder) / name
 
 
 def templates() -> dict[str, Path]:
     """Return the templates by name."""
-    return {path.stem: path for path in sorted(folder().glob("*.sbatch"))}
+    return {path.stem: path for path in sorted(installed("").glob("*.sbatch"))}
 
 
 def summary(template: str) -> str:
