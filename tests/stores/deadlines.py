@@ -11,7 +11,7 @@ ROUNDS = 6
 SHARE, SLACK_S = 1.1, 0.06
 
 
-def ends_at(seconds, call, error, match=None, earliest=1.0):
+def ends_at(seconds, call, error, match=None):
     """Check that a call raises an error at its deadline.
 
     Args:
@@ -19,7 +19,6 @@ def ends_at(seconds, call, error, match=None, earliest=1.0):
         call: The call, which can be repeated.
         error: The class of the error.
         match: A pattern that its message has, every time.
-        earliest: The share of the timeout that the call takes at least, every time.
     """
     took = []
     for _ in range(ROUNDS):
@@ -27,7 +26,7 @@ def ends_at(seconds, call, error, match=None, earliest=1.0):
         with pytest.raises(error, match=match) as caught:
             call()
         took.append(time.monotonic() - start)
-        assert took[-1] >= seconds * earliest, took
+        assert took[-1] >= seconds, took
         if took[-1] <= seconds * SHARE + SLACK_S:
             return caught.value
     raise AssertionError(f"ended {took} s after the call in all rounds, with a timeout of {seconds} s")

@@ -24,6 +24,7 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
 from hpcdist.core.table import ALL_REDUCE
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 
@@ -131,12 +132,14 @@ def test_a_wait_with_a_negative_limit_is_over_at_once(queue, limit):
     assert work.wait(limit)  # it has ended
 
 
-def test_what_is_given_up_raises_and_nothing_follows(queue):
-    gate = Gate()
-    running, waiting = queue.put(gate, []), queue.put(lambda: None, [])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_is_given_up_raises_and_is_never_carried_out_and_nothing_follows(is_large, queue):
+    gate, seen, error = Gate(), [], DistBackendError("a rank died")
+    running = queue.put(gate, [], is_large)
+    waiting = queue.put(lambda: seen.append(1), [], is_large)
     assert gate.has_begun.wait(20)
     assert queue.pending() == [running, waiting]
-    queue.fail(DistBackendError("a rank died"))
+    queue.fail(error)
     for work in (running, waiting):
         with pytest.raises(DistBackendError, match="a rank died"):
             work.wait()
@@ -144,6 +147,9 @@ def test_what_is_given_up_raises_and_nothing_follows(queue):
         with pytest.raises(DistBackendError, match="can no longer be used: a rank died"):
             call()
     gate.is_open.set()
+    assert wait_until(lambda: queue.running is None and not queue._calls, 10)
+    assert not seen
+    assert running.exception() is error  # though it has ended
 
 
 def test_close_carries_out_what_is_queued():
@@ -417,23 +423,6 @@ def test_no_wake_up_is_lost():
     assert seen == list(range(100_000))
 
 
-def test_what_was_given_up_is_never_carried_out(queue):
-    gate, seen = Gate(), []
-    first = queue.put(gate, [], is_large=True)
-    later = queue.put(lambda: seen.append(1), [], is_large=True)
-    assert gate.has_begun.wait(20)
-    queue.fail(DistBackendError("a rank died"))
-    gate.is_open.set()
-    for work in (first, later):
-        with pytest.raises(DistBackendError, match="a rank died"):
-            work.wait()
-    deadline = time.monotonic() + 10
-    while queue.running is not None or queue._calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert not seen
-
-
 def test_who_ends_its_turn_wakes_the_worker_that_was_to_have_it(monkeypatch):
     for name in ("SHORTEST_NAP", "LONGEST_NAP"):
         monkeypatch.setattr(queue_module, name, 30.0)
@@ -535,15 +524,3 @@ def test_its_thread_has_ended_once_it_is_closed():
         queue = Queue("closed")
         queue.close()
         assert not queue._thread.is_alive()
-
-
-def test_a_call_that_was_given_up_stays_so_though_it_ends(queue):
-    gate, error = Gate(), DistBackendError("given up")
-    work = queue.put(gate, [], is_large=True)
-    assert gate.has_begun.wait(20)
-    queue.fail(error)
-    gate.is_open.set()
-    deadline = time.monotonic() + 20
-    while queue.running is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert work.exception() is error
