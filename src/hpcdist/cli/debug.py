@@ -46,11 +46,7 @@ def run_there(command: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Show a running job.
-
-    Returns:
-        0, or srun's exit status; 1 if no job is found or it does not answer; 2 for wrong arguments.
-    """
+    """Show a running job; return 0, or srun's exit status; 1 if no job is found or it does not answer."""
     given = parser().parse_args(args)
     if given.job is not None and re.fullmatch(r"\d+([_.+]\d+)?", given.job):
         values = {name: getattr(given, name) for name in ("pid", "seconds", "html", "serve", "once", "stacks")}

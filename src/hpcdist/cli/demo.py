@@ -54,11 +54,7 @@ def command(ranks: int) -> list[str]:
 
 
 def run(args: list[str]) -> int:
-    """Train on several ranks.
-
-    Returns:
-        The exit status of the launcher; 2 if scikit-learn is missing or the number of ranks is not positive.
-    """
+    """Train on several ranks; return the exit status of the launcher."""
     made = parser()
     given, others = made.parse_known_args(args)
     if given.ranks is not None and given.ranks < 1:

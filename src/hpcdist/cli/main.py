@@ -46,14 +46,7 @@ def tell(text: str, file: TextIO | None = None) -> None:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        args: the command's name and its arguments; those of the process by default.
-
-    Returns:
-        The command's exit status; 2 for a wrong call.
-    """
+    """Run one command, by its name and arguments; return its exit status, 2 for a wrong call."""
     given = sys.argv[1:] if args is None else args
     if given and given[0] in ("-h", "--help"):
         tell(usage())

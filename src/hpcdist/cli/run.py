@@ -75,11 +75,9 @@ def variables(launch: environment.Launch) -> dict[str, int | str | None]:
 
 
 def run(args: list[str]) -> int:
-    """Run a script with its groups made by hpcdist.
+    """Run a script with its groups made by hpcdist; return 0, or 2 if there is none or launchers' variables contradict.
 
-    Returns:
-        0, or 2 if there is no such script, or the launchers' variables contradict each other. Whatever the script
-        raises, SystemExit included, is passed on.
+    Whatever the script raises, SystemExit included, is passed on.
     """
     given = parser().parse_args(args)
     try:

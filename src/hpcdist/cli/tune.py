@@ -112,11 +112,7 @@ def best(times: dict[int, dict[str, float]]) -> int:
 
 
 def measure(bench: Bench, place: int | str) -> dict[str, int]:
-    """Time all collectives at all sizes and print the table; every rank calls.
-
-    Returns:
-        Collective, by the name that it has in the file -> bytes.
-    """
+    """Time all collectives at all sizes, print the table, and return what the file is to hold; every rank calls."""
     is_one_node = isinstance(place, int)
     sizes = [size for size in SIZES if is_one_node or size <= LARGEST_BETWEEN_NODES]
     rows = {row.name: (row, torch.float32) for row in SHARED_CALLS if place != threshold_file.FLAT}

@@ -87,11 +87,7 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[st
 
 
 def measure(bench: Bench) -> None:
-    """Time the collectives asked for at all sizes.
-
-    Raises:
-        SystemExit: --collectives names one that this subject cannot time.
-    """
+    """Time the collectives asked for at all sizes."""
     options = bench.options
     names = COLLECTIVES if options.collectives == ["all"] else options.collectives
     unknown = [name for name in names if name not in COLLECTIVES]

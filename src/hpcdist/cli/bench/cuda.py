@@ -72,11 +72,9 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    """Time both sides; every rank calls this.
+    """Time both sides; every rank calls this. Return 2 if there is no GPU or no NCCL, or else 0.
 
-    Returns:
-        The exit status: 0; 1 if a call of 4 bytes took the host more than 2 µs longer than torch's in any of the three
-        ways; 2 if there is no GPU or no NCCL.
+    It is 1 if a call of 4 bytes took the host more than 2 µs longer than torch's in any of the three ways.
     """
     options = parser().parse_args(args)
     if (lacks := missing()) is not None:

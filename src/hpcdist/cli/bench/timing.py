@@ -38,11 +38,7 @@ class Figure:
 
 
 class Bench:
-    """The ranks, the libraries compared and the figures of one run.
-
-    Args:
-        options: the parsed command line.
-    """
+    """The ranks, the libraries compared and the figures of one run."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

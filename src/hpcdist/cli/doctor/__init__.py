@@ -125,8 +125,7 @@ def examine(tell: Step, options: Namespace) -> int:
 def start(facts: Facts) -> tuple[Any, Finding | None]:
     """Create the world that a script's ``init_process_group()`` would create; if that fails, one of one rank.
 
-    Returns:
-        The world's communicator, or None without MPI; and the finding that says what failed, or None.
+    Return its communicator, None without MPI; and the finding that says what failed, if any.
     """
     launch = environment.detect()
     if launch is not None and launch.conflict:

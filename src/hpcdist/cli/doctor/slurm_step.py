@@ -54,14 +54,10 @@ def fitting(library: str, pmis: Sequence[str]) -> str | None:
 
 
 def whole_allocation(ranks: int | None = None) -> list[str]:
-    """Return the srun that starts ranks on all of this allocation.
+    """Return the srun that starts ranks on all of this allocation, by default as many as it has tasks.
 
-    Args:
-        ranks: how many; as many as the allocation has tasks if None.
-
-    Returns:
-        An empty list outside an allocation, if srun cannot start this MPI, and in a rank that a launcher has started. A
-        command that was typed at the shell of ``srun --pty`` or ``salloc`` has that step's variables and is not a rank.
+    That is an empty list outside an allocation, if srun cannot start this MPI, and in a rank that a launcher has
+    started. A command typed at the shell of ``srun --pty`` or ``salloc`` has that step's variables and is not a rank.
     """
     launch = environment.detect()
     is_typed = sys.stdin is not None and sys.stdin.isatty() and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
