@@ -47,11 +47,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class Snapshot:
-    """The state of some objects after a step.
-
-    Args:
-        state: the objects by name.
-    """
+    """The state of some objects, by their names, after a step."""
 
     def __init__(self, state: Mapping[str, Stateful]) -> None:
         self._state = state

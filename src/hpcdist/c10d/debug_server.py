@@ -30,11 +30,7 @@ def open_store() -> int:
 
 @contextmanager
 def torchruns_variables() -> Iterator[None]:
-    """Set the variables of torchrun, for a store that rank 0 opens; every rank of the default group calls this.
-
-    Raises:
-        ValueError: there is no default group.
-    """
+    """Set the variables of torchrun, for a store that rank 0 opens; every rank of the default group calls this."""
     if (group := WORLD.default) is None:
         raise ValueError(
             "start_debug_server: MASTER_ADDR and MASTER_PORT are not set; call init_process_group before, or set them"

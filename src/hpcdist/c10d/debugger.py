@@ -30,11 +30,7 @@ class RankDebugger(pdb.Pdb):
             self.prompt = f"(Pdb of rank {rank})\n"
 
     def open(self, frame: FrameType) -> None:
-        """Talk at a frame, until it is told to go on.
-
-        Raises:
-            bdb.BdbQuit: it was told to quit.
-        """
+        """Open the prompt at a frame, until it is told to go on; bdb.BdbQuit if it was told to quit."""
         self.message(f"\n!!! ATTENTION !!!\n\nThis is rank {self.rank}, in the line that called breakpoint.")
         if not self.has_terminal:
             self.message(HINT.format(rank=self.rank))

@@ -94,12 +94,9 @@ def share_counts(pg: Group, call: Call) -> Counts:
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:
-    """Compare a call with the other ranks' before it runs; every rank of the group calls this.
+    """Compare a call (a name for one that moves objects) with the other ranks' before it runs; every rank calls this.
 
-    ``call`` is a name for one that moves objects.
-
-    Raises:
-        RuntimeError: the calls do not fit (c10d's class for it).
+    RuntimeError, c10d's class for it, if they do not fit.
     """
     backend.settle()
     mine = of_call(pg, call)

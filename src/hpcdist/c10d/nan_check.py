@@ -20,11 +20,7 @@ VARIABLE = "TORCH_DIST_NAN_CHECK"
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:
-    """Look at what a collective is about to send from this rank; ``call`` is a name for one that moves objects.
-
-    Raises:
-        RuntimeError: it holds NaN (c10d's class for it).
-    """
+    """Look at what a collective is about to send from this rank; ``call`` is a name for one that moves objects."""
     if isinstance(call, str) or call.send is None or (call.row is BROADCAST and call.root != pg.rank()):
         return  # a buffer that is only received into may hold anything
     backend.settle()  # a queued call may still write what is looked at
@@ -34,16 +30,12 @@ def check(pg: Group, backend: Backend, call: Call | str) -> None:
 
 
 def check_message(pg: Group, name: str, peer: int, tensor: torch.Tensor) -> None:
-    """Look at a message before it is sent; ``peer`` is a rank of the group.
-
-    Raises:
-        RuntimeError: it holds NaN.
-    """
+    """Look at a message before it is sent; ``peer`` is a rank of the group."""
     refuse_nan(pg, f"{name} to rank {pg.ranks[peer]}", tensor)
 
 
 def refuse_nan(pg: Group, call: str, tensor: Any) -> None:
-    """Raise RuntimeError if a tensor holds NaN; the host waits for a GPU's answer.
+    """Raise RuntimeError, c10d's class for it, if a tensor holds NaN; the host waits for a GPU's answer.
 
     Sums of complex numbers, all_reduce aside, are sums of pairs of real ones, and are named as such.
     """

@@ -79,11 +79,7 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
 
 
 def find(pid: int | None) -> Job:
-    """Return the job on this machine; inside an allocation of Slurm's, the job in it.
-
-    Raises:
-        ConnectionError: there is none, or several.
-    """
+    """Return the job on this machine, or in this allocation of Slurm's; ConnectionError if it is none or several."""
     allocation = debug_socket.slurm_job()
     said = [(each, Endpoint(*each["endpoint"])) for each in debug_socket.ranks_on_this_machine()]
     jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
@@ -103,11 +99,7 @@ def find(pid: int | None) -> Job:
 
 
 def at(address: str) -> Job:
-    """Return the job whose rank 0 listens at ``host:port``; the secret is that of HPCDIST_DEBUG_SECRET.
-
-    Raises:
-        ConnectionError: no secret, or no answer.
-    """
+    """Return the job whose rank 0 listens at ``host:port``; the secret is that of HPCDIST_DEBUG_SECRET."""
     secret, (host, _, port) = os.environ.get(debug_socket.SECRET_VARIABLE, ""), address.rpartition(":")
     if not secret:
         raise ConnectionError(f"set {debug_socket.SECRET_VARIABLE} here to what it was when the job started")

@@ -61,11 +61,7 @@ def settings(template: str) -> dict[str, tuple[str, str]]:
 
 
 def parse(args: list[str]) -> tuple[Options, list[str]]:
-    """Return the options before the script, by their long names, and the script with its arguments.
-
-    Raises:
-        ValueError: an option without its value, or a letter that is not an option of sbatch.
-    """
+    """Return the options before the script, by their long names, and the script with its arguments."""
     options: Options = {}
     rest = list(args)
     while rest and rest[0].startswith("-"):

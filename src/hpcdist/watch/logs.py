@@ -41,11 +41,7 @@ ORIGIN = Origin()
 
 
 def set_up() -> None:
-    """Give the logger a handler if the environment asks for one; at ``debug`` it logs each call.
-
-    Raises:
-        ValueError: an invalid level.
-    """
+    """Give the logger a handler if the environment asks for one; at ``debug`` it logs each call."""
     wanted = os.environ.get(VARIABLE, "").lower()
     if not wanted or any(ORIGIN in handler.filters for handler in LOG.handlers):
         return

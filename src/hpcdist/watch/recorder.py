@@ -145,11 +145,7 @@ class Recorder:
 
 
 def make_private(folder: str) -> None:
-    """Make a folder that only this user can read, or find that it is there and is one.
-
-    Raises:
-        PermissionError: it is another user's, others may enter it, or it is a link.
-    """
+    """Make a folder that only this user can read; PermissionError if what is there is anything else, or a link."""
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     found = os.lstat(folder)

@@ -101,11 +101,7 @@ class Signals:
         return set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
 
     def _want(self, fd: int, /, *, warn_on_full_buffer: bool = True) -> int:
-        """Note which descriptor the program wants, and return the one until now: ``signal.set_wakeup_fd`` to it.
-
-        Raises:
-            ValueError, OSError: as Python's own.
-        """
+        """Note which descriptor the program wants, and return the one until now: ``signal.set_wakeup_fd`` to it."""
         before = self._theirs
         set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # which checks it
         self._hold()

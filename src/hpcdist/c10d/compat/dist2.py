@@ -54,11 +54,7 @@ COUNT = itertools.count()  # of groups made here; the same on all processes, whi
 
 
 def register_backend(name: str, func: ProcessGroupFactory) -> None:
-    """Make a factory known under a name.
-
-    Raises:
-        ValueError: the name is known already.
-    """
+    """Make a factory known under a name; ValueError if it is known already."""
     if name in FACTORIES or name in OPTIONS:
         raise ValueError(f"Backend {name} already registered")
     FACTORIES[name] = func
