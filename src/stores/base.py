@@ -173,13 +173,8 @@ class Store(KeptAlive, TorchStore):
         """Return keys and values in pairs; raises DistStoreError if their numbers differ."""
         if len(keys) != len(values):
             raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
-        return list(
-            zip(
-                as_key_list(keys),
-                [value if value.__class__ is bytes else as_bytes(value, "value") for value in values],
-                strict=True,
-            )
-        )
+        wired = [value if value.__class__ is bytes else as_bytes(value, "value") for value in values]
+        return list(zip(as_key_list(keys), wired, strict=True))
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue (queues live apart from keys)."""

@@ -397,8 +397,7 @@ class ElasticJob:
 
 def is_hit() -> bool:
     """Tell whether a group of this process has lost a rank or was revoked."""
-    backends = [backend for group in list(WORLD.groups.values()) for backend in group.backends.values()]
-    return any(backend.faults.is_revoked() or backend.faults.failed() for backend in backends)
+    return any(backend.faults.is_revoked() or backend.faults.failed() for backend in WORLD.backends())
 
 
 def revoke_groups(reason: str) -> None:

@@ -57,7 +57,7 @@ class Profile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         end = time.perf_counter_ns()
-        for each in {carrier for known in WORLD.groups.values() for carrier in known.backends.values()}:
+        for each in WORLD.backends():
             each.pending()  # a device's calls are noted when somebody looks
         timing.leave(self._note)
         if error is not None:

@@ -130,16 +130,9 @@ def look(job: Job) -> Picture:
     rows: list[tuple[str, ...]] = []
     for name, members in sorted(groups.items()):
         first = next(iter(members.values()))
-        rows.append(
-            (
-                first["label"],
-                first["backend"],
-                f"{first['size']}",
-                span([each["collectives"] for each in members.values()]),
-                span([each["messages"] for each in members.values()]),
-                listed(behind[name]) if behind[name] else "",
-            )
-        )
+        counts = (span([each[kind] for each in members.values()]) for kind in ("collectives", "messages"))
+        late_ones = listed(behind[name]) if behind[name] else ""
+        rows.append((first["label"], first["backend"], f"{first['size']}", *counts, late_ones))
     stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
     title = f"{job.program}, {plural(len(endpoints), 'rank')}, {time.strftime('%H:%M:%S')}"
     return Picture(title, ranks, rows, tallied(answers), stacks, late)
@@ -158,18 +151,11 @@ def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
         for name, line, is_async, calls, nbytes, total, longest in answer["inspected"]["calls"]:
             mine = sums[name, line, is_async]
             mine[:] = mine[0] + calls, mine[1] + nbytes, mine[2] + total, max(mine[3], longest)
-    return [
-        (
-            f"{name}{' async' * is_async}",
-            f"{calls}",
-            sized(nbytes),
-            f"{total / 1e9 / len(answers):.3f}",
-            f"{total / calls / 1e3:.1f}",
-            f"{longest / 1e3:.1f}",
-            line,
-        )
-        for (name, line, is_async), (calls, nbytes, total, longest) in sorted(sums.items(), key=lambda s: -s[1][2])
-    ]
+    rows: list[tuple[str, ...]] = []
+    for (name, line, is_async), (calls, nbytes, total, longest) in sorted(sums.items(), key=lambda each: -each[1][2]):
+        times = f"{total / 1e9 / len(answers):.3f}", f"{total / calls / 1e3:.1f}", f"{longest / 1e3:.1f}"
+        rows.append((f"{name}{' async' * is_async}", f"{calls}", sized(nbytes), *times, line))
+    return rows
 
 
 def tables(picture: Picture) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:

@@ -18,6 +18,8 @@ from hpcdist.core.ranks import listed
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from hpcdist.core.backend import Backend
+
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
@@ -134,6 +136,11 @@ class World:
     def _leave(self, group: Group) -> None:
         if group.journal.blocked():
             self._left.append(group)
+
+    def backends(self) -> list[Backend]:
+        """Return what carries the groups, each once."""
+        groups = list(self.groups.values())
+        return list(dict.fromkeys(each for group in groups for each in list(group.backends.values())))
 
     def watched(self) -> list[Group]:
         """Return the groups, and those that are no more but on which a call of another thread still blocks."""

@@ -115,13 +115,12 @@ class ProcessExit:
         if is_stuck():
             watchdog.abort(self.backend, "leaving with a call that never ended; the job is aborted")
         failure = None
-        for group in list(WORLD.groups.values()):
-            for backend in list(group.backends.values()):
-                if backend.queue is not None:
-                    try:
-                        backend.queue.close()
-                    except CallsDifferError as error:
-                        failure = failure or str(error)
+        for backend in WORLD.backends():
+            if backend.queue is not None:
+                try:
+                    backend.queue.close()
+                except CallsDifferError as error:
+                    failure = failure or str(error)
         watchdog.has_left = True
         membership = self.backend.membership
         everyone_leaves = None if membership is None else membership.exit_barrier()
@@ -297,26 +296,20 @@ def difference() -> str | None:
     found = None
     if any(each.daemon and not each.name.startswith("hpcdist") for each in threading.enumerate()):
         return None
-    for group in list(WORLD.groups.values()):
-        for backend in dict.fromkeys(group.backends.values()):
-            try:
-                backend.leave()
-            except CallsDifferError as error:
-                found = found or str(error)
-            except DistBackendError:  # a rank has died
-                pass
+    for backend in WORLD.backends():
+        try:
+            backend.leave()
+        except CallsDifferError as error:
+            found = found or str(error)
+        except DistBackendError:  # a rank has died
+            pass
     return found
 
 
 def is_stuck() -> bool:
     """Tell whether a worker thread was given up and is still in its call."""
-    broken = [
-        backend.queue
-        for group in list(WORLD.groups.values())
-        for backend in list(group.backends.values())
-        if backend.queue is not None and backend.queue.broken is not None
-    ]
-    return not wait_until(lambda: all(queue.running is None for queue in broken), QUEUE_SECONDS)
+    queues = [each.queue for each in WORLD.backends() if each.queue is not None and each.queue.broken is not None]
+    return not wait_until(lambda: all(queue.running is None for queue in queues), QUEUE_SECONDS)
 
 
 def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:

@@ -105,12 +105,7 @@ class Recorder:
         first = self.made() - len(calls)
         groups = list(WORLD.groups.values())
         blocking = {id(each.call): each for group in groups for each in group.journal.blocked()}
-        waiting = {
-            id(work._call)
-            for group in groups
-            for backend in list(group.backends.values())
-            for work in backend.pending()
-        }
+        waiting = {id(work._call) for backend in WORLD.backends() for work in backend.pending()}
         by_journal = {id(group.journal): group for group in groups}
         times = list(self.ticks)
         entries = []

@@ -44,19 +44,14 @@ def compare(bench: Bench, nbytes: int) -> dict[str, float]:
     """Time a ping-pong of one size."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     raw, comm, gloo = tensor.numpy(), bench.comm, bench.gloo
-    return bench.compare(
-        "ping-pong",
-        "uint8",
-        nbytes,
-        {
-            "hpcdist": ping_pong(bench, lambda r: dist.send(tensor, r), lambda r: dist.recv(tensor, r)),
-            "mpi4py": ping_pong(bench, lambda r: comm.Send(raw, r), lambda r: comm.Recv(raw, r)),
-            "gloo": ping_pong(
-                bench, lambda r: gloo.send([tensor], r, 0).wait(), lambda r: gloo.recv([tensor], r, 0).wait()
-            ),
-        },
-        operations=2,
-    )
+    sides = {
+        "hpcdist": ping_pong(bench, lambda r: dist.send(tensor, r), lambda r: dist.recv(tensor, r)),
+        "mpi4py": ping_pong(bench, lambda r: comm.Send(raw, r), lambda r: comm.Recv(raw, r)),
+        "gloo": ping_pong(
+            bench, lambda r: gloo.send([tensor], r, 0).wait(), lambda r: gloo.recv([tensor], r, 0).wait()
+        ),
+    }
+    return bench.compare("ping-pong", "uint8", nbytes, sides, operations=2)
 
 
 def measure(bench: Bench) -> None:
@@ -112,9 +107,5 @@ def put_and_signal(bench: Bench, nbytes: int) -> dict[str, float]:
 
 def barrier(bench: Bench) -> dict[str, float]:
     """Time the barrier."""
-    return bench.compare(
-        "barrier",
-        "",
-        0,
-        {"hpcdist": dist.barrier, "mpi4py": bench.comm.Barrier, "gloo": lambda: bench.gloo.barrier().wait()},
-    )
+    sides = {"hpcdist": dist.barrier, "mpi4py": bench.comm.Barrier, "gloo": lambda: bench.gloo.barrier().wait()}
+    return bench.compare("barrier", "", 0, sides)
