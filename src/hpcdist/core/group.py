@@ -68,24 +68,10 @@ class ParentsBackend:
 
 
 class Group:
-    """A set of ranks that communicate.
+    """A set of ranks that communicate."""
 
-    Attributes:
-        ranks: the global rank of each rank of the group, in order.
-        backends: the backend that carries each device type; empty once the group is destroyed.
-        left: the backends of a group that has ended, on which another thread may still be in a call.
-        is_watched: whether the watchdog looks at such calls: not if only daemons are in them.
-        config: the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``.
-        timeout: the limit of each call on the group.
-        journal: the calls of this rank on the group.
-        making: the global ranks of groups that members of this one are making by themselves, on this rank.
-        known: what need not be asked of a collective that repeats the last one of its kind.
-        asked_name: what a script that runs on ``torch.distributed`` calls the backend; None if it says nothing.
-        is_own_world: whether the end of the default group does not end it (``dist2``).
-    """
-
-    asked_name: str | None = None
-    is_own_world = False
+    asked_name: str | None = None  # what a script on ``torch.distributed`` calls the backend, if it says so
+    is_own_world = False  # whether the end of the default group does not end it (``dist2``)
 
     def __init__(
         self,
@@ -97,26 +83,26 @@ class Group:
         description: str,
         timeout: timedelta,
     ) -> None:
-        self.config = config
-        self.timeout = timeout
+        self.config = config  # the backend string that it was made with, such as ``"cpu:mpi,cuda:nccl"``
+        self.timeout = timeout  # the limit of each call on the group
         self._name = name
         self._description = description
         self._device_id: torch.device | None = None
-        self.ranks = ranks
+        self.ranks = ranks  # the global rank of each rank of the group, in order
         self._rank = rank
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
-        self.backends = backends
+        self.backends = backends  # the backend that carries each device type; empty once the group is destroyed
         self.cpu = backends.get("cpu")
         self.carriers = {device: backend.on(device) for device, backend in backends.items()}
         for backend in backends.values():
             if backend is not self.cpu and backend.peer is None:
                 backend.peer = self.cpu
-        self.journal = Journal(self._name)
-        self.left: list[Backend] = []
+        self.journal = Journal(self._name)  # the calls of this rank on the group
+        self.left: list[Backend] = []  # of a group that has ended: another thread may still be in a call on them
         self._ended: dict[Backend, None] = {}
-        self.is_watched = True
-        self.making: list[list[int]] = []
-        self.known = CallCache()
+        self.is_watched = True  # whether the watchdog looks at such calls: not if only daemons are in them
+        self.making: list[list[int]] = []  # the global ranks of groups that only their members make, on this rank
+        self.known = CallCache()  # what need not be asked of a collective that repeats the last one of its kind
         self.coalescing: list[tuple[Call, HeldWork]] | None = None  # the calls held back by a coalescing manager
 
     @property

@@ -57,16 +57,11 @@ MESSAGES = frozenset(
 
 
 class Ring:
-    """The last calls of this process on all its groups, in order.
-
-    Attributes:
-        calls: their records.
-        past: how many calls were made on groups that are no more, recorded here or dropped since.
-    """
+    """The last calls of this process on all its groups, in order."""
 
     def __init__(self) -> None:
-        self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)
-        self.past = 0
+        self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)  # their records
+        self.past = 0  # how many calls were made on groups that are no more, recorded here or dropped since
 
     def resize(self, length: int) -> None:
         """Keep a different number of calls; for journals that follow from now on."""
@@ -126,36 +121,27 @@ class Blocked:
 
 
 class Journal:
-    """The calls of this rank on one group.
-
-    Attributes:
-        sequence: how many collectives were called; the same on all ranks of a group in step.
-        messages: how many sends and receives were called.
-        current: the call that began to block first, as the arguments of ``Blocked``, or None.
-        further: the calls that block on other threads too, or inside of the one that ``current`` is.
-        monitored: how many monitored barriers each rank of the group has called, as far as this rank knows.
-        asked: by thread, the seconds that the calls may take which it makes now.
-        limits: the seconds that single calls may take, by id of their records, with these.
-        push: adds a call to the ring.
-        group: the group's name.
-    """
+    """The calls of this rank on one group."""
 
     __slots__ = ("asked", "current", "further", "group", "limits", "messages", "monitored", "push", "sequence")
 
     def __init__(self, group: str) -> None:
-        self.sequence = 0
-        self.messages = 0
-        self.monitored: dict[int, int] = {}
+        self.sequence = 0  # how many collectives were called; the same on all ranks of a group in step
+        self.messages = 0  # how many sends and receives were called
+        self.monitored: dict[int, int] = {}  # how many monitored barriers each rank has called, if known here
+        # the call that began to block first, as arguments of ``Blocked``; then those on other threads or inside of it
         self.current: tuple[tuple[Any, ...], Any, int, float | None] | None = None
         self.further: list[Blocked] = []
-        self.asked: dict[int, float] = {}
-        self.limits: dict[int, tuple[tuple[Any, ...], float]] = {}
-        self.group = group
+        self.asked: dict[int, float] = {}  # by thread, the seconds that the calls may take which it makes now
+        self.limits: dict[
+            int, tuple[tuple[Any, ...], float]
+        ] = {}  # of single calls, by id of their records, with these
+        self.group = group  # its name
         self.follow()
 
     def follow(self) -> None:
         """Add calls to the ring as it is now."""
-        self.push = RING.pusher()
+        self.push = RING.pusher()  # adds a call to the ring
 
     def collective(
         self, what: Row | str, tensor: torch.Tensor | None = None, root: int | None = None

@@ -101,11 +101,6 @@ class Queue:
     Whoever carries calls out has the turn. The worker thread sleeps while nobody uses the queue, and the first call
     wakes it. From then on it looks at the queue now and then, and carries out what it has seen before; it is woken at
     once for a large call, and if somebody blocks or wants a future. It does not sleep while a call is queued.
-
-    Attributes:
-        running: the call that the worker thread is in; None while a waiting thread carries one out.
-        broken: why the worker thread is given up.
-        unseen: the first call in which ranks differ and that nobody has waited for, or None.
     """
 
     def __init__(self, name: str) -> None:
@@ -123,9 +118,9 @@ class Queue:
         self._begun = 0  # how many calls have been begun
         self._is_urgent = False  # whether the worker is to carry out at once what it finds
         self._closing = False
-        self.running: QueuedWork | None = None
-        self.broken: DistBackendError | None = None
-        self.unseen: QueuedWork | None = None
+        self.running: QueuedWork | None = None  # that the worker thread is in; a waiting thread's is not counted
+        self.broken: DistBackendError | None = None  # why the worker thread is given up
+        self.unseen: QueuedWork | None = None  # the first in which ranks differ and that nobody has waited for
         self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
         self._thread.start()
 

@@ -12,12 +12,9 @@ class RemoteMemory(ABC):
     """Memory of every rank of a group, open to the others until it is closed.
 
     A call is complete, here and there, when it returns. Tensors are contiguous, on the CPU and checked by the caller.
-
-    Attributes:
-        own: this rank's memory, as bytes.
     """
 
-    own: torch.Tensor
+    own: torch.Tensor  # this rank's memory, as bytes
 
     @abstractmethod
     def put(self, tensor: torch.Tensor, dst: int, offset: int) -> None:

@@ -14,14 +14,11 @@ class Unfinished(dict["Work", None]):
     """Works of messages under way, kept with their buffers until they have ended though the caller may drop them.
 
     Whoever notices the end of one takes it out; another thread may have done so.
-
-    Attributes:
-        limit: from how many on they are asked whether they have ended.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = ASKED_FROM
+        self.limit = ASKED_FROM  # from how many on they are asked whether they have ended
 
     def hold(self, work: Work) -> None:
         """Keep one, and ask all if they are twice as many as were left the last time."""
