@@ -24,12 +24,7 @@ def launched() -> environment.Launch | None:
 def check_mpi(launch: environment.Launch | None, size: int = -1) -> None:
     """Raise if "mpi" would make a world of one in each of several processes that no MPI launcher started.
 
-    Args:
-        launch: how this process was started.
-        size: how many processes the caller says that there are, if it does.
-
-    Raises:
-        DistBackendError: a launcher without MPI, or the program itself, started several.
+    ``size`` is how many processes the caller says that there are, if it does.
     """
     if launch is not None and launch.starts_mpi:
         return

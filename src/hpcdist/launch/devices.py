@@ -51,12 +51,9 @@ def visible() -> View:
 
 
 def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
-    """Return the index of a rank's GPU among those that it sees.
+    """Return the index of a rank's GPU among those that it sees, given what each rank of the node sees.
 
-    Args:
-        views: what each rank of the node sees, by its rank on the node.
-        local_rank: this rank on the node.
-        shares: several ranks may use one GPU; neighbouring ranks share.
+    With ``shares`` several ranks may use one GPU; neighbouring ranks share.
 
     Raises:
         DistBackendError: this rank sees none, or more ranks see the same GPUs than there are.

@@ -346,14 +346,10 @@ HANDLERS: dict[str, Handler] = {"env": by_environment, "tcp": by_tcp, "file": by
 
 
 def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], timeout: timedelta) -> Store:
-    """Open a server on rank 0 and tell the others by ``broadcast`` where it is, and a random secret.
+    """Open a server on rank 0, which sends the others by ``broadcast`` where it is, and a random secret.
 
-    Args:
-        rank: this process's.
-        networks: ``addresses.network()`` of every rank. If all are one, the server listens on the loopback; else on all
-            interfaces, and each rank takes the first of rank 0's addresses under which it finds the server.
-        broadcast: sends an object from rank 0 to all.
-        timeout: the store's, and how long finding it may take.
+    If all ranks have one ``addresses.network()``, the server listens on the loopback; else on all interfaces, and each
+    rank takes the first of rank 0's addresses under which it finds the server, within the timeout, which is the store's.
     """
     if rank == 0:
         secret = secrets.token_bytes(32)

@@ -34,10 +34,7 @@ def secret(identity: str, key: bytes) -> bytes:
 
 
 def key_of(hosts: list[str]) -> bytes | None:
-    """Return the key that all ranks of this user find, or None if only MUNGE can hand them one.
-
-    Args:
-        hosts: those of the step.
+    """Return the key that all ranks of this user on a step's hosts find, or None if only MUNGE can hand them one.
 
     Raises:
         DistBackendError: the key is not only this user's, or there is nothing that all hosts share.

@@ -78,12 +78,7 @@ class Topology(NamedTuple):
 
 
 def read(root: Path = SYS, groups: str | None = None) -> Topology:
-    """Return this node's topology.
-
-    Args:
-        root: a folder like /sys.
-        groups: the content of /proc/self/cgroup, which is read if it is not given.
-    """
+    """Return this node's topology; tests give another root than /sys, and the content of /proc/self/cgroup."""
     nodes = {number(path): path for path in root.glob("devices/system/node/node[0-9]*")}
     domains = {domain: cpus(text(nodes[domain] / "cpulist")) for domain in sorted(nodes)}
     rows = {domain: map(int, text(nodes[domain] / "distance").split()) for domain in domains}
@@ -154,10 +149,7 @@ def allowed(root: Path, groups: str | None) -> set[int]:
 def control_groups(controller: str, root: Path = SYS, groups: str | None = None) -> list[Path]:
     """Return the folders of this process's control group and of those around it, of which each may set a limit.
 
-    Args:
-        controller: a part of version 1, such as ``memory``, or empty for version 2.
-        root: a folder like /sys.
-        groups: the content of /proc/self/cgroup, which is read if it is not given.
+    The controller is a part of version 1, such as ``memory``, or empty for version 2; root and groups are as in ``read``.
     """
     given = text(Path("/proc/self/cgroup")) if groups is None else groups
     lines = (line.split(":", 2) for line in given.splitlines() if line.count(":") >= 2)
@@ -175,10 +167,7 @@ def gpu_domain(address: str, topology: Topology, root: Path = SYS) -> int | None
 def bind(launcher: str | None, ranks: int, room: Room) -> str:
     """Return the command with which a launcher gives each of a node's ranks cores of its own, near to each other.
 
-    Args:
-        launcher: its name in ``environment.LAUNCHERS``; for any other it is srun's command.
-        ranks: of the node.
-        room: what they may use.
+    For a launcher that is not in ``environment.LAUNCHERS`` it is srun's.
     """
     is_package = ranks < room.domains  # a rank then has more cores than a domain
     part = ("socket" if launcher and "hydra" in launcher else "package") if is_package else "numa"
