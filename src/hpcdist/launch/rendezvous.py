@@ -349,7 +349,7 @@ def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], ti
     """Open a server on rank 0, which sends the others by ``broadcast`` where it is, and a random secret.
 
     If all ranks have one ``addresses.network()``, the server listens on the loopback; else on all interfaces, and each
-    rank takes the first of rank 0's addresses under which it finds the server, within the timeout, which is the store's.
+    rank takes the first of rank 0's addresses under which it finds the server within the timeout, the store's.
     """
     if rank == 0:
         secret = secrets.token_bytes(32)

@@ -149,7 +149,7 @@ def allowed(root: Path, groups: str | None) -> set[int]:
 def control_groups(controller: str, root: Path = SYS, groups: str | None = None) -> list[Path]:
     """Return the folders of this process's control group and of those around it, of which each may set a limit.
 
-    The controller is a part of version 1, such as ``memory``, or empty for version 2; root and groups are as in ``read``.
+    The controller is a part of version 1, such as ``memory``, or empty for version 2; the others are as in ``read``.
     """
     given = text(Path("/proc/self/cgroup")) if groups is None else groups
     lines = (line.split(":", 2) for line in given.splitlines() if line.count(":") >= 2)
