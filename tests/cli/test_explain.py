@@ -28,7 +28,7 @@ def test_an_entry_fits_the_terminal_without_marks(name, monkeypatch):
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("Cause: ") for line in lines)
     assert "**" not in "".join(lines)
-    # paragraphs, which are broken anew: the lines of a list, a table or a program would run together
+    # paragraphs, which are broken again: the lines of a list, a table or a program would run together
     assert not [line for line in entry.text.splitlines() if line.startswith(("- ", "|", "```", "    "))]
 
 

@@ -1,4 +1,4 @@
-"""Worlds that begin and end again and again, found through a store: in each cycle all must meet anew."""
+"""Worlds that begin and end again and again, found through a store: in each cycle all must meet again."""
 
 from __future__ import annotations
 

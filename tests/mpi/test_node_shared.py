@@ -196,7 +196,7 @@ class Rows(Dataset):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader_have_the_same_memory(peers, rank, start):
     if start == "spawn" and dist.get_world_size() > 1:
-        pytest.skip("Python starts anew in each worker of each rank: 6 s a rank")
+        pytest.skip("Python starts again in each worker of each rank: 6 s a rank")
     data = dist.node_shared((8, 2), fill=lambda tensor: tensor.copy_(torch.arange(16.0).view(8, 2)))
     read = dist.node_shared((len(peers), 8), torch.int32)
     mine = read[peers.index(rank)]

@@ -1,7 +1,7 @@
 """Container image for the tests of ``apptainer.sbatch``, and how it is built.
 
 From ``slurm/hpcdist.def``, the file that users build from, with wheels that pip collects on this machine, so that the
-build itself needs no package index. It takes two to four minutes, so the image is kept, and built anew when what is
+build itself needs no package index. It takes two to four minutes, so the image is kept, and built again when what is
 installed in it changes: Python, torch and the MPI are the image's, hpcdist is the checkout's, as in the other tests.
 """
 

@@ -134,7 +134,7 @@ def _run_and_die(processes, path, world_size, is_ours=True):
     assert victim.exitcode == -signal.SIGKILL
 
 
-def test_a_stale_file_whose_users_died_is_started_anew(tmp_path, processes):
+def test_a_stale_file_whose_users_died_is_started_again(tmp_path, processes):
     path = str(tmp_path / "store")
     _run_and_die(processes, path, 2)
     _run_and_die(processes, path, 2)

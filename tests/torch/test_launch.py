@@ -219,7 +219,7 @@ def test_hundreds_of_worlds_leak_nothing(tmp_path):
             if turn == 60:
                 before = census()
             cycle(turn % 2)
-            sys.excepthook = hook  # torch's init wraps the hook anew each time
+            sys.excepthook = hook  # torch's init wraps the hook again each time
         after = census()
         grown = [b - a for a, b in zip(before, after)]
         assert grown[0] < 1400 and grown[1] <= 0 and grown[2] <= 0 and grown[3] < 20_000, (before, after)

@@ -97,7 +97,7 @@ def test_of_two_halves_the_one_with_the_lowest_process_goes_on():
         [report(0), report(1, Status.BEGINS)],
     ],
 )
-def test_ranks_that_could_not_begin_together_make_the_group_anew(reports):
+def test_ranks_that_could_not_begin_together_make_the_group_again(reports):
     found = decide(reports, [0, 1], 1, 20)
     assert (found.outcome, found.members, found.remakes) == (Outcome.GO_ON, [0, 1], True)
 
