@@ -24,14 +24,7 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
 
     One all_gather of 32 bytes of each rank; only a difference costs more. Of objects, because the setting that is
     compared may decide how tensors travel: ranks whose ``HPCDIST_SHM`` is 16 bytes or less share even such small ones.
-
-    Args:
-        backend: of the group, for CPU tensors.
-        settings: by name; the same names on all ranks.
-        call: which call of the user's compares them.
-
-    Raises:
-        DistBackendError: names the setting, its values, and the ranks that have each.
+    The DistBackendError names the user's call, the setting, its values, and the ranks that have each.
     """
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
     if len(set(backend.objects.all_gather(digest))) == 1:
@@ -53,12 +46,7 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
 def check_subgroup(backend: Backend, mine: Sequence[int] | None) -> None:
     """Raise on every rank if one of a subgroup's ranks gave another subgroup; every rank of the backend's group calls.
 
-    Args:
-        backend: of the group that is divided.
-        mine: the subgroup that this rank is in, as it gave it; None if it is in none.
-
-    Raises:
-        MismatchError: two ranks gave subgroups that contradict each other.
+    ``mine`` is the subgroup that this rank is in, as it gave it; None if it is in none.
     """
     digests = backend.objects.all_gather(None if mine is None else hashlib.sha256(repr(list(mine)).encode()).digest())
     fits = mine is None or all(digests[rank] == digests[backend.rank] for rank in mine)
@@ -84,12 +72,9 @@ def lists_differ(rank: int, mine: Sequence[int] | None, other: int, theirs: Sequ
 
 
 def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:
-    """Take a step on every rank and return what it gave on each; if it failed on one, raise the same on all of them.
+    """Take a step on every rank and return what it gave on each, pickled; if it failed on one, raise the same on all.
 
-    Args:
-        backend: of the group, of which every rank calls.
-        call: the user's, for the message.
-        step: what to do; what it returns is pickled.
+    Every rank of the backend's group calls, with the user's call for the message.
 
     Raises:
         TypeError, ValueError: the step raised it on the lowest rank on which it failed.

@@ -178,11 +178,7 @@ def for_writing(tensor: torch.Tensor) -> torch.Tensor:
 class Copies:
     """Contiguous copies of tensors, valid until the next one; of small ones the memory is kept, by shape.
 
-    New memory takes a microsecond more, and to describe it to a library another one.
-
-    Args:
-        dtype: of the copies.
-        describe: makes what is kept with a copy.
+    New memory takes a microsecond more, and to describe it to a library, as is kept with a copy, another one.
     """
 
     def __init__(self, dtype: torch.dtype, describe: Callable[[torch.Tensor], Any]) -> None:

@@ -201,13 +201,7 @@ class Journal:
     def blocking(
         self, call: tuple[Any, ...], work: Any = None, limit: float | None = None
     ) -> AbstractContextManager[object]:
-        """Return the context in which a call blocks on this thread; it has begun when this returns.
-
-        Args:
-            call: its record.
-            work: the Work that it waits for, if it is a wait.
-            limit: the seconds after which it ends by itself, if it has a limit of its own.
-        """
+        """Return the context in which a call blocks on this thread, as ``Blocked``; it has begun when this returns."""
         mark = call, work, get_ident(), limit
         if self.current is None and not self.further:
             self.current = mark

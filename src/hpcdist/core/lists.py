@@ -119,20 +119,11 @@ def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
 def with_list(
     pg: Group, call: Call, name: str, list_name: str, async_op: bool
 ) -> tuple[Any, Any, Callable[[], None] | None, list[torch.Tensor], list[int]]:
-    """Check a call on one tensor and a list of one a rank.
-
-    Args:
-        pg: the group.
-        call: with what the caller gave.
-        name, list_name: of the parameters.
-        async_op: whether it is asynchronous.
+    """Check a call, with what the caller gave, on one tensor and a list of one a rank; errors are c10d's.
 
     Returns:
         The tensor, what the library reads or writes of the list, what then copies to the list, the list, and the bytes
         of each of its tensors.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as c10d's.
     """
     row, is_written, rank = call.row, call.recv.__class__ is list, pg.rank()
     one, many = (call.send, call.recv) if is_written else (call.recv, call.send)

@@ -155,13 +155,9 @@ def parameter(
 def packed(
     value: Any, rank: int, *, is_whole: bool = False, weights_only: bool = False
 ) -> tuple[bytes, list[memoryview], Exception | None]:
-    """Pickle an object that other ranks wait for.
+    """Pickle an object of this rank that other ranks wait for; a whole one leaves no buffer out of the pickle.
 
-    Args:
-        value: the object.
-        rank: this rank, for the message on the others.
-        is_whole: leave no buffer out of the pickle.
-        weights_only: write it by ``torch.save``, for ``torch.load(weights_only=True)``.
+    With ``weights_only`` it is written by ``torch.save``, for ``torch.load(weights_only=True)``.
 
     Returns:
         The bytes, the buffers apart from them, and what this rank is to raise once the others have their answer.

@@ -174,10 +174,7 @@ def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list
 def between(pg: Group, sends: Sequence[Message], recvs: Sequence[Message], are_plain: bool) -> Callable[[], None]:
     """Return what exchanges messages, as ``begin`` and ``wait`` do, as often as it is called on the same memory.
 
-    Args:
-        pg: the group.
-        sends, recvs: tensors and ranks of the group.
-        are_plain: whether all tensors are, and on the CPU.
+    ``are_plain`` says that all tensors are, and on the CPU.
     """
     cpu = pg.cpu
     prepared = cpu.between(sends, recvs, EXCHANGE_TAG) if are_plain and cpu is not None else None

@@ -131,19 +131,11 @@ class Queue:
         is_large: bool = False,
         record: tuple[Any, ...] | None = None,
     ) -> QueuedWork:
-        """Queue a call.
+        """Queue a call, and return its Work, which will show a result; a large one wakes the worker at once.
 
         A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
-        place on ranks where the future had ended before the callback was added.
-
-        Args:
-            call: runs it.
-            result: what its Work will show.
-            is_large: wake the worker at once.
-            record: the call's, in its group's journal.
-
-        Raises:
-            DistBackendError: an earlier call was given up.
+        place on ranks where the future had ended before the callback was added. DistBackendError if an earlier call was
+        given up.
         """
         self._latest = None
         work = QueuedWork(self, call, result, record)

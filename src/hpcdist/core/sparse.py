@@ -23,14 +23,8 @@ def all_reduce_sparse(
 ) -> Work | None:
     """Sum a sparse COO tensor over all ranks, in place.
 
-    The call is over when it returns, with ``async_op`` too: the places of the nonzeros must be known first.
-
-    Args:
-        issue: ``core.issue.issue``, which calls this for sparse tensors.
-        pg: the group.
-        tensor: input and output.
-        op: the canonical op.
-        async_op: return a Work, which has ended.
+    The call is over when it returns, with ``async_op`` too: the places of the nonzeros must be known first. ``issue``
+    is ``core.issue.issue``, which calls this for sparse tensors, with the canonical op.
 
     Raises:
         RuntimeError: another op than SUM.
