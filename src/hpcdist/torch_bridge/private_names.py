@@ -8,8 +8,7 @@ what                                                  why                       
 ``distributed_c10d._DistributedBackendOptions``,      what ``Backend.register_backend``'s creators take  2.13.0, 2.15.0
 ``Work._source_rank``                                 and from whom it received
 ``ProcessGroupGloo._Options``                         ``hpcdist bench`` has gloo on one interface         2.13.0, 2.15.0
-``torch.testing``'s ``fake_pg``,                       ``hpcdist bench`` times torch's own part of a call  2.13.0
-``distributed._functional_collectives``
+``torch.testing``'s ``fake_pg``                       ``hpcdist bench`` times torch's own part of a call  2.13.0
 ``UntypedStorage._new_shared_fd_cpu``                 ``node_shared``: memory that torch knows to be     2.13.0, 2.14.1
                                                       shared, so that it sends it to processes uncopied
 ``cuda._sleep``                                       ``hpcdist bench`` keeps a GPU busy meanwhile        2.14.1
@@ -70,13 +69,6 @@ def fake_group() -> Any:
     """Return a group of torch's with the ranks of its default group that sends nothing; every rank calls this."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     return dist.new_group(backend="fake")
-
-
-def all_reduce_functionally(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the sum over all ranks by torch's functional collectives, waited for."""
-    functional: Any = importlib.import_module("torch.distributed._functional_collectives")
-    summed: torch.Tensor = functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
-    return summed
 
 
 class Current(threading.local):
