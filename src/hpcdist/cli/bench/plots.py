@@ -106,6 +106,11 @@ def draw_bars(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tup
     medians = [points[0].median for points in by_side.values()]
     bars = axes.barh(list(by_side), medians, color=[styles[side][0] for side in by_side], height=0.7)
     axes.bar_label(bars, [timed(median / 1e6) for median in medians], padding=4)
+    only_bars(axes)
+
+
+def only_bars(axes: Any) -> None:
+    """Leave out what bars with their numbers beside them do not need."""
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xticks([])
