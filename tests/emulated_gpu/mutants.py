@@ -36,6 +36,7 @@ LINES = [
         "        if False:\n            self.is_in_graph = True\n",
     ),
     (STREAMS, "        self._last.record(current)\n", ""),
+    (STREAMS, "            self.cuda.synchronize(self.device)\n            return\n", "            pass\n"),
     (STREAMS, "with self.cuda.device(self.device), self._library", "with self._library"),
     (STREAMS, "self.cuda.device(self.device), self._library.beside_captures()", "self.cuda.device(self.device)"),
     (STREAMS, "return not self.is_captured and super()", "return super()"),

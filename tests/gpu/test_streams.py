@@ -189,3 +189,49 @@ def test_inside_a_graphs_capture(is_async, rank, size, device):
     for _ in range(3):
         expected = expected * size + 1
     assert bool((tensor == expected).all())
+
+
+def test_a_split_waits_for_the_replays_of_a_graph(gate, rank, size, device):
+    """Whatever stream they are on: NCCL wants none of the parent's calls under way."""
+    group, tensor, stream = dist.new_group(), torch.ones(4, device=device), torch.cuda.Stream()
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(tensor, group=group)
+    with torch.cuda.stream(stream):
+        gate.close()
+        graph.replay()
+    opener = threading.Timer(0.2, gate.open)
+    opener.start()
+    child = dist.split_group(group, [list(range(size))])
+    assert stream.query()
+    opener.join()
+    torch.cuda.synchronize()
+    graph.reset()
+    for each in (child, group):
+        dist.destroy_process_group(each)
+
+
+def test_a_call_that_one_rank_captures_and_the_others_make_ends_at_the_timeout(rank, size, device):
+    """NCCL wants it captured on all ranks or on none: on the capturing rank nothing has been called yet."""
+    if size < 2:
+        pytest.skip("needs two ranks")
+    group, tensor = dist.new_group(timeout=timedelta(seconds=2)), torch.ones(4, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 0:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            dist.all_reduce(tensor, group=group)
+        dist.barrier()  # until the watchdogs of the others have ended their calls
+        graph.reset()
+        group.backend("cuda").faults.interrupt("a test says so")
+    else:
+        dist.all_reduce(tensor, group=group)
+        torch.cuda.synchronize()
+        with pytest.raises(dist.DistBackendError, match="rank 0 has done all_reduce #2 or a call in its place"):
+            dist.all_reduce(tensor, group=group)
+        dist.barrier()
+    dist.destroy_process_group(group)

@@ -55,12 +55,14 @@ def load(name: str) -> type[Backend]:
 
     Raises:
         ValueError: no backend of that name.
-        DistBackendError: its library is not installed.
+        DistBackendError: its library is not installed, or too old.
     """
     if (entry := ENTRIES.get(name)) is None:
         raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
     try:
         return getattr(importlib.import_module(entry.module), entry.attribute)
+    except DistBackendError:
+        raise  # it says already what is wrong and what to do
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI library
         raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
 

@@ -1,5 +1,6 @@
 #!/bin/bash
 # hpcdist on one GPU in under 8 minutes: bash tests/gpu/one_gpu/run.sh, from the root of a checkout; see README.md here.
+# shellcheck disable=SC2086,SC2012  # commands and options that stand in variables are split into words
 set -u
 HERE=tests/gpu/one_gpu
 OUT=${OUT:-/tmp/device_out}; mkdir -p "$OUT"

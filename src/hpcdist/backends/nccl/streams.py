@@ -73,7 +73,7 @@ class Streams:
         self._before = cuda.Event()
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
-        self.is_in_graph = False  # whether a graph has held calls, whose replays no event of ours is behind
+        self.is_in_graph = False  # whether a graph has held calls
         self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
         self.under_way: deque[PendingCall] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
@@ -218,7 +218,7 @@ class Streams:
         self._last_call = RING.last()
 
     def settle(self, name: str) -> None:
-        """Wait on the host until the device has made the communicator's calls, and for no other stream.
+        """Wait on the host until the device has made the communicator's calls; for other streams only after a capture.
 
         Raises:
             DistBackendError: the current stream is being captured into a graph, which nothing may wait for.
@@ -229,7 +229,7 @@ class Streams:
                 f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it before "
                 "or after the capture"
             )
-        if self.is_in_graph:
+        if self.is_in_graph:  # replays are queued by torch, on any stream, and no event of ours is behind them
             self.cuda.synchronize(self.device)
             return
         with self._guard:
