@@ -1,7 +1,7 @@
 """Tests on each torch and each MPI that clusters have, and with torch's libraries: python -m tests.versions [NAME ...]
 
 An environment after the other is made in .venv-versions, used and removed: 6 GB, and about 15 minutes each on 2 cores.
-What passed is printed as a row of the table in docs/reference/support.md; logs stay in build/versions.
+What passed is printed at the end, as rows of the table in docs/reference/support.md; logs stay in build/versions.
 """
 
 from __future__ import annotations
@@ -124,12 +124,15 @@ def missing(version: Version) -> str:
 
 def main(names: list[str]) -> int:
     """Run the named versions, or all; return 1 if a test failed or an environment could not be made."""
+    if unknown := sorted({*names} - {*VERSIONS}):
+        sys.exit(f"unknown: {', '.join(unknown)} (known: {', '.join(VERSIONS)})")
     LOGS.mkdir(parents=True, exist_ok=True)
     status = 0
+    rows: list[str] = []
     for name in names or VERSIONS:
         version = VERSIONS[name]
         if reason := missing(version):
-            print(f"SKIPPED: {name}: {reason}", flush=True)
+            rows.append(f"| {name} | SKIPPED: {reason} |")
             continue
         log = LOGS / f"{name}.log"
         log.unlink(missing_ok=True)
@@ -142,12 +145,13 @@ def main(names: list[str]) -> int:
                     cells.append(f"tests/{folder}{f' on {ranks} ranks' if ranks else ''}: {text}")
                     status |= not all_passed
                     print(f"{name}: {cells[-1]}", flush=True)
-        except subprocess.CalledProcessError:
-            cells.append(f"not installed, see {log}")
+        except subprocess.SubprocessError as error:
+            cells.append(f"ended by {type(error).__name__}, see {log}")
             status = 1
         finally:
             shutil.rmtree(VENV, ignore_errors=True)
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    print(*rows, sep="\n")
     return status
 
 
