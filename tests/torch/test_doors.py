@@ -176,12 +176,26 @@ def test_ranks_that_a_script_takes_from_mpi4py(tmp_path, door):
     assert lines == [f"{way} True 2 2 MPIBackend" for way in ways for _ in range(2)], done.stderr
 
 
+GIVEN = """
+    import os, re
+    import torch.distributed as dist
+
+    for rank, size in ((0, 4), (3, 2)):
+        try:
+            dist.init_process_group("gloo", rank=rank, world_size=size)
+        except ValueError as error:
+            os.write(1, re.search("given rank . of .", str(error))[0].encode() + b"\\n")
+"""
+
+
 def test_variables_that_contradict_the_launcher(tmp_path):
     exported = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 exec "
     _, lines = started(tmp_path, EACH, *under_mpirun("SCRIPT torch hpcdist mpi", exported))
     said = re.compile(r"ValueError .* says rank [01] of 2, RANK and WORLD_SIZE say rank 0 of 4")
     assert len(lines) == 4
     assert all(map(said.search, lines))
+    done, lines = started(tmp_path, GIVEN, *under_mpirun(" ".join([*RUN, "SCRIPT"]), "exec "))
+    assert lines == ["given rank 0 of 4", "given rank 0 of 4", "given rank 3 of 2", "given rank 3 of 2"], done.stderr
     done, _ = started(tmp_path, EACH, *under_mpirun(" ".join([*RUN, "SCRIPT run gloo"]), exported))
     assert done.returncode == 2
     assert "RANK and WORLD_SIZE say rank 0 of 4" in done.stderr
@@ -216,7 +230,10 @@ FORKED = """
     import os, sys
     import torch, torch.distributed as dist
 
-    for url in sys.argv[1:]:
+    first, second = sys.argv[1:]
+    for url in (f"tcp://127.0.0.1:{first}", "env://"):
+        if url == "env://":  # not before: an address alone is a launcher's too
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=second)
         children = []
         for rank in range(2):
             children.append(os.fork())
@@ -236,9 +253,7 @@ FORKED = """
 
 
 def test_processes_that_a_script_starts_itself(tmp_path):
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    url = f"tcp://127.0.0.1:{free_port()}"
-    done, lines = started(tmp_path, FORKED, sys.executable, *RUN, "SCRIPT env://", url, **given)
+    done, lines = started(tmp_path, FORKED, sys.executable, *RUN, "SCRIPT", free_port(), free_port())
     assert lines == ["alone 1", "env 0 2 2", "env 1 2 2", "tcp 0 2 2", "tcp 1 2 2"], done.stderr
 
 
