@@ -133,9 +133,8 @@ class Journal:
         self.current: tuple[tuple[Any, ...], Any, int, float | None] | None = None
         self.further: list[Blocked] = []
         self.asked: dict[int, float] = {}  # by thread, the seconds that the calls may take which it makes now
-        self.limits: dict[
-            int, tuple[tuple[Any, ...], float]
-        ] = {}  # of single calls, by id of their records, with these
+        # of single calls, by id of their records, with these
+        self.limits: dict[int, tuple[tuple[Any, ...], float]] = {}
         self.group = group  # its name
         self.follow()
 
