@@ -9,7 +9,7 @@ Each rank ends its wait in the gentlest way there is:
 1. the library raises by itself (gloo): nothing more;
 2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
-4. else, or if it does not raise, the job is aborted, because MPI cannot be taken out of a blocking call.
+4. else, or if it does not raise, the job is aborted, because MPI or NCCL cannot be taken out of a blocking call.
 """
 
 from __future__ import annotations
@@ -457,7 +457,7 @@ class Watchdog:
                 backend.queue.fail(DistBackendError(reason))
         else:
             stuck = "a call that was interrupted has not ended"
-            why = stuck if watched.was_interrupted else "MPI cannot be taken out of a blocking call"
+            why = stuck if watched.was_interrupted else "MPI or NCCL cannot be taken out of a blocking call"
             self.abort(backend, f"the job is aborted: {why}")
         return True
 
