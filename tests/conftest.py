@@ -62,6 +62,11 @@ def pytest_runtest_setup(item):
 QUICK = ("unit", "project")
 
 
+def pytest_configure(config):
+    if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
+        raise pytest.UsageError("pytest-xdist 3.8 does not group tests on this pytest; expected one below 9.2")
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.relative_to(config.rootpath).parts[1] in QUICK:

@@ -201,11 +201,16 @@ def ended() -> tuple[dict[str, Any], str]:
     return {name: rest for name, *rest in told}, ran.stderr
 
 
+ONE_RUN = pytest.mark.xdist_group("signals")  # of all cases, for tests that share it
+
+
+@ONE_RUN
 @pytest.mark.parametrize("case", ENDED)
 def test_sigterm_ends_the_program_after_a_trace(case: str, ended: tuple[dict[str, Any], str]) -> None:
     assert ended[0][case] == [-signal.SIGTERM, True], ended[1]
 
 
+@ONE_RUN
 @pytest.mark.parametrize("case", TRUE)
 def test_what_the_program_finds(case: str, ended: tuple[dict[str, Any], str]) -> None:
     assert ended[0][case][0] == 0, ended[1]
