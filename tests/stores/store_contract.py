@@ -41,7 +41,7 @@ class StoreContract:
         store.set(b"b\0in", b"\0\xff")
         assert store.get("b\0in") == b"\0\xff"
 
-    @pytest.mark.parametrize("value", [b"", b"\0" * 3, bytes(range(256)), b"x" * 300_000])
+    @pytest.mark.parametrize("value", [b"", b"\0" * 3, bytes(range(256)), b"x" * 300_000], ids=len)
     def test_any_bytes_are_kept(self, store, value):
         store.set("key", value)
         assert store.get("key") == value
