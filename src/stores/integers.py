@@ -27,7 +27,7 @@ def wrap_i64(number: int) -> int:
 def parse_i64(text: bytes) -> int:
     """Read a decimal as C's ``strtoll`` does: leading blanks and trailing garbage pass.
 
-    ValueError if there is no number at the start, OverflowError if it does not fit into 64 bits.
+    Raises ValueError if there is no number at the start, OverflowError if it does not fit into 64 bits.
     """
     text = text[:_LONGEST_NUMBER]
     try:

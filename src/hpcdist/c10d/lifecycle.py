@@ -127,7 +127,7 @@ def refuse_reconfigure(is_asked: bool) -> None:
 def read_environment() -> None:
     """Take note of the variables that decide about calls, before the processes look for each other.
 
-    ValueError if one has an invalid value: nothing has changed, and this rank may begin once more.
+    Raises ValueError if one has an invalid value: nothing has changed, and this rank may begin once more.
     """
     logs.set_up()
     environment.is_reproducible()

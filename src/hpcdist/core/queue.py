@@ -134,8 +134,8 @@ class Queue:
         """Queue a call, and return its Work, which will show a result; a large one wakes the worker at once.
 
         A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
-        place on ranks where the future had ended before the callback was added. DistBackendError if an earlier call was
-        given up.
+        place on ranks where the future had ended before the callback was added. Raises DistBackendError if an earlier
+        call was given up.
         """
         self._latest = None
         work = QueuedWork(self, call, result, record)
