@@ -45,7 +45,7 @@ def torchruns_variables() -> Iterator[None]:
         yield
     finally:
         for name in given:
-            del os.environ[name]
+            os.environ.pop(name, None)  # the block may have removed it
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
