@@ -13,7 +13,7 @@ from tests.programs import BIN, output, run, start
 pytestmark = pytest.mark.timeout(300)
 
 CYCLES = """
-import os, sys, threading
+import os, sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed
 import hpcdist as dist
@@ -28,6 +28,9 @@ class Plain(torch.distributed.Store):  # a store of the program's own, which del
     def add(self, key, amount): return self.inner.add(key, amount)
     def check(self, keys): return self.inner.check(keys)
     def wait(self, keys, timeout=timedelta(seconds=30)): self.inner.wait(keys, timeout)
+
+def opened():
+    return len(os.listdir("/proc/self/fd")) + threading.active_count()
 
 def cycle(front, keeps, **given):
     kept, counts = [], []
@@ -44,8 +47,11 @@ def cycle(front, keeps, **given):
             kept[:0] = [group, *works]
         del group, works
         front.destroy_process_group()
-        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
-    assert len(set(counts[1:])) == 1, counts
+        counts.append(opened())
+    deadline = time.monotonic() + 10
+    while opened() > counts[1] and time.monotonic() < deadline:  # gloo's thread may close a socket a moment later
+        time.sleep(0.01)
+    assert opened() <= counts[1], (counts, opened())
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if sys.argv[1] == "agent":
