@@ -16,7 +16,19 @@ from torch.distributed import ReduceOp
 pytest.importorskip("mpi4py")
 
 from hpcdist.backends.mpi.call_check import CallCheck
-from hpcdist.backends.mpi.node.call_board import CallBoard, bytes_of, what
+from hpcdist.backends.mpi.node.call_board import (
+    COUNTED,
+    NUMBER,
+    RING,
+    SIZES,
+    CallBoard,
+    Said,
+    bytes_of,
+    is_wide,
+    read,
+    what,
+    with_size,
+)
 from hpcdist.core.call import Call
 from hpcdist.core.errors import CallsDifferError
 from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST, GATHER
@@ -96,25 +108,27 @@ def _many_switches_of_threads():
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_rank_raises_and_the_library_sees_equal_calls(seed):
-    rng = random.Random(seed)
-    size = rng.choice([2, 3, 4, 12])
+def run_rounds(size, rounds, pause):
+    """Make the calls of each round on threads in place of ranks, and check that all raise if calls differ.
+
+    Args:
+        size: how many ranks.
+        rounds: by round and rank, calls as ``make`` takes them.
+        pause: returns how many seconds a rank waits before a call; it takes the rank and the call's row.
+    """
     memory, library = mmap.mmap(-1, bytes_of(size, size)), Library(size)
-    rounds = list(programs(rng, size))
     raised = [[] for _ in range(size)]
     gate = threading.Barrier(size, timeout=SECONDS)
 
     def run(rank):
         check = CallCheck(Communicator(rank, size), lambda call: library.make(rank, call), None, True)
         check.is_open, check.board = True, CallBoard(memory, list(range(size)), rank, size)
-        pick = random.Random(size * seed + rank)
         for ranks in rounds:
             failure = None
             try:
                 for call in ranks[rank]:
-                    if pick.random() < 0.1:
-                        time.sleep(pick.random() * 0.002)
+                    if seconds := pause(rank, call[0]):
+                        time.sleep(seconds)
                     make(check, rank, size, *call)
             except CallsDifferError as error:
                 failure = error
@@ -125,7 +139,33 @@ def test_every_rank_raises_and_the_library_sees_equal_calls(seed):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * SECONDS)
+        thread.join(3 * SECONDS)
     differs = [len({tuple(map(str, calls)) for calls in ranks}) > 1 for ranks in rounds]
     assert [[failure is not None for failure in each] for each in raised] == [differs] * size
     assert len({tuple(each) for each in library.made}) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_rank_raises_and_the_library_sees_equal_calls(seed):
+    rng = random.Random(seed)
+    size = rng.choice([2, 3, 4, 12])
+    rounds = list(programs(rng, size))
+    picks = [random.Random(size * seed + rank) for rank in range(size)]
+    run_rounds(size, rounds, lambda rank, _: picks[rank].random() * 0.002 if picks[rank].random() < 0.1 else 0)
+
+
+def test_an_old_word_is_no_call_with_its_number_modulo_2_to_the_16():
+    """Rank 0 comes first to each difference, so that it decides about none and keeps words until the numbers recur."""
+    right, wrong = (ALL_REDUCE, 1, 0), (ALL_REDUCE, 2, 0)
+    rounds = [[[right] * RING] * 2, *[[[right], [wrong]]] * (2**16 // (RING + 2)), [[(BARRIER, 0, 0)] * RING] * 2]
+    run_rounds(2, rounds, lambda rank, row: 0.001 * (rank == (row is ALL_REDUCE)))
+
+
+@pytest.mark.parametrize("size", [0, SIZES - 1, SIZES, COUNTED, COUNTED + 7, -1, -5])
+@pytest.mark.parametrize("number", [0, 1, 2**16 - 1, 2**16 + 3])
+def test_words_say_the_call(size, number):
+    for row, op, root in ((ALL_REDUCE, ReduceOp.MAX, None), (BROADCAST, None, 2**15 - 1), (GATHER, None, 0)):
+        word = with_size(what(row.name, torch.float16, op, root), size) + (number & NUMBER)
+        assert 0 <= word < 2**63
+        assert read(word, size) == Said(row.name, torch.float16, "MAX" if op is not None else "", root or 0, size)
+        assert (read(word, -99).size == size) is not is_wide(word)

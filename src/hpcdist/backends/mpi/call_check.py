@@ -47,13 +47,18 @@ from hpcdist.backends.mpi.node.call_board import (
     LEAVE,
     NO_CALLS,
     NUMBER,
+    NUMBER_BITS,
     OBJECTS,
     RING,
+    ROOT,
+    SIZES,
     SPLIT,
     STOP,
+    WIDE,
     CallBoard,
     Said,
     counted,
+    is_wide,
     open_board,
     size_of,
     tensors_of,
@@ -160,7 +165,7 @@ class CallCheck:
         communicator = self._communicator
         size = size_of(call, communicator.rank, communicator.size)
         counts = counted(call) if size < 0 or size >= COUNTED else None
-        first = base if call.root is None else base + (call.root << 32)
+        first = base if call.root is None else base + call.root * ROOT
         self.make(first, size, partial(self._carry_out, call), counts)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
@@ -184,14 +189,15 @@ class CallCheck:
             else:  # since the last error nobody has read counts that these replace, but for that error itself
                 self._wait(self._have_all_followed)
             board.write_counts(number, counts)
-        at, word = number & LAST, first + (number & NUMBER)
+        at, wide = number & LAST, not 0 <= size < SIZES
+        word = (first | (WIDE if wide else size << NUMBER_BITS)) + (number & NUMBER)  # as with_size does
         board.sizes[board.own][at] = size
         board.whats[board.own][at] = word
-        board.acquire()
-        board.release()
+        board.begin_fence()
+        board.end_fence()
         is_due = board.are_many or not number % BLOCK
         for theirs, their_sizes in board.others:
-            if is_due or theirs[at] != word or their_sizes[at] != size:
+            if is_due or theirs[at] != word or (wide and their_sizes[at] != size):
                 if not self.is_clear(number):
                     self.fail(number, make)
                 break
@@ -275,8 +281,9 @@ class CallCheck:
             return True
         at = number & LAST
         word, size = board.whats[board.own][at], board.sizes[board.own][at]
+        wide = is_wide(word)
         for whats, sizes in board.others:
-            if (whats[at] != word or sizes[at] != size) and not (whats[at] - number) & NUMBER:
+            if (whats[at] != word or (wide and sizes[at] != size)) and not (whats[at] - number) & NUMBER:
                 return all(board.fit(board.own, r, number) for r in self._begun(number))
         return True
 
@@ -398,6 +405,7 @@ class CallCheck:
                     else:
                         self._stand_in(leader, each)
         finally:
+            board.forget(self._start)  # all ranks have carried out the decision before this one
             self.handled = board.followed[board.own] = index
             self._start = max(differs, last) + 2 + RING
             self.number = self._start - 1
@@ -508,17 +516,17 @@ class CheckedObjects(Objects):
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""
-        said = self._said["gather_object"] + (root << 32)
+        said = self._said["gather_object"] + root * ROOT
         return self._make(said, 0, lambda: self._objects.gather(value, root, weights_only))
 
     def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
         """Hand the root's object to all ranks."""
-        said = self._said["broadcast_object"] + (root << 32)
+        said = self._said["broadcast_object"] + root * ROOT
         return self._make(said, 0, lambda: self._objects.broadcast(value, root, weights_only))
 
     def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
         """Hand each rank its object of the root's list."""
-        said = self._said["scatter_object"] + (root << 32)
+        said = self._said["scatter_object"] + root * ROOT
         return self._make(said, 0, lambda: self._objects.scatter(values, root, weights_only))
 
     def send(self, value: Any, dst: int, weights_only: bool = False) -> None:

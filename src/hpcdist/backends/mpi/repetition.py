@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, size_of
+from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, ROOT, SIZES, size_of, with_size
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_log import BLOCK
@@ -77,37 +77,38 @@ def repeated(
     function, describe, follow, takes_tensors = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
-    known: tuple[Any, tuple[Any, ...] | None, int] = (None, None, 0)
+    fixed = size_of(call, communicator.rank, communicator.size)
+    first = said if call.root is None else said + call.root * ROOT
+    known: tuple[Any, tuple[Any, ...] | None, int, int] = (None, None, fixed, with_size(first, fixed))
     last_size = -1
     board = None if check is None else check.board
     is_checked = board is not None and not board.are_many
     checks: Any = check
     log = None if check is None else check.log
-    fixed = size_of(call, communicator.rank, communicator.size)
-    if check is not None:
-        # counts that are to be written, or shares that MPI is to compare
-        if not check.is_open or not 0 <= fixed < COUNTED or (check.compares_shares and call.row in EXCHANGES):
-            return lambda send, recv: check.run(call.on(send, recv), said)
-        first = said if call.root is None else said + (call.root << 32)
+    # counts that are to be written, or shares that MPI is to compare
+    if check is not None and (
+        not check.is_open or not 0 <= fixed < COUNTED or (check.compares_shares and call.row in EXCHANGES)
+    ):
+        return lambda send, recv: check.run(call.on(send, recv), said)
     if board is not None:
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
-        acquire, release, others = board.acquire, board.release, board.others
+        begin_fence, end_fence, others = board.begin_fence, board.end_fence, [words for words, _ in board.others]
 
     def run(send: Any, recv: Any) -> None:
         nonlocal known, last_size
-        arguments: Any = (send, recv)
+        before, arguments, size, base = known
         if describe is None:
-            size = fixed
+            arguments = send, recv
         else:
             if places_of is not None:
                 places = places_of(send, recv)
             else:
                 count, place = send.numel(), send.data_ptr()
                 places = (count, place) if is_one else (count, place, recv.data_ptr())
-            before, arguments, size = known
             if places != before:
                 arguments, size = describe(places)
-                known = places, arguments, size
+                base = with_size(first, size)
+                known = places, arguments, size, base
             if takes_tensors and arguments is not None:
                 arguments = send, recv
         if is_checked:
@@ -118,16 +119,15 @@ def repeated(
             checks.number = number = checks.number + 1
             if log is not None and not number % BLOCK:
                 log.turn(number)
-            at = number & LAST
-            word = first + (number & NUMBER)
-            sizes[at] = size
-            whats[at] = word
-            acquire()
-            release()
-            for theirs, their_sizes in others:
-                seen = theirs[at]
+            at, wide = number & LAST, size >= SIZES
+            if wide or log is not None:
+                sizes[at] = size
+            whats[at] = word = base + (number & NUMBER)
+            begin_fence()
+            end_fence()
+            for theirs in others:
                 if (
-                    (seen != word or their_sizes[at] != size)
+                    ((seen := theirs[at]) != word or wide)
                     and (not number % BLOCK or not (seen - number) & NUMBER)
                     and not checks.is_clear(number)
                 ):

@@ -1,19 +1,22 @@
 """Call board of a node: shared memory in which each rank of a group writes the collective that it is about to make.
 
-Two words of 8 bytes say a call: which one it is (row, dtype, op, root and the number of the call) and its size. Equal
-calls are equal words, so that ranks compare them without reading them. The words of the last calls of each rank lie in
-a ring; call n of a rank is at n modulo the ring's length. ``call_check`` says who writes and reads what when.
+A word of 8 bytes says a call: which one it is (row, dtype, op, root), its size, and its number modulo 2^16. A size that
+the word has no room for, or that is one rank's own, is in a second word. Equal calls are equal words, so that ranks
+compare them without reading them. The words of the last calls of each rank lie in a ring; call n of a rank is at n
+modulo the ring's length. ``call_check`` says who writes and reads what when.
 """
 
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import platform
 import secrets
 import struct
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +38,15 @@ LAST = RING - 1
 COUNTS_KEPT = 8  # of those, whose counts can be read
 COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
 DECISIONS = 16
-NUMBER = (1 << 32) - 1  # the bits of a word that count calls
+# The bits of a word, from the lowest: the number, the size, the root, the op, the dtype, and 5 for the call; 63 in all.
+NUMBER_BITS, SIZE_BITS, ROOT_BITS, OP_BITS, DTYPE_BITS = 16, 17, 15, 4, 6
+NUMBER = (1 << NUMBER_BITS) - 1
+AHEAD = 1 << NUMBER_BITS - 1  # from here on a difference of two numbers is negative
+SIZES = (1 << SIZE_BITS) - 1  # there is room for sizes below
+WIDE = SIZES << NUMBER_BITS  # in place of the size: it is in the second word
+ROOT = 1 << NUMBER_BITS + SIZE_BITS
 CELL = struct.Struct("=qq")  # the two words
 FEW = 8  # ranks that are looked at one by one
-AHEAD = 1 << 31  # from here on a difference of two numbers, modulo 2^32, is negative
 COUNTED = 1 << 48  # sizes at and above are a hash of counts, below zero the counts of one rank
 
 LEAVE, SPLIT = "destroy_process_group", "new_group"
@@ -53,7 +61,6 @@ CODES = {name: code for code, name in enumerate(CALLS)} | {
 DTYPES = (None, *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 OPS = ("", *(NAMES[op] for op in ALL_OPS))
-ROOT_BITS, OP_BITS, DTYPE_BITS = 15, 4, 6  # and 5 for the call: 30, which leaves room for the number in 63
 
 
 class Said(NamedTuple):
@@ -80,17 +87,29 @@ class Said(NamedTuple):
 
 
 def what(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
-    """Return the first word of a call, without its number."""
+    """Return the first word of a call, without its size and number."""
     if dtype is not None and op is None and dtype.is_complex:
         dtype = dtype.to_real()  # moved as real and imaginary parts, which another rank may give
     code = CODES[name] << DTYPE_BITS | DTYPE_CODES[dtype]
     code = code << OP_BITS | (0 if op is None else OPS.index(name_of(op)))
-    return (code << ROOT_BITS | (root or 0) & ((1 << ROOT_BITS) - 1)) << 32
+    return (code << ROOT_BITS | (root or 0) & ((1 << ROOT_BITS) - 1)) * ROOT
 
 
-def read(word: int, number: int, size: int) -> Said:
+def with_size(word: int, size: int) -> int:
+    """Return the first word of a call with its size, or with ``WIDE``."""
+    return word | (size << NUMBER_BITS if 0 <= size < SIZES else WIDE)
+
+
+def is_wide(word: int) -> bool:
+    """Tell whether the size of a call is in its second word."""
+    return word & WIDE == WIDE
+
+
+def read(word: int, size: int) -> Said:
     """Return what two words say."""
-    code = (word - (number & NUMBER)) >> 32
+    if not is_wide(word):
+        size = (word & WIDE) >> NUMBER_BITS
+    code = word // ROOT
     root, code = code & ((1 << ROOT_BITS) - 1), code >> ROOT_BITS
     op, code = code & ((1 << OP_BITS) - 1), code >> OP_BITS
     return Said(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size)
@@ -128,15 +147,21 @@ def _parts(elements: int, tensor: torch.Tensor, op: Any) -> int:
     return 2 * elements if op is None and tensor.dtype.is_complex else elements
 
 
+@cache
 def fences() -> tuple[Any, Any]:
-    """Return two functions that together are a full memory barrier.
+    """Return two functions that together, called in order, are a full memory barrier.
 
-    Taking a lock is one on x86 (a locked instruction); other processors need what ``window.barrier`` does.
+    Taking a lock is one on x86 (a locked instruction); other processors need what ``window.barrier`` does. A semaphore
+    of the system takes half the time of Python's lock.
     """
-    if platform.machine() in ("x86_64", "AMD64", "i686"):
+    if platform.machine() not in ("x86_64", "AMD64", "i686"):
+        return barrier(), bool
+    try:
+        semaphore = multiprocessing.get_context("fork").Semaphore(0)
+    except (ImportError, OSError):  # the system has none, or no memory for one
         lock = threading.Lock()
         return lock.acquire, lock.release
-    return barrier(), bool
+    return semaphore.release, semaphore.acquire
 
 
 class CallBoard:
@@ -175,14 +200,14 @@ class CallBoard:
         if self.has_counts:
             self._counts = [cells[begin + r * COUNTS_KEPT * length :][: COUNTS_KEPT * length] for r in range(count)]
         self._length = length
-        self.acquire, self.release = fences()
+        self.begin_fence, self.end_fence = fences()
         self.are_many = count > FEW
         self._past = [bytes(CELL.size)] * RING  # what this rank wrote last
 
     def fence(self) -> None:
         """Have what was written before be seen before what is read after."""
-        self.acquire()
-        self.release()
+        self.begin_fence()
+        self.end_fence()
 
     def are_equal(self, number: int) -> bool:
         """Tell whether each rank has made the same call as this one, or none since the one before in its place.
@@ -199,7 +224,7 @@ class CallBoard:
         """Return what ranks of several nodes compare; arguments as ``CallLog`` takes them."""
 
         def text(number: int, word: int, size: int) -> str:
-            return str(read(word, number, size))
+            return str(read(word, size))
 
         return CallLog(token, rank, nodes, self.whats[self.own], self.sizes[self.own], last, is_one, text)
 
@@ -214,13 +239,23 @@ class CallBoard:
     def said(self, index: int, number: int) -> Said:
         """Return a call that a rank has begun."""
         at = number & LAST
-        return read(self.whats[index][at], number, self.sizes[index][at])
+        return read(self.whats[index][at], self.sizes[index][at])
 
     def stop(self, number: int) -> None:
         """Let no rank begin a call after this one without a look at what was decided."""
         mine, word = self.whats[self.own], what(STOP)
         for each in range(number + 1, number + RING):
             mine[each & LAST] = word + (each & NUMBER)
+
+    def forget(self, start: int) -> None:
+        """Have no word of this rank's calls before a number be taken for a call, however many numbers follow.
+
+        Without that, the word of a call that no other one has replaced would be a later one's, 2^16 calls further.
+        """
+        mine = self.whats[self.own]
+        for each in range(start - RING, start):
+            if (mine[each & LAST] - start) & NUMBER >= AHEAD:
+                mine[each & LAST] = each & NUMBER
 
     def withdraw(self, number: int) -> None:
         """Say that this rank has left a call, so that it is in MPI no more."""
@@ -252,11 +287,12 @@ class CallBoard:
     def fit(self, one: int, other: int, number: int) -> bool:
         """Tell whether the calls of two ranks are one."""
         at = number & LAST
-        if self.whats[one][at] != self.whats[other][at]:
+        if (self.whats[one][at] ^ self.whats[other][at]) & ~WIDE:
             return False
-        if self.sizes[one][at] == self.sizes[other][at]:
+        said = self.said(one, number)
+        if said.size == self.said(other, number).size:
             return True
-        if self.said(one, number).name != ALL_TO_ALL_SINGLE.name:
+        if said.name != ALL_TO_ALL_SINGLE.name:
             return False
         mine, theirs = self.counts(one, number), self.counts(other, number)
         if mine is None or theirs is None:
@@ -324,9 +360,9 @@ def sight() -> tuple[str, str, int] | None:
 
 def is_one(number: int, word: int, size: int, other_word: int, other_size: int) -> bool:
     """Tell whether the calls of two ranks may be one; what they send each other is not known."""
-    if word != other_word or size == other_size:
+    if (word ^ other_word) & ~WIDE or size == other_size:
         return word == other_word
-    return min(size, other_size) < 0 and read(word, number, size).name == ALL_TO_ALL_SINGLE.name
+    return min(size, other_size) < 0 and read(word, size).name == ALL_TO_ALL_SINGLE.name
 
 
 def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, bool, str, list[list[int]]]:
