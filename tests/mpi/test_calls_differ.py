@@ -82,6 +82,15 @@ def test_repeated_calls(group, rank, size):
         refused(r"all_reduce of 1 element.*barrier", dist.all_reduce, torch.ones(1), group=group)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (150_000, 150_001)])
+def test_repeated_calls_of_other_sizes(sizes, group, rank, size):
+    """The call board has the larger sizes in a word of their own."""
+    for number in range(200):
+        dist.broadcast(torch.ones(sizes[number % 2]), 0, group)
+    own = sizes[1] if rank == size - 1 else sizes[0]
+    refused(f"of {sizes[0]} elements.*of {sizes[1]} elements", dist.broadcast, torch.ones(own), 0, group)
+
+
 def test_asynchronous_calls(group, rank, size):
     works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(3)]
     works.append(dist.all_reduce(torch.ones(4 if rank else 5), group=group, async_op=True))
