@@ -153,6 +153,18 @@ MUTANTS = [
         "mpi/test_calls_differ.py",
     ),
     Mutant(
+        f"{MPI_BACKEND}/repetition.py",
+        "((seen := theirs[at]) != word or wide)",
+        "(seen := theirs[at]) != word",
+        "mpi/test_calls_differ.py",
+    ),
+    Mutant(
+        f"{MPI_BACKEND}/call_check.py",
+        "            board.forget(self._start)",
+        "            pass",
+        "unit/test_call_check.py",
+    ),
+    Mutant(
         f"{MPI_BACKEND}/call_check.py",
         "                if not self.is_clear(number):\n",
         "                if False:\n",
