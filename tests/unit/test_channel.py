@@ -133,7 +133,9 @@ def test_an_answer_is_taken_from_the_one_who_was_asked_alone(pair: tuple[Channel
         head = data[TAG_BYTES : TAG_BYTES + HEAD.size]
         text, key = b'{"name": "liar"}', asking.endpoints[1].key
         earlier = HEAD.pack(bytes.fromhex(asking.own.sender), 0, 1)
-        for forged in (text, b'{"rank": []}', seal("00", ANSWER, head, text), seal(key, ANSWER, earlier, text), data):
+        to_another = HEAD.pack(b"stranger", *HEAD.unpack(head)[1:])
+        sealed = [seal(key, ANSWER, each, text) for each in (earlier, to_another)]
+        for forged in (text, b'{"rank": []}', seal("00", ANSWER, head, text), *sealed, data):
             impostor.sendto(forged, sender)
         impostor.sendto(seal(key, ANSWER, head, b"[" * 20_000), sender)
         impostor.sendto(seal(key, ANSWER, head, b'{"name": []}'), sender)

@@ -10,17 +10,20 @@ import stat
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from hpcdist.cli import running_job
+from hpcdist.cli import debug, running_job
 from hpcdist.core.printing import printable
 from hpcdist.watch import debug_socket
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.debug_socket import DebugSocket, ranks_on_this_machine
 from hpcdist.watch.recorder import Recorder
+from hpcdist.watch.watchdog import Watchdog
 
 JOB = f"a job {os.getpid()}"  # other tests may run beside these on this machine
 INPUTS = int(os.environ.get("HPCDIST_FUZZ", "300"))
@@ -106,7 +109,19 @@ def test_a_socket_of_another_user_is_not_believed(channel: Channel, monkeypatch:
             impostor.kill()
 
 
-@pytest.mark.parametrize("answer", [b"", b"[" * 50_000, b"{}", b"\xff", b"9" * 70_000], ids=range(5))
+@as_another
+def test_another_user_gets_no_answer(served: DebugSocket) -> None:
+    client = "import socket, sys; to = socket.socket(socket.AF_UNIX); to.connect(sys.argv[1]); print(to.recv(65536))"
+    name = "\0" + served.sockets[0].getsockname()[1:].decode()
+    command = ["/usr/bin/env", "python3", "-c", client.replace("sys.argv[1]", repr(name))]
+    assert subprocess.run(command, user=65534, capture_output=True, text=True, timeout=60).stdout == "b''\n"
+    assert len(own_answers()) == 1
+
+
+PARTIAL = json.dumps({"job": JOB}).encode()
+
+
+@pytest.mark.parametrize("answer", [b"", b"[" * 50_000, b"{}", PARTIAL, b"\xff", b"9" * 70_000], ids=range(6))
 def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{debug_socket.PREFIX}{os.getuid()}-{os.getpid()}")
@@ -123,12 +138,45 @@ def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
         thread.join()
 
 
-def test_what_is_printed_commands_no_terminal() -> None:
+def test_an_answer_without_end_is_not_read_on() -> None:
+    sent = []
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"\0{debug_socket.PREFIX}{os.getuid()}-{os.getpid()}")
+        listening.listen()
+
+        def answers() -> None:
+            client, _ = listening.accept()
+            with client, suppress(OSError):
+                while len(sent) < 100:
+                    client.sendall(b"9" * 1_000_000)
+                    sent.append(1)
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        assert own_answers() == []
+        thread.join()
+    assert len(sent) < 10
+
+
+def test_what_is_printed_commands_no_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert printable("a\x1b[2J\x9b1m\u202e\x07 ü\n\tb") == "a\\x1b[2J\\x9b1m\\u202e\\x07 ü\n\tb"
     picture = running_job.Picture(
         "\x1b]0;title\x07", [("0", "host\x1b[2J", "", "f\x1b (g)")], [], [], {0: ["\x1b"]}, [0]
     )
     assert "\x1b" not in running_job.as_text(picture, True)
+
+    def find(pid: int | None) -> None:
+        raise ConnectionError("a\x1b[2Jb")
+
+    monkeypatch.setattr(running_job, "find", find)
+    assert debug.run([]) == 1
+    Watchdog.say(cast("Watchdog", SimpleNamespace(rank=0)), "c\x1b[2J")
+    printed = capfd.readouterr().err
+    assert "a\\x1b[2Jb" in printed
+    assert "c\\x1b[2J" in printed
+    assert "\x1b" not in printed
 
 
 @pytest.fixture
