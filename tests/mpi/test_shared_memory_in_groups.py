@@ -138,7 +138,7 @@ def test_poll_leaves_a_wait(of_host):
         began = time.monotonic()
         with pytest.raises(GivenUp):
             shared.all_reduce(tensor, tensor, ReduceOp.SUM)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
     of_host.Barrier()
     shared.close()
 
