@@ -58,15 +58,21 @@ class Work(KeptAlive, torch.distributed.Work):
         if self._done:  # a call that was given up may still end
             return
         self._error = error
+        if self._is_asked:
+            self._end_event()  # who sees that the call has ended may end the profile
         self._done = True
         if self._is_asked:
             self._tell()
 
-    def _tell(self) -> None:
-        """Tell of the end whoever has asked, once; who asks after it has ended calls this too."""
+    def _end_event(self) -> None:
+        """End the profiler's event, once, if there is one."""
         event = self.__dict__.pop("_event", None)
         if event is not None:
             event.__exit__(None, None, None)
+
+    def _tell(self) -> None:
+        """Tell of the end whoever has asked, once; who asks after it has ended calls this too."""
+        self._end_event()
         future = self.__dict__.pop("_promise", None)
         if future is not None:
             future.set_result(None)

@@ -158,7 +158,10 @@ class RequestWork(Work):
             if isinstance(self._request, MPI.Request):
                 ulfm.settle(self._request, buffer)
         self._buffer = self._when_done = None
-        self._error, self._done = error, True  # ``_finish`` without a call
+        self._error = error  # ``_finish`` without a call
+        if self._is_asked:
+            self._end_event()
+        self._done = True
         requests.unfinished.pop(self, None)
         if self._is_asked:
             self._tell()
