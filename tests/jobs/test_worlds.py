@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked import mpirun, python
 from tests.ports import free_port
-from tests.programs import BIN, output, run, start
+from tests.programs import BIN, LIBRARY, output, run, start
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -135,6 +135,28 @@ def test_daemon_threads_are_in_calls_while_the_program_ends(status, tmp_path):
     assert "a thread is still in recv" in result.stderr or "a thread is still in all_reduce" in result.stderr
     for word in ("signal", "finaliz", "traceback", "terminate called", "corrupted"):
         assert word not in result.stderr.lower().replace("without mpi_finalize", ""), result.stderr
+
+
+LEAVES = """
+import sys
+import hpcdist as dist
+
+dist.init_process_group("mpi")
+dist.barrier()
+if dist.get_rank() == 1:
+    sys.exit(3)
+dist.all_gather_object([None] * dist.get_world_size(), 1)
+"""
+
+
+@pytest.mark.skipif(LIBRARY == "mpich", reason="its mpirun returns another status")
+def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(tmp_path):
+    """Scripts that requeue a job read it."""
+    program = tmp_path / "leaves.py"
+    program.write_text(LEAVES)
+    result = mpirun(3, [program], timeout=90)
+    assert "this rank has left the program" in result.stderr
+    assert result.returncode == 3, result.stderr
 
 
 GLOOS_END = """

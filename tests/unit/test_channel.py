@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpcdist.watch import channel as channel_module
 from hpcdist.watch import datagrams as module
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, key_of, seal
@@ -119,6 +120,15 @@ def test_strangers_and_recorded_datagrams_get_no_answer(pair: tuple[Channel, Cha
         stranger.sendto(right, target)  # again: nobody answers
         with pytest.raises(TimeoutError):
             stranger.recv(65536)
+
+
+def test_one_look_at_a_flood_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "AT_ONCE", 3)
+    with channel_module.datagram_socket() as flooded, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for number in range(5):
+            stranger.sendto(bytes([number]), ("127.0.0.1", flooded.getsockname()[1]))
+        looks = [[data for data, _ in channel_module.received(flooded)] for _ in range(2)]
+        assert looks == [[b"\0", b"\1", b"\2"], [b"\3", b"\4"]]
 
 
 def test_an_answer_is_taken_from_the_one_who_was_asked_alone(pair: tuple[Channel, Channel]) -> None:

@@ -146,6 +146,28 @@ def test_a_refused_call_is_not_kept():
     assert journal.collective("barrier")[1] == 2
 
 
+def test_a_known_call_that_is_refused_gives_its_number_to_the_next(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the fast way too."""
+    values = torch.ones(3)
+
+    def call() -> None:
+        issue(ALL_REDUCE, group, values, values, torch.distributed.ReduceOp.SUM, None, False)
+
+    for _ in range(200):  # so that the call is known
+        call()
+    number, last = group.journal.sequence, RING.last()
+    with monkeypatch.context() as patch:
+        patch.setattr(Seen, "run", lambda self, made: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            call()
+    assert group.journal.sequence == number
+    assert RING.last() is last
+    call()
+    assert RING.last()[1] == number + 1
+
+
 def test_a_method_gives_its_call_a_limit(group: ProcessGroup) -> None:
     """By an options object or by itself; c10d's -1 ms stands for the group's."""
     tensor, options = torch.ones(2), torch.distributed.AllreduceOptions()

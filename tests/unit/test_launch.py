@@ -170,8 +170,30 @@ def test_torchruns_variables(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[07-08]")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4,3")
     found = variables(environment.detect())
-    wanted = {"RANK": 6, "WORLD_SIZE": 7, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 3, "GROUP_RANK": 1, "MASTER_ADDR": "n07"}
-    assert {name: found[name] for name in wanted} == wanted
+    assert found == {
+        "RANK": 6,
+        "WORLD_SIZE": 7,
+        "LOCAL_RANK": 2,
+        "LOCAL_WORLD_SIZE": 3,
+        "GROUP_RANK": 1,
+        "GROUP_WORLD_SIZE": 3,
+        "ROLE_RANK": 6,
+        "ROLE_WORLD_SIZE": 7,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "n07",
+        "MASTER_PORT": 29500,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
+
+
+@pytest.mark.parametrize(("local_size", "address"), [("2", "rank0.invalid"), ("6", "127.0.0.1")])
+def test_the_address_where_the_launcher_names_no_host(local_size, address, monkeypatch):
+    for name in (*TORCHRUN, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size}.items():
+        monkeypatch.setenv(name, value)
+    assert variables(environment.detect())["MASTER_ADDR"] == address
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,13 @@ def test_a_key_that_others_could_have_is_refused(home, monkeypatch):
     file.symlink_to(elsewhere)
     with pytest.raises(hpcdist.DistBackendError, match=r"symbolic links"):
         slurm_secret.key_of(["n1"])
+    file.unlink()
+    elsewhere.rename(file)
+    assert len(slurm_secret.key_of(["n1"])) == slurm_secret.LENGTH
+    file.parent.rename(elsewhere)
+    file.parent.symlink_to(elsewhere)
+    with pytest.raises(hpcdist.DistBackendError, match=r"mode 777"):
+        slurm_secret.key_of(["n1"])
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to be another user")
