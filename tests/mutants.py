@@ -57,7 +57,9 @@ class Mutant(NamedTuple):
 
 CORE, MPI_BACKEND, NODE = "hpcdist/core", "hpcdist/backends/mpi", "hpcdist/backends/mpi/node"
 C10D, WATCH, TCP = "hpcdist/c10d", "hpcdist/watch", "stores/tcp"
-QUEUE, WORK, ISSUE, BUFFERS = (f"{CORE}/{each}.py" for each in ("queue", "work", "issue", "buffers"))
+QUEUE, WORK, ISSUE, BUFFERS, MODES, CACHE = (
+    f"{CORE}/{each}.py" for each in ("queue", "work", "issue", "buffers", "autograd_modes", "call_cache")
+)
 IN_QUEUE = "unit/test_core_queue.py mpi/test_async_order.py"
 BESIDE_CACHE = "mpi/test_repetition.py mpi/test_collectives.py"
 WINDOW = "mpi/test_shared_memory.py"
@@ -80,11 +82,17 @@ MUTANTS = [
     Mutant(QUEUE, "        if self.broken is not None:  # also", "        if False:  # also", IN_QUEUE),
     Mutant(QUEUE, "            self._thread.join()\n", "            pass\n", IN_QUEUE),
     Mutant(QUEUE, "        for work in self.pending():\n            work._finish(error)\n", "", IN_QUEUE),
-    Mutant(QUEUE, "            if work._modes == (is_inf", "            if True or work._modes == (is_inf", IN_QUEUE),
+    Mutant(MODES, "    if modes == (is_inf", "    if True or modes == (is_inf", IN_QUEUE),
+    Mutant(
+        CACHE,
+        "if any(each.is_inference() for each in tensors) else run",
+        "if False else run",
+        "unit/test_core_plans.py",
+    ),
     Mutant(
         QUEUE,
-        "        self._stolen = work = self._calls[0]\n",
-        "        self._calls.rotate(1)\n        self._stolen = work = self._calls[0]\n",
+        "                self._stolen = work = calls[0]\n",
+        "                calls.rotate(1)\n                self._stolen = work = calls[0]\n",
         IN_QUEUE,
     ),
     Mutant(

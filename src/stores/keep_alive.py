@@ -112,20 +112,20 @@ class KeptAlive:
     # older modules, or in C++, go. Nothing is kept then, because nobody can call Python any more.
     def __del__(
         self,
-        is_finalizing: Callable[[], bool] = sys.is_finalizing,
-        halves: memoryview = _HALVES,
+        address: Callable[[object], int] = id,
+        halves: memoryview | None = _HALVES if _READABLE else None,
         counts: memoryview = _COUNTS,
+        to_pointers: int = _TO_POINTERS,
+        to_counts: int = _TO_COUNTS,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,
     ) -> None:
         """Keep the object if C++ still holds it."""
-        if is_finalizing():
+        # nearly always it does not; asked the short way, because each asynchronous call drops a Work (0.15 µs, not
+        # 0.7). No table of a class with several bases is taken for a count: its second word is a pointer, a multiple
+        # of 16
+        if halves is not None and (half := halves[address(self) >> to_pointers]) and counts[half >> to_counts] == 1:
             return
-        # nearly always it does not; asked the short way, because each asynchronous call drops a Work (0.2 µs, not 0.7).
-        # No table of a class with several bases is taken for a count: its second word is a pointer, a multiple of 16
-        if _READABLE and (half := halves[id(self) >> _TO_POINTERS]):
-            owners = counts[half >> _TO_COUNTS]
-            if owners == 1 or (not 1 < owners < _FEW and _count_owners(self) == 1):
-                return
-        elif not is_held_by_cpp(self):
+        if is_finalizing() or not is_held_by_cpp(self):
             return
         if _kept:
             release()  # before: C++ has not had the time to release this one

@@ -10,7 +10,9 @@ from torch.distributed import ReduceOp
 
 from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.core import coalesced
+from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.issue import issue
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
@@ -41,6 +43,17 @@ def test_buckets_follow_from_sizes_and_dtypes_only(group):
     halves = [torch.zeros(1, dtype=torch.complex64), torch.zeros(2)]
     assert coalesced.buckets(group, halves, ReduceOp.SUM) == [[0, 1]]  # another rank may give two real ones
     assert coalesced.buckets(group, halves, ReduceOp.PRODUCT) == [[0], [1]]
+
+
+def test_repeated_asynchronous_calls_into_inference_tensors(group):
+    with torch.inference_mode():
+        outputs = [torch.zeros(4) for _ in range(3 * LOOKS)]
+        works = [issue(ALL_GATHER_SINGLE, group, torch.full((4,), 2.0), each, async_op=True) for each in outputs]
+    assert ALL_GATHER_SINGLE in group.known
+    for work in works:
+        work.wait()
+    assert all(bool((each == 2).all()) for each in outputs)
+    group.cpu.close()
 
 
 def test_plans_are_made_once_and_know_the_window():

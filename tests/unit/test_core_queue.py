@@ -18,6 +18,7 @@ from hpcdist.backends.gloo import GlooBackend
 from hpcdist.core import backend as backend_module
 from hpcdist.core import queue as queue_module
 from hpcdist.core import work as work_module
+from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
@@ -162,14 +163,23 @@ def test_close_carries_out_what_is_queued():
 
 def test_the_callers_modes_of_autograd_hold_in_the_call(queue):
     seen = []
+
+    def look():
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    def put():
+        return queue.put(in_modes_of_caller(look), [])
+
     with torch.inference_mode():
-        queue.put(lambda: seen.append(torch.is_inference_mode_enabled()), []).wait()
+        put().wait()
     with torch.no_grad():
-        queue.put(lambda: seen.append(torch.is_grad_enabled()), []).wait()
-    outside = [queue.put(lambda: seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled())), [])]
+        put().wait()
+    outside = put()
     with torch.inference_mode():
-        assert outside[0].wait()
-    assert seen == [True, False, (False, True)]
+        outside.wait()
+        inside = put()
+    inside.wait()
+    assert seen == [(True, False), (False, False), (False, True), (True, False)]
 
 
 def test_futures_and_several_works_as_one(queue):

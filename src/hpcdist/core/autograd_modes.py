@@ -17,6 +17,9 @@ def run_in(modes: Modes, call: Callable[[], None]) -> None:
     Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
     ``torch.no_grad()``. Both modes belong to a thread.
     """
+    if modes == (is_inference_mode_enabled(), is_grad_enabled()):
+        call()
+        return
     is_inference, has_grad = modes
     with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
         call()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from hpcdist.core import reduction
+from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend_parts import Faults, Membership, Windows
 from hpcdist.core.buffers import concatenate
 from hpcdist.core.call import Call, Run, Start
@@ -101,7 +102,7 @@ class Backend(ABC):
                 call.finish()
 
         size = max(0 if each is None else each.nbytes for each in (call.send, call.recv))
-        return self.open_queue().put(carry_out, call.shown(), size >= LARGE_BYTES)
+        return self.open_queue().put(in_modes_of_caller(carry_out), call.shown(), size >= LARGE_BYTES)
 
     def open_queue(self) -> Queue:
         """Return the queue of this communicator's asynchronous calls, which the first of them makes."""

@@ -58,6 +58,7 @@ class CachedCall:
         large_from: the bytes of a tensor from which on the worker is woken at once if the call is asynchronous.
         backend: carries the call.
         run: runs the call on what looks the same.
+        run_queued: does so on a thread that may be in other modes of autograd; plain tensors do without.
         start: begins it and returns its Work, if the library queues calls on its device; else None.
     """
 
@@ -71,6 +72,7 @@ class CachedCall:
     large_from: int
     backend: Backend
     run: Run
+    run_queued: Run
     start: Start | None
 
 
@@ -155,10 +157,11 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         if any_size:
             large_from = LARGE_BYTES // max(1, largest // max(1, tensors[0].nbytes))
         is_like = likeness_of(given, tensors, backend.size if any_size else 0)
+        run_queued = torch.inference_mode()(run) if any(each.is_inference() for each in tensors) else run
         self.keep(
             kind,
             CachedCall(
-                op, counts, recv is send, is_like, made.row, shape, dtype, large_from, backend, run, start
+                op, counts, recv is send, is_like, made.row, shape, dtype, large_from, backend, run, run_queued, start
             ),
         )  # fmt: skip
 

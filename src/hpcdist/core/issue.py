@@ -125,7 +125,7 @@ def issue(
                     result = recv if recv.__class__ is list else [] if recv is None else [recv]
                     first = tensor[0] if tensor.__class__ is list else tensor
                     is_large = first is not None and first.nbytes >= known.large_from
-                    return queue.put(partial(known.run, send, recv), result, is_large, record)
+                    return queue.put(known.run_queued, result, is_large, record, (send, recv))
                 mark = record, None, get_ident(), None  # as ``Journal.blocking`` does, for latency
                 is_first = journal.current is None and not journal.further
                 if is_first:

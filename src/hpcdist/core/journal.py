@@ -209,6 +209,18 @@ class Journal:
         self.further.append(blocked)
         return blocked
 
+    def run(self, call: tuple[Any, ...], function: Callable[[Any], None], argument: Any) -> None:
+        """Run a function in which a call blocks, for latency without ``blocking``."""
+        if self.current is not None or self.further:
+            with self.blocking(call):
+                function(argument)
+            return
+        self.current = call, None, get_ident(), None
+        try:
+            function(argument)
+        finally:
+            self.current = None
+
     def blocked(self) -> list[Blocked]:
         """Return the calls that block now; of those inside of each other, the innermost."""
         first, further = self.current, list(self.further)

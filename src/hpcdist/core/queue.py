@@ -15,9 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import is_grad_enabled, is_inference_mode_enabled
 
-from hpcdist.core.autograd_modes import Modes, run_in
 from hpcdist.core.errors import CallsDifferError, DistBackendError
 from hpcdist.core.work import Work, init_torch_work
 
@@ -34,19 +32,23 @@ TURN_SECONDS = 0.01  # between two tries to get a turn that only callbacks hold
 class QueuedWork(Work):
     """A call in a queue, which whoever comes first carries out."""
 
-    __slots__ = ("_modes", "_queue", "_run")
+    __slots__ = ("_buffers", "_queue", "_run")
 
-    _modes: Modes  # of the thread that made the call
+    _buffers: tuple[Any, ...]  # what is run takes
     _queue: Queue
-    _run: Callable[[], None] | None  # until it has been carried out; it holds the buffers
+    _run: Callable[..., None] | None  # until it has been carried out
 
     def __init__(
-        self, queue: Queue, run: Callable[[], None], result: list[torch.Tensor], record: tuple[Any, ...] | None
+        self,
+        queue: Queue,
+        run: Callable[..., None],
+        result: list[torch.Tensor],
+        record: tuple[Any, ...] | None,
+        buffers: tuple[Any, ...],
     ) -> None:
         init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
-        self._result, self._call, self._queue, self._run = result, record, queue, run
+        self._result, self._call, self._queue, self._run, self._buffers = result, record, queue, run, buffers
         self._done, self._error = False, None
-        self._modes = is_inference_mode_enabled(), is_grad_enabled()
 
     def _carry_out(self) -> bool:
         """Carry out the calls up to this one on this thread, unless another thread has the queue's turn.
@@ -60,8 +62,7 @@ class QueuedWork(Work):
         elif queue._carrier != get_ident():
             return self._done
         try:
-            while not self._done and queue._calls:
-                queue._steal()
+            queue._steal(self)
         finally:
             if has_come:
                 queue._carrier = None  # ``_end_turn`` without a call
@@ -126,19 +127,20 @@ class Queue:
 
     def put(
         self,
-        call: Callable[[], None],
+        run: Callable[..., None],
         result: list[torch.Tensor],
         is_large: bool = False,
         record: tuple[Any, ...] | None = None,
+        buffers: tuple[Any, ...] = (),
     ) -> QueuedWork:
-        """Queue a call, and return its Work, which will show a result; a large one wakes the worker at once.
+        """Queue a call on buffers, and return its Work, which will show a result; a large one wakes the worker at once.
 
         A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
         place on ranks where the future had ended before the callback was added. Raises DistBackendError if an earlier
         call was given up.
         """
         self._latest = None
-        work = QueuedWork(self, call, result, record)
+        work = QueuedWork(self, run, result, record, buffers)
         if self._carrier is not None and self._carrier == get_ident():
             self._follow(work)
             return work
@@ -206,16 +208,14 @@ class Queue:
     def _clear(self) -> None:
         """Carry out what is queued, on this thread if it gets the turn; return when no call is under way."""
         if self._carrier == get_ident():
-            while self._calls:
-                self._steal()
+            self._steal()
             return
         seconds = 0.0
         while self.broken is None:
             if self._turn.acquire(timeout=seconds):
                 self._carrier = get_ident()
                 try:
-                    while self._calls:
-                        self._steal()
+                    self._steal()
                 finally:
                     self._end_turn()
                 return
@@ -232,18 +232,20 @@ class Queue:
         if self._is_urgent and self._calls:
             self._wake()
 
-    def _steal(self) -> None:
-        """Carry the next call out on a thread that waits, where it blocks as a synchronous call does."""
-        before = self._stolen
-        self._stolen = work = self._calls[0]
-        self._calls.popleft()
-        call = work._call
+    def _steal(self, last: QueuedWork | None = None) -> None:
+        """Carry out the calls up to the last one, or all, on a thread that waits.
+
+        They block it as synchronous calls do, so the journal has them.
+        """
+        calls, before = self._calls, self._stolen
         try:
-            if call is None:
-                self._carry_out(work)
-            else:
-                with call[0].blocking(call):
+            while calls and (last is None or not last._done):
+                self._stolen = work = calls[0]
+                calls.popleft()
+                if (call := work._call) is None:
                     self._carry_out(work)
+                else:
+                    call[0].run(call, self._carry_out, work)
         finally:
             self._stolen = before
 
@@ -262,25 +264,23 @@ class Queue:
             self._carry_out(work)
 
     def _carry_out(self, work: QueuedWork) -> None:
-        """Run a call in the modes of autograd in which it was made, and end its Work."""
-        run, work._run = work._run, None
+        """Run a call, and end its Work."""
+        run, buffers = work._run, work._buffers
+        work._run, work._buffers = None, ()
         self._begun += 1
         if run is None or work._done:  # given up
             return
         try:
-            if work._modes == (is_inference_mode_enabled(), is_grad_enabled()):
-                run()  # at once, not by way of ``run_in``, for latency
-            else:
-                run_in(work._modes, run)
+            run(*buffers)
         except BaseException as error:
-            del run  # the buffers belong to the caller again
+            del run, buffers  # they belong to the caller again
             work._finish(error)
             if isinstance(error, CallsDifferError):
                 self.unseen = self.unseen or work
             if not isinstance(error, Exception) and self.running is None:
                 raise  # Ctrl-C, for the thread that waits
         else:
-            del run
+            del run, buffers
             work._finish()
 
     # -- the worker thread ---------------------------------------------------------------------------

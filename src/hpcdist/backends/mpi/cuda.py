@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.process.libraries import loaded_libraries
 from hpcdist.backends.mpi.process.runtime import short_name
+from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
@@ -251,7 +252,7 @@ class StagedBackend(Backend):
                     call.finish()
                 side.synchronize()
 
-        return self.inner.open_queue().put(carry_out, call.shown(), is_large=True)
+        return self.inner.open_queue().put(in_modes_of_caller(carry_out), call.shown(), is_large=True)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""
