@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.nccl import communicators
 from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.backends.nccl.library import Library
+from hpcdist.backends.nccl.streams import PendingCall
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.issue import issue
@@ -121,6 +122,42 @@ def test_the_calls_that_have_ended_are_let_go_of_and_their_events_used_again(end
     assert list(streams._free_events) == ends[:ended]
     assert [work.is_completed() for work in works] == [True] * ended + [False] * (7 - ended)
     assert [bool(work.pending.keepalive) for work in works] == [False] * ended + [True] * (7 - ended)
+
+
+def test_a_call_that_is_added_while_the_watchdog_looks_keeps_its_memory() -> None:
+    backend = connected()
+    first, last = call(backend, True), call(backend, True)
+    added = []
+
+    def query() -> bool:
+        if not added:
+            added.append(call(backend, True))
+            added[0].end.is_complete = False
+        return True
+
+    first.end.is_complete = True
+    last.end.query = query
+    assert backend.outstanding() is added[0]
+    assert added[0].pending.keepalive
+    assert not added[0].is_completed()
+
+
+def test_calls_are_added_while_the_watchdog_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = connected()
+    works = [call(backend, True) for _ in range(2)]
+    for each in works:
+        each.end.is_complete = False
+    added, look = [], PendingCall.work
+
+    def look_and_add(pending: PendingCall) -> Any:
+        if pending is works[1].pending and not added:
+            added.append(call(backend, True))
+            added[0].end.is_complete = False
+        return look(pending)
+
+    monkeypatch.setattr(PendingCall, "work", look_and_add)
+    assert backend.pending() == works
+    assert backend.pending() == [*works, *added]
 
 
 def test_calls_that_are_launched_together_give_their_event_back_once() -> None:

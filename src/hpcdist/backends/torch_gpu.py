@@ -318,10 +318,10 @@ class TorchBackend(C10dBackend):
         if self.inner is None or not hasattr(self.inner, "abort"):
             return False
         self._failure = DistBackendError(reason)
-        for streams in self._streams.values():
+        for streams in list(self._streams.values()):  # another thread may add some meanwhile
             streams.failure = self._failure
         self.inner.abort()
-        for streams in self._streams.values():
+        for streams in list(self._streams.values()):
             streams.fail_all(self._failure)
         return True
 

@@ -159,10 +159,10 @@ class Streams:
         """
         self._unswept = 0
         under_way = self.under_way
-        if not under_way or not under_way[0].work().has_ended():
+        count = len(under_way)  # another thread may add calls meanwhile, which are not asked
+        if not count or not under_way[0].work().has_ended():
             return
-        last = under_way[-1].work()
-        ended, rest = (len(under_way),) * 2 if last.has_ended() else (1, len(under_way) - 1)
+        ended, rest = (count, count) if under_way[count - 1].work().has_ended() else (1, count - 1)
         while ended < rest:
             middle = (ended + rest) // 2
             if under_way[middle].work().has_ended():
@@ -183,7 +183,7 @@ class Streams:
         """Return the asynchronous calls that the device has not ended; any thread may ask."""
         with self._guard, self.querying():
             self._sweep()
-            works = [pending.work() for pending in self.under_way]
+            works = [pending.work() for pending in list(self.under_way)]  # another thread may add calls meanwhile
             return [work for work in works if not work.has_ended()]
 
     def fail_all(self, error: BaseException) -> None:
