@@ -20,6 +20,7 @@ from hpcdist.backends.mpi.node.arithmetic import DTYPES
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.core import memory_file
+from hpcdist.core.buffers import TensorList
 from hpcdist.core.reduction import KIND_OF, KINDS, name_of
 
 SEED = 20
@@ -114,6 +115,10 @@ def test_every_dtype_and_op(node, comm, dtype, op):
     node.reduce_scatter_single(blocks, part, getattr(ReduceOp, op))
     want = expected(op, comm.size, 257 * comm.size, dtype)
     assert_same(part, want[257 * comm.rank : 257 * (comm.rank + 1)], op)
+    shares = TensorList([each.clone() for each in blocks.split(257)], dtype)
+    again = torch.empty(257, dtype=dtype)
+    node.reduce_scatter_single(shares, again, getattr(ReduceOp, op))
+    assert_same(again, part)
 
 
 @settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -245,6 +246,21 @@ def test_ten_thousand_mixed_calls(comm, always):
             tensor = torch.empty(numel)
             dist.reduce_scatter_tensor(tensor, torch.full((numel * size,), float(rank)), group=group)
             assert tensor[-1] == size * (size - 1) / 2
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3, 5), (1000, 101)])
+def test_a_list_is_read_where_it_lies_unless_it_is_written(comm, always, dtype, shape):
+    group, numel = dist.new_group(), math.prod(shape)
+    for shift in (None, *range(0, comm.size * numel, max(1, numel // 2))):  # of the output in the memory of the list
+        memory = torch.empty((comm.size + 1) * numel, dtype=dtype)
+        shares = [each.view(shape) for each in memory.split(numel)[:-1]]
+        for r, share in enumerate(shares):
+            share.fill_(10 * r + comm.rank)
+        output = torch.empty(shape, dtype=dtype) if shift is None else memory[shift : shift + numel].view(shape)
+        dist.reduce_scatter(output, shares, group=group)
+        assert (output == 10 * comm.rank * comm.size + sum(range(comm.size))).all()
     dist.destroy_process_group(group)
 
 

@@ -84,11 +84,13 @@ class Collectives:
                     self._comm.Barrier()
             else:
                 plan = self.plans.of(row, send.dtype, op)
-                if row.reduces and send.__class__ is TensorList:
+                nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
+                is_shared = nbytes >= plan.shared_from and self._can_share(row, send.dtype, op, nbytes)
+                is_list = row.reduces and send.__class__ is TensorList
+                if is_list and not (is_shared and self.node.takes_list(send, recv)):
                     send = self._vectors.flatten(send)
                     call = call._replace(send=send)
-                nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
-                if nbytes >= plan.shared_from and self._can_share(row, send.dtype, op, nbytes):
+                if is_shared:
                     self._share(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
                     if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:

@@ -16,11 +16,11 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
-from hpcdist.core.buffers import overlap
+from hpcdist.core.buffers import TensorList, do_overlap, overlap
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SINGLE, Row
 
 # the collectives that there are, and how each takes its arguments
-SHARED_CALLS: dict[Row, Callable[[NodeShared | BetweenNodes, torch.Tensor, torch.Tensor, Any, Any], None]] = {
+SHARED_CALLS: dict[Row, Callable[[NodeShared | BetweenNodes, Any, torch.Tensor, Any, Any], None]] = {
     ALL_REDUCE: lambda shared, send, recv, op, _: shared.all_reduce(send, recv, op),
     BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
     ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
@@ -80,14 +80,19 @@ class NodeCalls:
             return False
         return True
 
-    def run(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
+    def takes_list(self, send: TensorList, recv: torch.Tensor) -> bool:
+        """Tell whether ``run`` reads the tensors of a list where they lie: on one node, if none is written."""
+        written = [(recv.data_ptr(), recv.nbytes)]
+        return isinstance(self.shared, NodeShared) and not do_overlap(send.places(), written)
+
+    def run(self, row: Row, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run one collective; every rank calls.
 
         A tensor that overlaps its output on this rank is copied: the others are on their way.
         """
         shared = self.shared
         assert shared is not None
-        if send is not recv and overlap(send, recv):
+        if send is not recv and isinstance(send, torch.Tensor) and overlap(send, recv):
             own = recv.data_ptr() + self._comm.Get_rank() * send.nbytes
             if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
                 send = send.clone()

@@ -30,6 +30,7 @@ from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, SlicedAllReduce
 from hpcdist.backends.mpi.node.slots import NodeSlots
 from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
+from hpcdist.core.buffers import TensorList
 from hpcdist.core.reduction import name_of
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
@@ -147,34 +148,35 @@ class NodeShared:
 
         self._exchange(block, put, get, 1)
 
-    def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
+    def reduce_scatter_single(self, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any) -> None:
         """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block).
 
         Args:
-            send: world size blocks of equal length.
-            recv: one block; it may be this rank's own block of `send`.
+            send: world size blocks of equal length, as one tensor or as a list.
+            recv: one block; it may be this rank's own block of a tensor.
             op: a torch.distributed.ReduceOp.
         """
         fold = fold_of(send.dtype, name_of(op), self.size)
-        if fold.dtype is not send.dtype:
-            send, recv = send.view(fold.dtype), recv.view(fold.dtype)
-        send, recv = send.view(-1), recv.view(-1)
-        if self._slots.stacks(fold):
-            self._reduce_scatter_stacked(send, recv, fold)
+        recv = recv.view(fold.dtype).view(-1)
+        if isinstance(send, TensorList):
+            blocks, own = send.addresses, send.tensors[self.rank]
         else:
-            self._reduce_scatter_apart(send, recv, fold)
+            blocks = [send.data_ptr() + r * recv.nbytes for r in range(self.size)]
+            own = send.view(self.size, -1)[self.rank]
+        if self._slots.stacks(fold):
+            self._reduce_scatter_stacked(blocks, recv, fold)
+        else:
+            self._reduce_scatter_apart(blocks, own.view(-1).view(fold.dtype), recv, fold)
 
-    def _reduce_scatter_apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
+    def _reduce_scatter_apart(self, blocks: list[int], own: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
         slots, dtype, rank, block = self._slots, fold.dtype, self.rank, recv.nbytes
-        itemsize, numel = dtype.itemsize, recv.numel()
-        own = send[rank * numel : (rank + 1) * numel]
-        scratch = slots.accumulator(fold, self.size, min(numel, SLOT_BYTES // itemsize))
-        source = send.data_ptr()
+        itemsize = dtype.itemsize
+        scratch = slots.accumulator(fold, self.size, min(recv.numel(), SLOT_BYTES // itemsize))
 
         def put(turn: int, offset: int, length: int) -> None:
             base = slots.addresses[turn][rank]
             for r in slots.peers:
-                memmove(base + r * length, source + r * block + offset, length)
+                memmove(base + r * length, blocks[r] + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
             parts = slots.plan(("scattered", length, dtype), self._plan_scattered)[turn]
@@ -188,17 +190,17 @@ class NodeShared:
         slots = self._slots
         return [[slot[r][begin : begin + length].view(dtype) for r in slots.peers] for slot in slots.slots]
 
-    def _reduce_scatter_stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
+    def _reduce_scatter_stacked(self, blocks: list[int], recv: torch.Tensor, fold: Fold) -> None:
         rank, addresses, block = self.rank, self._slots.addresses, recv.nbytes
-        source, target, width = send.data_ptr(), recv.data_ptr(), STACK_WIDTH * fold.dtype.itemsize
+        target, width = recv.data_ptr(), STACK_WIDTH * fold.dtype.itemsize
 
         def row(length: int) -> int:
             return -(-length // width) * width
 
         def put(turn: int, offset: int, length: int) -> None:
             begin = rank * row(length)
-            for r in range(self.size):
-                memmove(addresses[turn][r] + begin, source + r * block + offset, length)
+            for r, place in enumerate(blocks):
+                memmove(addresses[turn][r] + begin, place + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
             total = fold.add_stack(self._slots.stack(row(length), fold.dtype)[turn])
