@@ -50,8 +50,10 @@ CALLS = {  # name -> how it is measured on given cores, and the most that ours /
     "get": (rows.get, 1.0),
     "add": (rows.add, 2.0),
     "check": (rows.check, 2.0),
+    "compare_set": (rows.compare_set, 2.0),
     "set": (rows.set_, None),
-    "multi_get of 1000": (rows.multi_get, 1.0),
+    "multi_get of 1000": (rows.multi_get, 1.2),
+    "multi_set of 1000": (rows.multi_set, 1.5),
     "wake-up": (rows.wake_up, 2.0),
 }
 ROWS = {
@@ -61,6 +63,8 @@ ROWS = {
 } | {
     "calls, 1 process": Row(partial(rows.rate, processes=1), "1/s"),
     "calls, 8 processes": Row(partial(rows.rate, processes=8), "1/s", least=0.5),
+    "calls, 8 threads": Row(partial(rows.threads_rate, threads=8), "1/s", least=0.6),
+    "128 clients up": Row(partial(rows.bring_up, count=128), "ms", most=2.0),
     "512 clients up": Row(partial(rows.bring_up, count=512), "ms", most=2.0),
     "1024 clients up": Row(partial(rows.bring_up, count=1024), "ms", most=2.0),
     "memory a client": Row(partial(rows.memory, count=1024), "KiB", most_alone=8.0, middle=max),
@@ -139,7 +143,7 @@ def run(args: list[str]) -> int:
         print(json.dumps({"cores": os.cpu_count(), "rounds": options.rounds, "figures": figures}, indent=1))
         return 0
     table = Table(
-        title=f"hpcdist_hpcdist_stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)"
+        title=f"hpcdist_stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)"
     )
     for heading in ("", "unit", *KINDS, "ours / torch", "ours on torch / torch", "target"):
         table.add_column(heading, justify="left" if heading in ("", "unit", "target") else "right")

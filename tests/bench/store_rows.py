@@ -159,6 +159,24 @@ def multi_get(at: Setting, cores: list[int]) -> float:
     return _micros(lambda: client.multi_get(NAMES), 50)
 
 
+def multi_set(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of one multi_set of a thousand keys, with the get that follows."""
+    client = at.client()
+
+    def call() -> None:
+        client.multi_set(NAMES, NAMES)
+        client.get(NAMES[-1])  # multi_set has no answer
+
+    return _micros(call, 50)
+
+
+def compare_set(at: Setting, cores: list[int]) -> float:
+    """Return the microseconds of a compare_set that changes nothing."""
+    client = at.client()
+    client.set("key", b"x" * 32)
+    return _micros(lambda: client.compare_set("key", "y", "z"))
+
+
 def _answer(port: int, is_ours: bool, count: int, tag: str, cores: list[int]) -> None:
     os.sched_setaffinity(0, cores)
     client = _client(port, is_ours)
@@ -203,6 +221,26 @@ def rate(at: Setting, processes: int) -> float:
     return sum(at.pool.starmap(_count_calls, jobs, chunksize=1)) / seconds
 
 
+def threads_rate(at: Setting, threads: int) -> float:
+    """Return the calls a second of several threads of one client together."""
+    client, seconds, done = at.client(), 0.5, []
+
+    def call() -> None:
+        end, count = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end:
+            for _ in range(20):
+                client.add("count", 1)
+            count += 20
+        done.append(count)
+
+    started = [threading.Thread(target=call) for _ in range(threads)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join()
+    return sum(done) / seconds
+
+
 def slow_get(at: Setting) -> float:
     """Return the 99th percentile of a get's milliseconds while the server's owner spins in Python."""
     client = at.client()
@@ -223,14 +261,20 @@ def kept_rate(at: Setting) -> float:
         return rate(at, 1) / idle
 
 
-def bring_up(at: Setting, count: int) -> float:
-    """Return the milliseconds until many clients are connected."""
-    start = time.perf_counter()
-    clients = [at.client() for _ in range(count)]
-    took = (time.perf_counter() - start) * 1e3
+def _connect(port: int, is_ours: bool, start_at: float, count: int) -> float:
+    time.sleep(max(0.0, start_at - time.time()))
+    clients = [_client(port, is_ours) for _ in range(count)]
+    end = time.time()
     del clients
+    return end
+
+
+def bring_up(at: Setting, count: int) -> float:
+    """Return the milliseconds until many clients of eight processes are connected that come at once."""
+    start = time.time() + 0.2
+    ends = at.pool.starmap(_connect, [(at.server.port, at.is_ours, start, count // 8)] * 8, chunksize=1)
     time.sleep(0.1)  # the server takes note of the ends
-    return took
+    return (max(ends) - start) * 1e3
 
 
 def memory(at: Setting, count: int) -> float:
