@@ -166,15 +166,15 @@ class Store(KeptAlive, TorchStore):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values."""
-        for key, value in self.as_pairs(keys, values):
+        for key, value in zip(*self.as_lists(keys, values), strict=True):
             self.set(key, value)
 
-    def as_pairs(self, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
-        """Return keys and values in pairs; raises DistStoreError if their numbers differ."""
+    def as_lists(self, keys: Sequence[Text], values: Sequence[Text]) -> tuple[list[bytes], list[bytes]]:
+        """Return keys and values as bytes; raises DistStoreError if their numbers differ."""
         if len(keys) != len(values):
             raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
-        wired = [value if value.__class__ is bytes else as_bytes(value, "value") for value in values]
-        return list(zip(as_key_list(keys), wired, strict=True))
+        given = [value.encode() if isinstance(value, str) else as_bytes(value, "value") for value in values]
+        return as_key_list(keys), given
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue (queues live apart from keys)."""

@@ -46,7 +46,7 @@ class HashStore(Store):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values in one step."""
-        pairs = self.as_pairs(keys, values)
+        pairs = zip(*self.as_lists(keys, values), strict=True)
         with self._changed:
             self._data.update(pairs)
             self._changed.notify_all()

@@ -88,8 +88,8 @@ class PrefixStore(Store, TorchPrefixStore):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values."""
-        pairs = self.as_pairs(keys, values)
-        self._store.multi_set([self._prefix + key for key, _ in pairs], [value for _, value in pairs])
+        names, given = self.as_lists(keys, values)
+        self._store.multi_set([self._prefix + name for name in names], given)
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue."""

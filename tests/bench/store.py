@@ -142,9 +142,7 @@ def run(args: list[str]) -> int:
     if options.json:
         print(json.dumps({"cores": os.cpu_count(), "rounds": options.rounds, "figures": figures}, indent=1))
         return 0
-    table = Table(
-        title=f"hpcdist_stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)"
-    )
+    table = Table(title=f"hpcdist_stores.TCPStore beside torch's ({os.cpu_count()} cores, {options.rounds} rounds)")
     for heading in ("", "unit", *KINDS, "ours / torch", "ours on torch / torch", "target"):
         table.add_column(heading, justify="left" if heading in ("", "unit", "target") else "right")
     for row, found in figures.items():

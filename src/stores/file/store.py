@@ -52,7 +52,8 @@ class FileStore(Store):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values in one step."""
-        pairs = [(b"/" + key, value) for key, value in self.as_pairs(keys, values)]
+        names, given = self.as_lists(keys, values)
+        pairs = zip([b"/" + name for name in names], given, strict=True)
         with self._log.writing(self._deadline()) as fd:
             self._log.append(fd, *pairs)
 

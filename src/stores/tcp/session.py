@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import TypeVar
 
 from hpcdist_stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
@@ -67,13 +66,13 @@ class Session:
         self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
 
-    def check_all(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Refuse here pairs of a multi_set that our server would refuse by closing the connection."""
-        if self.is_ours and len(pairs) > MAX_KEYS:
-            raise DistStoreError(f"multi_set of {len(pairs)} keys: the server's limit is {MAX_KEYS}")
-        if max(map(len, chain.from_iterable(pairs)), default=0) > MAX_KEY:
-            for pair in pairs:
-                self.check_sizes(*pair)
+    def check_pairs(self, texts: Sequence[bytes]) -> None:
+        """Refuse here a multi_set, of keys and values in turn, that our server would refuse by closing the connection."""
+        if self.is_ours and len(texts) > 2 * MAX_KEYS:
+            raise DistStoreError(f"multi_set of {len(texts) // 2} keys: the server's limit is {MAX_KEYS}")
+        if max(map(len, texts), default=0) > MAX_KEY:
+            for key, value in zip(texts[::2], texts[1::2], strict=True):
+                self.check_sizes(key, value)
 
     def check_sizes(self, key: bytes, *values: bytes) -> None:
         """Refuse here what our server would refuse by closing the connection."""

@@ -312,12 +312,14 @@ class TCPStore(Store):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values (not confirmed, as with set)."""
-        pairs = [(b"/" + key, value) for key, value in self.as_pairs(keys, values)]
-        self._session.check_all(pairs)
-        frame = _R[Request.MULTI_SET] + _pack(len(pairs)) + pack_strings([*chain.from_iterable(pairs)])
+        names, given = self.as_lists(keys, values)
+        names = list(map(b"/".__add__, names))
+        texts = [*chain.from_iterable(zip(names, given, strict=True))]
+        self._session.check_pairs(texts)
+        frame = _R[Request.MULTI_SET] + _pack(len(names)) + pack_strings(texts)
         if len(frame) > _LARGE_FRAME and not self._session.is_ours:
-            frame = b"".join(_SET + pack_strings(pair) for pair in pairs)
-        self._session.call("multi_set", [key for key, _ in pairs], self._limit, lambda c: c.send(frame))
+            frame = b"".join(_SET + pack_strings(texts[i : i + 2]) for i in range(0, len(texts), 2))
+        self._session.call("multi_set", names, self._limit, lambda c: c.send(frame))
 
     # -- queues, barrier --------------------------------------------------------------------------------
 

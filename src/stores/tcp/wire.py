@@ -90,7 +90,9 @@ def pack_string(text: bytes) -> bytes:
 
 def pack_strings(texts: Sequence[bytes]) -> bytes:
     """Return strings as they are sent, one after another."""
-    return b"".join(chain.from_iterable(zip(map(U64.pack, map(len, texts)), texts, strict=True)))
+    lengths = list(map(len, texts))
+    packed = {length: U64.pack(length) for length in set(lengths)}  # most texts have one of a few
+    return b"".join(chain.from_iterable(zip(map(packed.__getitem__, lengths), texts, strict=True)))
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:

@@ -229,23 +229,25 @@ def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
 
 def set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
     """Store the pairs of a MULTI_SET that are complete; return the position behind them, -1 if there is none."""
-    store, waits, begun = space.data, space.waits, pos
-    while peer.pairs:
-        middle = pos + 8
-        stop = end + 1
-        if middle <= end:
-            middle += _u64(data, pos)[0]
-            if middle + 8 <= end:
-                stop = middle + 8 + _u64(data, middle)[0]
-        if stop > end or middle - pos - 8 > MAX_KEY or stop - middle - 8 > MAX_VALUE:
+    store, waits, begun, left = space.data, space.waits, pos, peer.pairs
+    while left:
+        start, stop = pos + 8, end + 1
+        if start <= end:
+            middle = start + _u64(data, pos)[0]
+            value = middle + 8
+            if value <= end:
+                stop = value + _u64(data, middle)[0]
+        if stop > end or middle - start > MAX_KEY or stop - value > MAX_VALUE:
+            peer.pairs = left
             at = set_pair(space, peer, data, pos, end, out)  # says how much is missing, or refuses
             return at if pos == begun else pos
-        key = data[pos + 8 : middle]
-        store[key] = data[middle + 8 : stop]
-        if key in waits:
+        key = data[start:middle]
+        store[key] = data[value:stop]
+        if waits and key in waits:
             space.tick_off(key)
-        peer.pairs -= 1
+        left -= 1
         pos = stop
+    peer.pairs = 0
     return pos
 
 
