@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 ORIGINAL = "_hpcdist_original"  # attribute of a tensor: the array whose values it holds, with strides below zero
-COPY_MAX, COPIES_KEPT = 1 << 16, 32  # bytes of a copy, and how many of one kind are kept
+COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
 
 
@@ -187,16 +187,21 @@ class Copies:
 
     def of(self, tensor: torch.Tensor, is_read: bool = True) -> tuple[torch.Tensor, Any]:
         """Return a copy of a tensor, and what describes it; one that is only to be written has any values."""
-        if (found := self._kept.get(tensor.shape)) is None:
-            with torch.inference_mode(False):  # it is written in both modes
-                made = torch.empty(tensor.shape, dtype=self._dtype, device="cpu")
-            found = made, self._describe(made)
-            if made.nbytes <= COPY_MAX:
-                if len(self._kept) == COPIES_KEPT:
-                    self._kept.clear()
-                self._kept[tensor.shape] = found
+        found = self.memory(tensor.shape)
         if is_read:
             found[0].copy_(tensor)
+        return found
+
+    def memory(self, shape: torch.Size) -> tuple[torch.Tensor, Any]:
+        """Return memory for a copy, and what describes it."""
+        if (found := self._kept.get(shape)) is None:
+            with torch.inference_mode(False):  # it is written in both modes
+                made = torch.empty(shape, dtype=self._dtype, device="cpu")
+            found = made, self._describe(made)
+            if made.nbytes <= COPY_KEPT:
+                if len(self._kept) == COPIES_KEPT:
+                    self._kept.clear()
+                self._kept[shape] = found
         return found
 
 

@@ -67,7 +67,7 @@ class Session:
         _sessions.add(self)
 
     def check_pairs(self, texts: Sequence[bytes]) -> None:
-        """Refuse here a multi_set, of keys and values in turn, that our server would refuse by closing the connection."""
+        """Refuse here keys and values in turn that our server would refuse by closing the connection."""
         if self.is_ours and len(texts) > 2 * MAX_KEYS:
             raise DistStoreError(f"multi_set of {len(texts) // 2} keys: the server's limit is {MAX_KEYS}")
         if max(map(len, texts), default=0) > MAX_KEY:

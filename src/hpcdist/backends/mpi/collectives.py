@@ -26,7 +26,7 @@ from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Reduction
 from hpcdist.backends.mpi.repetition import Prepared, repeated
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
-from hpcdist.core.buffers import Copies, TensorList, do_overlap, overlap
+from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
 from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
@@ -253,10 +253,9 @@ class Collectives:
         if how.factor is not None or how.flips or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
         divide = self._division(how.wide or send.dtype) if how.averages else None
-        describe = described(call, how.datatype, last, size, limit)
         if not how.in_memory:
-            return Prepared(self._widened(call, how, last, divide), describe, takes_tensors=True)
-        return Prepared(function, describe, None if recv is None else divide)
+            return self._widened(call, how, last, divide, limit)
+        return Prepared(function, described(call, how.datatype, last, size, limit), None if recv is None else divide)
 
     def _division(self, dtype: torch.dtype) -> Divide:
         """Return what divides a sum by the number of ranks; by a tensor it takes half the time."""
@@ -291,18 +290,24 @@ class Collectives:
 
         return Prepared(run, describe)
 
-    def _widened(self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None) -> Run:
-        """Return what reduces a tensor in memory of a wider dtype."""
-        row, recv, wide = call.row, call.recv, how.wide
+    def _widened(
+        self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None, limit: int
+    ) -> Prepared:
+        """Return what reduces a tensor in memory of a wider dtype, which is kept for small ones."""
+        row, send, recv, wide = call.row, call.send, call.recv, how.wide
         assert wide is not None
         function, size, datatype, is_float = self._calls[row], self._size, how.datatype, wide.is_floating_point
-        is_alone = recv is None or row.shape is Shape.SAME
+        is_alone, ranks = recv is None or row.shape is Shape.SAME, 1 if row.shape is Shape.SAME else self._size
+        largest = min(COPY_KEPT // wide.itemsize, (limit - 1) // send.itemsize)
 
         widened = Copies(wide, lambda values: (address(values.data_ptr(), values.nbytes), datatype))
 
-        def run(send: Any, recv: Any) -> None:
-            values, buffer = widened.of(send)
-            total = values
+        def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
+            count = shape.numel()
+            return (widened.memory(shape) if count <= largest else None), count // ranks
+
+        def run(values: torch.Tensor, buffer: Any, send: Any, recv: Any) -> None:
+            total = values.copy_(send)
             if recv is None:
                 function(buffer, None, *last)
                 return
@@ -318,7 +323,7 @@ class Collectives:
             else:
                 how.after(total, recv, size)
 
-        return run
+        return Prepared(run, describe, is_copied=True)
 
     def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run a collective through node-shared memory."""

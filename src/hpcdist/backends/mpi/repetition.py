@@ -32,13 +32,14 @@ class Prepared(NamedTuple):
         describe: makes its arguments of where the call's tensors lie (``where``), or None if these have to take the
             general way, as those that share memory, and the elements of a rank's share. None for a barrier.
         follow: what is then done to what the call writes.
-        takes_tensors: whether the function takes what the call reads and what it writes, though these are described.
+        is_copied: whether the function works on copies: it is described by the shape of what the call reads, and takes
+            what the call reads and writes too.
     """
 
     function: Callable[..., Any]
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
     follow: Callable[[Any], Any] | None = None
-    takes_tensors: bool = False
+    is_copied: bool = False
 
 
 def where(call: Call) -> Callable[[Any, Any], Any] | None:
@@ -74,7 +75,7 @@ def repeated(
         check: of the group; None if there is none.
         communicator: the group's.
     """
-    function, describe, follow, takes_tensors = prepared
+    function, describe, follow, is_copied = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
     fixed = size_of(call, communicator.rank, communicator.size)
@@ -100,7 +101,9 @@ def repeated(
         if describe is None:
             arguments = send, recv
         else:
-            if places_of is not None:
+            if is_copied:
+                places = send.shape
+            elif places_of is not None:
                 places = places_of(send, recv)
             else:
                 count, place = send.numel(), send.data_ptr()
@@ -109,8 +112,8 @@ def repeated(
                 arguments, size = describe(places)
                 base = with_size(first, size)
                 known = places, arguments, size, base
-            if takes_tensors and arguments is not None:
-                arguments = send, recv
+            if is_copied and arguments is not None:
+                arguments = *arguments, send, recv
         if is_checked:
             if log is not None and (size != last_size or log.failure is not None):
                 last_size = size
