@@ -72,6 +72,16 @@ def test_a_key_that_others_could_have_is_refused(home, monkeypatch):
     file.parent.symlink_to(elsewhere)
     with pytest.raises(hpcdist.DistBackendError, match=r"mode 777"):
         slurm_secret.key_of(["n1"])
+    file.parent.unlink()
+    elsewhere.rename(file.parent)
+    file.unlink()
+    os.mkfifo(file, 0o600)  # each reader would get another key
+    with pytest.raises(hpcdist.DistBackendError, match=r"not a regular file"):  # nobody writes to it
+        slurm_secret.key_of(["n1"])
+    with open(os.open(file, os.O_RDWR), "wb", buffering=0) as writer:
+        writer.write(bytes(slurm_secret.LENGTH))
+        with pytest.raises(hpcdist.DistBackendError, match=r"not a regular file"):
+            slurm_secret.key_of(["n1"])
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to be another user")

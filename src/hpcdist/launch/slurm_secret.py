@@ -78,7 +78,7 @@ def key_in(file: Path) -> bytes:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         if not file.exists():
             make(file)
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
         try:
             about, folder, key = os.fstat(fd), os.stat(file.parent, follow_symlinks=False), os.read(fd, LENGTH)
         finally:
@@ -89,7 +89,7 @@ def key_in(file: Path) -> bytes:
         if each.st_uid != os.getuid() or stat.S_IMODE(each.st_mode) & 0o077:
             raise refused(file, f"it belongs to user {each.st_uid} with mode {stat.S_IMODE(each.st_mode):o}")
     if len(key) != LENGTH or not stat.S_ISREG(about.st_mode):
-        raise refused(file, f"it has {len(key)} bytes, expected {LENGTH}")
+        raise refused(file, f"it is not a regular file of {LENGTH} bytes")
     return key
 
 
