@@ -86,6 +86,17 @@ def test_a_question_is_answered_and_its_text_arrives(pair: tuple[Channel, Channe
     assert told == [{"kind": "told", "from": 0, "value": 3}]
 
 
+def test_an_answer_that_fits_into_no_datagram_is_not_sent(pair: tuple[Channel, Channel]) -> None:
+    asking, asked = pair
+    failures: list[Exception] = []
+    asked.note_failure = failures.append
+    asked.register("long", lambda message: {"text": "x" * message["length"]}, {"length": int})
+    assert asking.ask([1], "long", {"text": str}, 5.0, length=65_000)
+    assert not asking.ask([1], "long", {"text": str}, 0.5, length=66_000)
+    assert ask(asking) == {"name": "one"}
+    assert not failures
+
+
 def test_the_users_own_key_does_as_well_and_another_does_not(pair: tuple[Channel, Channel]) -> None:
     asking, asked = pair
     asked.keys.append(key_of("chosen"))

@@ -55,3 +55,23 @@ def test_connections_of_other_libraries_stay_as_they_are(opened: ExitStack, monk
         if thread.name == "hpcdist silence":
             thread.join(10)
     assert sorted(number for number, _ in watched) == sorted(each.fileno() for each in mpis)
+
+
+def test_a_receivers_limit_is_set_on_a_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MPI itself sets later stays."""
+    looks = [(0, 0), (2, 0), (0, 2), (0, 0), (0, 0)]  # retransmissions and probes since the last answer
+    limits: list[int] = []
+
+    class Connection(ExitStack):
+        def getsockopt(self, level: int, option: int, size: int) -> bytes:
+            return bytes([0, 0, *looks.pop(0)])
+
+        def setsockopt(self, level: int, option: int, value: int) -> None:
+            assert option == socket.TCP_USER_TIMEOUT
+            limits.append(value)
+
+    monkeypatch.setattr(silence, "duplicate", lambda number, inode: Connection())
+    monkeypatch.setattr(silence.time, "sleep", lambda seconds: looks[0])  # IndexError after the last one
+    with pytest.raises(IndexError):
+        silence.limit_receivers([(3, 4)])
+    assert limits == [silence.UNANSWERED_MILLISECONDS, 0]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.core.readiness import readable
 from hpcdist.launch import addresses, environment
-from hpcdist.watch.datagrams import ANSWER, HEAD, LARGEST, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
+from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
 from hpcdist.watch.question import ASKED, RELAY, Message, Question, expanded, fits, merged, relay_seconds
 
@@ -219,9 +219,9 @@ class Channel:
         return handler(message) if handler is not None and fits(message, shape) else None
 
     def _reply(self, to: Reply, answer: Message) -> None:
-        if len(text := json.dumps(answer).encode()) <= LARGEST:
-            with suppress(OSError):
-                self.socket.sendto(seal(to.key, ANSWER, to.head, text), to.address)
+        text = json.dumps(answer).encode()
+        with suppress(OSError):  # it may be too large for a datagram
+            self.socket.sendto(seal(to.key, ANSWER, to.head, text), to.address)
 
     # -- questions to many ranks ---------------------------------------------------------------------
 
