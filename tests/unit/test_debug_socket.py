@@ -25,16 +25,16 @@ from hpcdist.watch.debug_socket import DebugSocket, ranks_on_this_machine
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.watchdog import Watchdog
 
-JOB = f"a job {os.getpid()}"  # other tests may run beside these on this machine
+JOB = "a job"
 INPUTS = int(os.environ.get("HPCDIST_FUZZ", "300"))
 as_another = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 IMPOSTOR = """
 import os, socket, sys
 made = socket.socket(socket.AF_UNIX)
-made.bind("\\0hpcdist-0-1")
+made.bind(f"\\0{sys.argv[2]}0-1")
 made.listen(8)
 strange = socket.socket(socket.AF_UNIX)
-strange.bind(b"\\0hpcdist-0-\\xff\\n[")
+strange.bind(b"\\0" + sys.argv[2].encode() + b"0-\\xff\\n[")
 print(flush=True)
 while True:
     try:
@@ -47,6 +47,12 @@ while True:
 def said(channel: Channel, **more: Any) -> dict[str, Any]:
     found = {"job": JOB, "program": "p", "slurm_job": "", "rank": 0, "size": 1, "endpoint": channel.own}
     return {**found, **more}
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' jobs may run beside these, and in this process: its watchdog has its name until it ends."""
+    monkeypatch.setattr(debug_socket, "PREFIX", f"{debug_socket.PREFIX}{os.getpid()}-")
 
 
 @pytest.fixture
@@ -75,10 +81,6 @@ def served(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> Iterator[DebugS
     made.close()
 
 
-def own_answers() -> list[dict[str, Any]]:
-    return [each for each in ranks_on_this_machine() if each["job"] == JOB]
-
-
 def test_whatever_is_written_to_the_socket_the_next_client_is_answered(
     served: DebugSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,12 +94,12 @@ def test_whatever_is_written_to_the_socket_the_next_client_is_answered(
                     client.send(made.randbytes(made.randrange(1, 500)))
                 except BrokenPipeError:  # it has answered already
                     continue
-    assert len(own_answers()) == 1
+    assert len(ranks_on_this_machine()) == 1
 
 
 @as_another
 def test_a_socket_of_another_user_is_not_believed(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["/usr/bin/env", "python3", "-c", IMPOSTOR, json.dumps(said(channel, job="a trap"))]
+    command = ["/usr/bin/env", "python3", "-c", IMPOSTOR, json.dumps(said(channel, job="a trap")), debug_socket.PREFIX]
     with subprocess.Popen(command, stdout=subprocess.PIPE, user=65534) as impostor:
         assert impostor.stdout is not None
         impostor.stdout.readline()
@@ -115,7 +117,7 @@ def test_another_user_gets_no_answer(served: DebugSocket) -> None:
     name = "\0" + served.sockets[0].getsockname()[1:].decode()
     command = ["/usr/bin/env", "python3", "-c", client.replace("sys.argv[1]", repr(name))]
     assert subprocess.run(command, user=65534, capture_output=True, text=True, timeout=60).stdout == "b''\n"
-    assert len(own_answers()) == 1
+    assert len(ranks_on_this_machine()) == 1
 
 
 PARTIAL = json.dumps({"job": JOB}).encode()
@@ -134,7 +136,7 @@ def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
 
         thread = threading.Thread(target=answers)
         thread.start()
-        assert own_answers() == []
+        assert ranks_on_this_machine() == []
         thread.join()
 
 
@@ -153,7 +155,7 @@ def test_an_answer_without_end_is_not_read_on() -> None:
 
         thread = threading.Thread(target=answers)
         thread.start()
-        assert own_answers() == []
+        assert ranks_on_this_machine() == []
         thread.join()
     assert len(sent) < 10
 
