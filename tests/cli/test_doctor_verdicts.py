@@ -308,8 +308,11 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     ended.wait()
     for name in (f"ompi.{ended.pid}", f"ompi.{os.getpid()}", "ompi.vm.0"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "hwloc.sm").touch()
     with monkeypatch.context() as another_user:
         another_user.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        assert mpi_library.dead_sessions() == []
+    with open(tmp_path / f"ompi.{ended.pid}" / "hwloc.sm", "rb+"):  # by an mpirun of another container, with this id
         assert mpi_library.dead_sessions() == []
     assert mpi_library.dead_sessions() == [str(tmp_path / f"ompi.{ended.pid}")]
     facts = {"library": "Open MPI 5.0.11", "mpirun": "/bin/mpirun", "started": True, "survives": None}
@@ -317,6 +320,27 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     advice = found(findings, "left 1 session folder;")
     assert advice.level == ADVICE
     assert advice.remedy == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"
+
+
+@pytest.mark.skipif(not programs.HAS_ULFM, reason="other MPIs have no such folder")
+def test_an_mpirun_keeps_a_file_of_its_session_folder_open(tmp_path, monkeypatch):
+    """So one in another container, whose process is not seen, is not taken for dead."""
+    code = "import os, signal; os.mkdir('started'); signal.pause()"
+    job = programs.start(programs.mpirun_command(1, ["-c", code]), tmp_path, TMPDIR=str(tmp_path))
+    try:
+        while not (tmp_path / "started").exists():
+            assert job.poll() is None, programs.output(job, 10)
+            time.sleep(0.01)
+        (session,) = tmp_path.glob("ompi.*")
+        with monkeypatch.context() as unseen:
+            unseen.setattr(mpi_library.Path, "exists", lambda path: False)
+            assert mpi_library.dead_sessions(tmp_path) == []
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        programs.output(job, 10)
+    while not mpi_library.is_closed(session / "hwloc.sm"):  # its rank may end a moment later
+        time.sleep(0.01)
+    assert mpi_library.dead_sessions(tmp_path) == [str(session)]
 
 
 @pytest.mark.parametrize("dtype", speed.DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
@@ -155,11 +157,23 @@ def look_at_launcher(library: str) -> Facts:
 
 
 def dead_sessions(folder: str | Path | None = None) -> list[str]:
-    """Return this user's session folders of killed mpiruns of Open MPI: one with the same process id cannot start."""
+    """Return this user's session folders of killed mpiruns of Open MPI: one with the same process id cannot start.
+
+    A process of another container is not in /proc here, but every mpirun keeps a file of its folder open.
+    """
     with os.scandir(folder or tempfile.gettempdir()) as entries:
         here = [(each, each.name.removeprefix("ompi.")) for each in entries if each.name.startswith("ompi.")]
-    dead = [each for each, pid in here if pid.isdigit() and not Path("/proc", pid).exists()]
-    return sorted(each.path for each in dead if each.is_dir() and each.stat().st_uid == os.geteuid())
+    gone = [each for each, pid in here if pid.isdigit() and not Path("/proc", pid).exists()]
+    own = [each.path for each in gone if each.stat(follow_symlinks=False).st_uid == os.geteuid()]
+    return sorted(each for each in own if is_closed(Path(each, "hwloc.sm")))
+
+
+def is_closed(file: Path) -> bool:
+    """Tell whether it is known that no process has a file open: the kernel gives no lease then (fcntl(2))."""
+    with suppress(OSError), open(file, "rb") as opened:
+        fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        return True
+    return False
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
