@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked import mpirun, python
 from tests.ports import free_port
-from tests.programs import BIN, LIBRARY, output, run, start
+from tests.programs import BIN, HAS_ULFM, output, run, start
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -138,25 +138,34 @@ def test_daemon_threads_are_in_calls_while_the_program_ends(status, tmp_path):
 
 
 LEAVES = """
-import sys
+import signal, sys
+from datetime import timedelta
 import hpcdist as dist
+from hpcdist.watch import job_end
 
+job_end.END_SECONDS = 3.0
 dist.init_process_group("mpi")
 dist.barrier()
+dist.group.WORLD.timeout = timedelta(seconds=2)
 if dist.get_rank() == 1:
-    sys.exit(3)
-dist.all_gather_object([None] * dist.get_world_size(), 1)
+    sys.exit(int(sys.argv[1]))
+try:
+    dist.all_gather_object([None] * dist.get_world_size(), 1)
+except dist.DistBackendError:  # under ULFM
+    signal.pause()
 """
+ULFM = pytest.param(["--with-ft", "ulfm"], marks=pytest.mark.skipif(not HAS_ULFM, reason="there is no ULFM"))
 
 
-@pytest.mark.skipif(LIBRARY == "mpich", reason="its mpirun returns another status")
-def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(tmp_path):
-    """Scripts that requeue a job read it."""
+@pytest.mark.parametrize("status", [3, 0])
+@pytest.mark.parametrize("options", [[], ULFM], ids=["plain", "ULFM"])
+def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(options, status, tmp_path):
+    """Scripts that requeue a job read it; 0 would say that all is well."""
     program = tmp_path / "leaves.py"
     program.write_text(LEAVES)
-    result = mpirun(3, [program], timeout=90)
+    result = mpirun(3, [program, status], timeout=90, options=options)
     assert "this rank has left the program" in result.stderr
-    assert result.returncode == 3, result.stderr
+    assert result.returncode == (status or 1), result.stderr
 
 
 GLOOS_END = """

@@ -28,7 +28,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
 from hpcdist.watch.endpoint import Endpoint
-from hpcdist.watch.job_end import END_SECONDS
+from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
@@ -134,7 +134,8 @@ class ProcessExit:
                 watchdog.dump()
                 if decision is Decision.ABORT:
                     watchdog.abort(self.backend, states.reason)
-                watchdog.announce_abort(states.reason, END_SECONDS)
+                if watchdog.announce_abort(states.reason, leaves=True):
+                    leave_hydra()  # all others have left it, and end by themselves
                 membership.skip_finalize(END_SECONDS)
                 return
             if decision is Decision.LEAVE:
@@ -151,6 +152,7 @@ class ProcessExit:
             why = "this process ends without MPI_Finalize, which could crash under it"
             watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
             membership.skip_finalize(ends_well=True)
+            leave_hydra()
 
     def forget(self) -> None:
         """Forget the job, in a forked child: its threads and its MPI are the parent's."""

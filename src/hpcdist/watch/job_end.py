@@ -3,21 +3,41 @@
 MPI_Abort relies on the launcher, which may be out of reach (a lost link) or leave ranks behind (Open MPI 5.0.11 under
 ULFM). So the rank that aborts sends all others a message first. Each then kills the processes of its node that are
 stopped, which could not exit by themselves, and exits after a while. A rank whose launcher has ended exits as well.
+
+A rank that leaves the program while others wait for it ends with its own status, which is the job's if the others end
+in a way that does not hide it.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.liveness import Liveness
 
 LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an abort; a stuck MPI_Abort takes 3
 ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
 END_SECONDS = 15.0  # how long a process may take that ends with its own status; Python and torch take 0.2
+HYDRA_SECONDS = 1.0  # how long Hydra may take to answer
 ABORT_STATUS = 1
+
+
+def leave_hydra() -> bool:
+    """Tell Hydra (MPICH's mpirun) that this process ends well, if that started it, and return whether it was told.
+
+    When a process ends without, Hydra kills the others of its node, and takes their statuses for 0 or for 9.
+    """
+    descriptor = os.environ.get("PMI_FD", "") if environment.HYDRAS_OWN in os.environ else ""
+    with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(descriptor))) as hydra:
+        hydra.settimeout(HYDRA_SECONDS)
+        hydra.sendall(b"cmd=finalize\n")  # of PMI 1
+        return hydra.recv(64).startswith(b"cmd=finalize_ack")
+    return False
 
 
 class JobEnd:
@@ -28,22 +48,35 @@ class JobEnd:
         launch = environment.detect()
         self._launcher = os.getppid() if launch is not None and launch.starts_mpi else 0
         self._exits: tuple[float, str] | None = None  # when this process exits, and why
+        self._hides_status = False  # whether its status is not to be the job's
 
     @property
     def is_known(self) -> bool:
         """Whether this process knows that the job is to end."""
         return self._exits is not None
 
-    def note(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
-        """Take note that the job is aborted, and that the launcher has some seconds to end this process."""
+    def note(self, reason: str, leaves: bool = False) -> None:
+        """Take note that the job is aborted, or a rank ``leaves`` it; this process has some seconds to be ended."""
         if self._exits is None:
-            self._exits = time.monotonic() + seconds, reason
+            self._exits = time.monotonic() + (END_SECONDS if leaves else LAUNCHER_SECONDS), reason
+            self._hides_status = leaves
             self._liveness.kill_stopped()
+
+    def note_message(self, reason: str, leaves: bool) -> None:
+        """Take note of what another rank has sent."""
+        self.note(reason, leaves)
+        if leaves and leave_hydra():  # it does not end this process then
+            self._exits = time.monotonic(), ""
 
     def look(self, now: float) -> None:
         """Exit if it is time to."""
         if self._exits is None and self._launcher and os.getppid() != self._launcher:
             self._exits = now + ORPHAN_SECONDS, f"the launcher (process {self._launcher}) has ended"
-        if self._exits is not None and now >= self._exits[0]:
+        if self._exits is None or now < self._exits[0]:
+            return
+        if self._exits[1]:
             self._say(f"{self._exits[1]}, and this process exits")
-            os._exit(ABORT_STATUS)
+        backend = None if WORLD.default is None else WORLD.default.any_backend()
+        if self._hides_status and backend is not None and backend.faults.interrupts_all():
+            backend.end_job(ABORT_STATUS)  # under ULFM mpirun returns the last status with which a process exits itself
+        os._exit(ABORT_STATUS)

@@ -89,7 +89,7 @@ class Watchdog:
         register("alive", self._alive, {"left": ([str, int], None)})
         register("where", self._where, where)
         register("report", self._take_report, {"report": REPORT})
-        register("abort", self._note_abort, {"reason": str, "seconds": (int, float)})
+        register("abort", self._note_abort, {"reason": str, "leaves": bool})
         register("inspect", self._inspected, {"first": int})
         self.call_exchange = CallExchange(self.channel, self.end_call)
         self.each_second += [self.call_exchange.look, Members(self.channel, self.end_call).look]
@@ -241,7 +241,7 @@ class Watchdog:
 
     def _note_abort(self, message: Message) -> Message:
         self.dump_if_due()  # while there is time
-        self.job_end.note(f"rank {message['from']} aborts the job ({message['reason']})", message["seconds"])
+        self.job_end.note_message(f"rank {message['from']} aborts the job ({message['reason']})", message["leaves"])
         return {}
 
     def _described(self, each: UnderWay) -> dict[str, Any]:
@@ -466,18 +466,29 @@ class Watchdog:
         self.announce_abort(reason)
         backend.end_job(ABORT_STATUS)
 
-    def announce_abort(self, reason: str, seconds: float = LAUNCHER_SECONDS) -> None:
-        """Write why the job is aborted, also to all its processes, which end by themselves after some seconds."""
+    def announce_abort(self, reason: str, leaves: bool = False) -> bool:
+        """Write why the job is aborted, also to all its processes, which end by themselves if nothing else ends them.
+
+        Args:
+            reason: why.
+            leaves: whether this process ends with its own status.
+
+        Returns:
+            Whether all of them have taken note.
+        """
         self.say(reason)
-        first_line = reason.splitlines()[0]
+        first_line, has_reached_all = reason.splitlines()[0], False
         if not self.job_end.is_known:  # else the others know
-            news = {"reason": first_line[:1000], "seconds": seconds}
+            news = {"reason": first_line[:1000], "leaves": leaves}
+            seconds = LAUNCHER_SECONDS if leaves else NEWS_SECONDS
             channel, own = self.channel, self.channel.own
             others = [rank for rank, each in channel.endpoints.items() if each != own]
-            channel.ask(others, "abort", {}, NEWS_SECONDS, **news)
+            answers = channel.ask(others, "abort", {}, seconds, **news)
             left_out = dict(enumerate(each for each in channel.left_out if each != own))
             channel.ask_endpoints(left_out, "abort", {}, NEWS_SECONDS, **news)
-        self.job_end.note(first_line, seconds)
+            has_reached_all = len(answers) == len(others) and not left_out
+        self.job_end.note(first_line, leaves)
+        return has_reached_all
 
     def say(self, text: str) -> None:
         """Write to stderr, whole, if the launcher that forwards it is still there."""
