@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 import hpcdist as dist
 from hpcdist.backends.mpi.node.thresholds import BYTES, MIB
 from hpcdist.core import issue
-from hpcdist.core.coalesced import ALONE_BYTES, BUCKET_BYTES
+from hpcdist.core.several import ALONE_BYTES, BUCKET_BYTES
 
 EDGES = sorted({at for rows in BYTES.values() for at in rows.values() if at <= 16 * MIB})
 SIZES = [1, 7, *(at // 4 + more for at in EDGES if at <= 4 << 20 for more in (-1, 0, 1))]  # float32 elements

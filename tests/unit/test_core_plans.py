@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.loopback import LoopbackBackend
-from hpcdist.core import coalesced
+from hpcdist.core import several
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.issue import issue
@@ -25,9 +25,9 @@ def group():
 
 def test_buckets_follow_from_sizes_and_dtypes_only(group):
     def of(*lengths, layout=lambda tensor: tensor):
-        return coalesced.buckets(group, [layout(torch.zeros(length)) for length in lengths], ReduceOp.SUM)
+        return several.buckets(group, [layout(torch.zeros(length)) for length in lengths], ReduceOp.SUM)
 
-    alone, whole = coalesced.ALONE_BYTES // 4, coalesced.BUCKET_BYTES // 4
+    alone, whole = several.ALONE_BYTES // 4, several.BUCKET_BYTES // 4
     assert of(1, 2, 3) == [[0, 1, 2]]
     assert of(alone, 1) == [[0, 1]]  # together they fit into one bucket
     assert of(whole, 1) == [[0], [1]]
@@ -39,10 +39,10 @@ def test_buckets_follow_from_sizes_and_dtypes_only(group):
         assert of(*lengths, layout=lambda tensor: torch.stack([tensor, tensor], 1)[:, 0]) == expected
         assert of(*lengths, layout=lambda tensor: tensor.requires_grad_()) == expected
     mixed = [torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2), torch.eye(2).to_sparse()]
-    assert coalesced.buckets(group, mixed, ReduceOp.SUM) == [[3], [0, 2], [1]]
+    assert several.buckets(group, mixed, ReduceOp.SUM) == [[3], [0, 2], [1]]
     halves = [torch.zeros(1, dtype=torch.complex64), torch.zeros(2)]
-    assert coalesced.buckets(group, halves, ReduceOp.SUM) == [[0, 1]]  # another rank may give two real ones
-    assert coalesced.buckets(group, halves, ReduceOp.PRODUCT) == [[0], [1]]
+    assert several.buckets(group, halves, ReduceOp.SUM) == [[0, 1]]  # another rank may give two real ones
+    assert several.buckets(group, halves, ReduceOp.PRODUCT) == [[0], [1]]
 
 
 def test_repeated_asynchronous_calls_into_inference_tensors(group):

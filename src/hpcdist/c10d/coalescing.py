@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.core import coalesced, world
+from hpcdist.core import several, world
 from hpcdist.core.buffers import as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
@@ -40,13 +40,13 @@ def all_reduce_coalesced(
     if (pg := world.member_group(group, "all_reduce_coalesced")) is None:
         return None
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if not async_op and pg.coalescing is None and coalesced.reduce_plain(pg, listed, op):
+    if not async_op and pg.coalescing is None and several.reduce_plain(pg, listed, op):
         return None
     given = as_tensors(listed, "tensors", writable=True)
     if given:
         same_dtype(*given)
     with pg.grouped():
-        work = coalesced.reduce_together(pg, given, op, async_op)
+        work = several.reduce_together(pg, given, op, async_op)
     return begun_or_ended(work, async_op)
 
 
@@ -75,7 +75,7 @@ def all_gather_coalesced(
         raise TypeError("Invalid function argument: output_tensor_lists should be a list")
     outputs = [as_tensors(tensors, "output_tensor_lists", writable=True) for tensors in output_tensor_lists]
     with pg.grouped():
-        work = coalesced.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
+        work = several.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
     return begun_or_ended(work, async_op)
 
 
@@ -138,8 +138,8 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> l
 
     def flush() -> None:
         begun: list[Work] = []
-        if alike and (async_ops or not coalesced.reduce_plain(pg, alike, op)):
-            begun.append(coalesced.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
+        if alike and (async_ops or not several.reduce_plain(pg, alike, op)):
+            begun.append(several.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
         works.extend(begun)
         for each in waiting:
             each._begin(begun)

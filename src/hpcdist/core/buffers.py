@@ -79,7 +79,7 @@ class TensorList:
         return torch.Size((self.numel(),))
 
 
-def as_list(values: Any, dtype: torch.dtype) -> TensorList | None:
+def as_list(values: Any, dtype: Any) -> TensorList | None:
     """Return a list that a library can take where it is; None unless its tensors are plain, on the CPU, of a dtype."""
     if values.__class__ is not list:
         return None
@@ -101,13 +101,8 @@ def as_list(values: Any, dtype: torch.dtype) -> TensorList | None:
 def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
     """Return a caller's tensor or array as a tensor on the same memory, outside autograd.
 
-    An array with negative strides, which torch lacks, is copied; ``put`` on the copy writes to the array too.
-
-    Args:
-        value: a tensor, or a NumPy array of a dtype that torch has.
-        name: the parameter's name, for the message.
-        writable: whether the call writes to it.
-        is_viewed: whether it does so by views, so that it has to be the same memory.
+    An array with negative strides, which torch lacks, is copied; ``put`` on the copy writes to the array too. It cannot
+    be written to by views (``is_viewed``). The name is the parameter's, for the message.
 
     Raises:
         TypeError: neither tensor nor array, or a dtype that torch lacks.
@@ -208,8 +203,7 @@ class Copies:
 def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype that tensors travel in together: their own, or the real one where some are complex.
 
-    Raises:
-        ValueError, RuntimeError: dtypes that differ in more than that (c10d's error).
+    Raises c10d's error for dtypes that differ in more than that.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) == 1:
@@ -316,8 +310,7 @@ def concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Te
 def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return memory for the elements of all tensors, in the dtype that they travel in (``same_dtype``).
 
-    Raises:
-        ValueError, RuntimeError: tensors on several GPUs.
+    Raises c10d's error for tensors on several GPUs.
     """
     device = tensors[0].device
     if device.type == "cuda" and any(tensor.device != device for tensor in tensors):

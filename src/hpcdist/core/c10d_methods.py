@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch.distributed import ReduceOp
 
-from hpcdist.core import coalesced, several, table
+from hpcdist.core import several, table
 from hpcdist.core.buffers import as_tensors
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
@@ -45,8 +45,7 @@ REDUCING: frozenset[type[Any]] = frozenset({
 def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[Any, bool]:
     """Return the op and whether the call is asynchronous; ``opts`` may be an options object or the op itself.
 
-    Raises:
-        ValueError, RuntimeError: the product of complex numbers, which c10d's methods have never computed.
+    The product of complex numbers is an error: c10d's methods have never computed it.
     """
     if opts.__class__ in REDUCING and op is None:
         given = opts.reduceOp
@@ -88,9 +87,7 @@ def check_root_tensor(call: str, opts: Any, length: int) -> int:
 def as_torch(method: Any, name: str | None = None) -> Any:
     """Let ``help()`` and ``inspect`` show torch's own signature of a method, whose default is an options object.
 
-    Args:
-        method: ours, which takes the same arguments.
-        name: another name that torch has for it; a copy is returned.
+    With another name that torch has for it, a copy is returned.
     """
     if name is not None:
         method = FunctionType(method.__code__, method.__globals__, name, method.__defaults__, method.__closure__)
@@ -153,7 +150,7 @@ class C10dMethods(Group):
         given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
-        return self._note(coalesced.reduce_together(self, given, op, is_async))
+        return self._note(several.reduce_together(self, given, op, is_async))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
@@ -191,7 +188,7 @@ class C10dMethods(Group):
         """Combine and scatter each tensor of a list."""
         check_pairs("reduce_scatter_single_coalesced", outputs, inputs)
         works = (self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return coalesced.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
+        return several.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
 
     # -- moving --------------------------------------------------------------------------------------
 
@@ -221,7 +218,7 @@ class C10dMethods(Group):
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
         is_async = getattr(opts, "asyncOp", True)
-        return self._note(coalesced.gather_together(self, output_lists, list(input_list), is_async))
+        return self._note(several.gather_together(self, output_lists, list(input_list), is_async))
 
     @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -234,7 +231,7 @@ class C10dMethods(Group):
         """Gather each tensor of a list into one."""
         check_pairs("all_gather_single_coalesced", outputs, inputs)
         works = (self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return coalesced.begin_all(self, "all_gather", inputs, works, list(outputs))
+        return several.begin_all(self, "all_gather", inputs, works, list(outputs))
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
