@@ -44,11 +44,7 @@ class NoCaptures:
 
 
 class Interrupts(Faults):
-    """The end of calls that block: the communicators are aborted.
-
-    Args:
-        backend: whose they are.
-    """
+    """The end of calls that block: the backend's communicators are aborted."""
 
     def __init__(self, backend: TorchBackend) -> None:
         self._backend = backend
@@ -61,8 +57,7 @@ class Interrupts(Faults):
 def process_group(bootstrap: Bootstrap) -> Any:
     """Make torch's C++ backend over the bootstrap's store, with the caller's options if they are of its class.
 
-    Raises:
-        DistBackendError: this torch has none, or the process sees no GPU.
+    DistBackendError if this torch has none, or the process sees no GPU.
     """
     made = private_names.named("ProcessGroupXCCL" if KIND == "xpu" else "ProcessGroupNCCL")
     if made is None or not GPUS.is_available():
@@ -108,11 +103,7 @@ class TorchBackend(C10dBackend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> TorchBackend:
-        """Open a store over MPI if there is none, choose the GPU, and make the backend; every rank calls.
-
-        Raises:
-            DistBackendError: as ``process_group``.
-        """
+        """Open a store over MPI if there is none, choose the GPU, and make the backend; every rank calls."""
         owned = None
         if bootstrap.store is None:
             carrier = bootstrap.peer

@@ -53,12 +53,9 @@ def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
 
 
 def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
-    """Return a job of which one rank is known, which tells where the others are.
+    """Return a job of which one rank is known, which tells where the others are; ConnectionError if it does not answer.
 
     ``has_user_key`` says that its key is the one that the user has chosen for all ranks.
-
-    Raises:
-        ConnectionError: it does not answer.
     """
     channel = Channel()
     channel.learn([rank], [endpoint])

@@ -87,10 +87,8 @@ def parse(args: list[str]) -> tuple[Options, list[str]]:
 def fill(template: str, options: Options, script: list[str]) -> str:
     """Return a template filled in with options of sbatch or settings (None for a flag), the script and its arguments.
 
-    Arguments given to sbatch after the job script are appended to those of ``script``.
-
-    Raises:
-        ValueError: a value that sbatch cannot read from a line of the job script.
+    Arguments given to sbatch after the job script are appended to those of ``script``. A value that sbatch cannot read
+    from a line of the job script is a ValueError.
     """
     left = with_ranks(options)
     lines: list[str] = []

@@ -171,11 +171,8 @@ class Backend(ABC):
     def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None] | None:
         """Return what exchanges messages with some ranks on this rank, as often as it is called, and notes them.
 
-        None if ``isend`` and ``irecv`` do it as well.
-
-        Args:
-            sends, recvs: contiguous tensors and the other ranks.
-            tag: no other message of the group has it.
+        None if ``isend`` and ``irecv`` do it as well. The tensors are contiguous, and no other message of the group has
+        the tag.
         """
         return None
 

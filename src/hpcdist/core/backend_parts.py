@@ -20,9 +20,7 @@ class Faults:
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Make a call that blocks on the communicator raise; return False if the library cannot.
 
-        Args:
-            reason: what it raises.
-            thread: the identifier of the thread that it blocks; None for any call.
+        ``thread`` is the identifier of the thread that it blocks; None stands for any call.
         """
         return False
 
@@ -83,9 +81,8 @@ class Membership(ABC):
     def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
         """Leave the library's end out, in which all ranks take part, when this process ends.
 
-        Args:
-            seconds: how long the process may take to end from now on; None for no limit.
-            ends_well: whether the launcher is told that this is no failure.
+        That may take so many seconds; None is no limit. ``ends_well`` says whether the launcher is told that this is no
+        failure.
         """
 
 
@@ -96,10 +93,8 @@ class Windows(ABC):
     def open(
         self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
     ) -> RemoteMemory:
-        """Open memory of every rank to the others; every rank calls.
+        """Open memory of every rank, of so many bytes each, to the others; every rank calls.
 
-        Args:
-            sizes: bytes of each rank's memory.
-            tensor: this rank's, if it has it already.
-            during: records a call that blocks, and the other rank, as ``Journal.during``.
+        It is the tensor's, if this rank has one. ``during`` records a call that blocks, and the other rank
+        (``Journal.during``).
         """

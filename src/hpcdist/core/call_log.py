@@ -200,10 +200,8 @@ class CallLog:
     def find(self, rank: int, starts: dict[int, int], fetch: Callable[[int], Read]) -> str | None:
         """Return the first call that differs between this rank and another, in words; None if there is none.
 
-        Args:
-            rank: the other one.
-            starts: what ``starts`` returns there.
-            fetch: returns the words of a block's calls there, as far as it has them.
+        ``starts`` are those of the other rank, and ``fetch`` returns its words of a block's calls, as far as it has
+        them.
         """
         own, offset = self.starts(), self._offsets.get(rank, 0)
         for block in sorted(own.keys() & starts.keys()):

@@ -34,19 +34,11 @@ def make(
     is_shown: bool = True,
     is_own_world: bool = False,
 ) -> ProcessGroup:
-    """Make a group of this rank's communicators and register it.
+    """Make a group of this rank's communicators, which know this process's rank, and register it under its name.
 
-    Args:
-        ranks: the global rank of each rank of the group, in order.
-        backends: by device type; they know this process's rank.
-        config: the backend string.
-        name: the same on every rank of the group.
-        description: what the group is for.
-        timeout: the limit of each call.
-        device: what the group is bound to.
-        is_default: it becomes the default group.
-        is_shown: enter it in torch's tables too, if our world is torch's.
-        is_own_world: the end of the default group does not end it.
+    The ranks are global ones, in the group's order; ``config`` is the backend string. With ``is_default`` it becomes
+    the default group; with ``is_shown`` it is entered in torch's tables too, if our world is torch's; if it
+    ``is_own_world``, the end of the default group does not end it.
     """
     rank = next(iter(backends.values())).rank
     group = ProcessGroup(tuple(ranks), rank, backends, config, name, description, timeout)

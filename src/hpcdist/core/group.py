@@ -143,12 +143,7 @@ class Group:
         return f"<hpcdist.ProcessGroup {self._name!r}: rank {self.rank()} of {self.size()}, {self.config}>"
 
     def backend(self, device: torch.device | str) -> Backend:
-        """Return the backend that carries tensors of a device.
-
-        Raises:
-            ValueError: the group was destroyed.
-            RuntimeError: no backend of the group carries that device type.
-        """
+        """Return the backend that carries tensors of a device; raise if there is none, or the group was destroyed."""
         kind = device if isinstance(device, str) else device.type
         try:
             return self.carriers[kind]
@@ -170,16 +165,10 @@ class Group:
     def create_backends(
         self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Make communicators of some ranks of this group, which are the only ones to call.
+        """Make communicators of some ranks of this group, which are the only ones to call; by device type.
 
-        Args:
-            ranks: of this group.
-            name: the same on all of them; keeps apart what is made at once.
-            timeout: the limit of each call.
-            kinds: the device types to carry; None for all of this group.
-
-        Returns:
-            The new backends by device type.
+        The name is the same on all of them, and keeps apart what is made at once. ``kinds`` are the device types to
+        carry; None stands for all of this group.
         """
         members = [self.ranks[rank] for rank in ranks]
         self.making.append(members)

@@ -47,11 +47,7 @@ def remove(name: str) -> None:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Take the memory of a file, which is zero; without this, a full /dev/shm kills the process that writes (SIGBUS).
-
-    Raises:
-        OSError: /dev/shm has no room.
-    """
+    """Take the memory of a file, which is zero, or raise OSError; else a full /dev/shm kills who writes (SIGBUS)."""
     os.posix_fallocate(descriptor, 0, nbytes)
 
 

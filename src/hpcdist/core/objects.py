@@ -157,10 +157,8 @@ def packed(
 ) -> tuple[bytes, list[memoryview], Exception | None]:
     """Pickle an object of this rank that other ranks wait for; a whole one leaves no buffer out of the pickle.
 
-    With ``weights_only`` it is written by ``torch.save``, for ``torch.load(weights_only=True)``.
-
-    Returns:
-        The bytes, the buffers apart from them, and what this rank is to raise once the others have their answer.
+    With ``weights_only`` it is written by ``torch.save``, for ``torch.load(weights_only=True)``. Returns the bytes, the
+    buffers apart from them, and what this rank is to raise once the others have their answer.
     """
     apart: list[pickle.PickleBuffer] = []
     try:

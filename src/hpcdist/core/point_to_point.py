@@ -138,13 +138,9 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
 
 
 def checked_tag(tag: Any) -> int:
-    """Return the tag of a message as an int; callers know those that most messages have to be fit.
+    """Return the tag of a message as an int, or raise; callers know those that most messages have to be fit.
 
     To MPI a negative tag means something of its own: -1 is MPI_ANY_TAG in Open MPI and MPICH. mpi4py takes 1.5 for 1.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: negative, too large, or kept for hpcdist's own messages.
     """
     if isinstance(tag, KeptTag):
         return tag

@@ -39,22 +39,14 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
         self._description = description
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
-        """Raise: the ranks of an MPI world are those that it started with.
-
-        Raises:
-            RuntimeError: always; c10d's class for what a backend does not support.
-        """
+        """Raise c10d's class for what a backend does not support: an MPI world has the ranks that it started with."""
         raise RuntimeError(
             f"backend {self.config!r} does not support merge_remote_group: a group is made of ranks of one world; "
             "start all ranks together and use new_group or split_group"
         )
 
     def _refuse_hook(self, *args: Any) -> None:
-        """Raise: torch calls such hooks below the methods that a group made in Python replaces.
-
-        Raises:
-            RuntimeError: always; else the hook would never be called.
-        """
+        """Raise: torch calls such hooks below the methods that a group made in Python replaces, that is never."""
         raise RuntimeError(
             f"backend {self.config!r} does not call hooks of register_pre_hook and register_post_hook; a "
             "TorchDispatchMode sees its calls as operators, torch.profiler as events"

@@ -29,11 +29,7 @@ TITLES = {
 
 
 class Thread(threading.local):
-    """What this thread is in.
-
-    Attributes:
-        is_joining: calls that are one for the caller, whose event has begun.
-    """
+    """What this thread is in: ``is_joining`` calls that are one for the caller, whose event has begun."""
 
     is_joining = False
 

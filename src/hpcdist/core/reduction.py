@@ -71,11 +71,7 @@ def name_of(op: Any) -> str:
 
 
 def canonical(op: Any) -> Any:
-    """Return an op as backends know it: a plain member of ReduceOp, or the ReduceOp of a PREMUL_SUM.
-
-    Raises:
-        TypeError: not an op.
-    """
+    """Return an op as backends know it: a plain member of ReduceOp, or the ReduceOp of a PREMUL_SUM; else TypeError."""
     if isinstance(op, RedOpType):
         return op
     if isinstance(op, ReduceOp):
@@ -104,12 +100,7 @@ def combining(dtype: torch.dtype, name: str) -> str:
 
 
 def check(row: Row, dtype: torch.dtype, op: Any) -> None:
-    """Raise c10d's error if an op has no meaning for a dtype.
-
-    Raises:
-        ValueError, RuntimeError: an ordering or bitwise op on complex numbers.
-        RuntimeError: a dtype that nothing reduces, another op that its kind lacks, or an unfit factor of a PREMUL_SUM.
-    """
+    """Raise c10d's error if an op, or its factor, has no meaning for a dtype, or nothing reduces it."""
     if (kind := KIND_OF.get(dtype)) is None:
         raise RuntimeError(
             f"Invalid scalar type: {row.name} cannot reduce {dtype} (dtypes that reduce: "
@@ -150,11 +141,7 @@ def premultiplier(op: Any) -> Any:
 
 
 def check_factor(row: Row, dtype: torch.dtype, op: Any) -> None:
-    """Raise if a PREMUL_SUM has no factor that a dtype can be multiplied by.
-
-    Raises:
-        ValueError, RuntimeError: no factor, or a complex one for real values.
-    """
+    """Raise if a PREMUL_SUM has no factor that a dtype can be multiplied by: none, or a complex one for real values."""
     state = op.__getstate__()
     factor = state[1] if isinstance(state, tuple) else None
     if factor is None:

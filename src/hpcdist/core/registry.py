@@ -51,12 +51,7 @@ PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend w
 
 
 def load(name: str) -> type[Backend]:
-    """Import a backend's class.
-
-    Raises:
-        ValueError: no backend of that name.
-        DistBackendError: its library is not installed, or too old.
-    """
+    """Import a backend's class; raise if none has that name, or its library is not installed or too old."""
     if (entry := ENTRIES.get(name)) is None:
         raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
     try:
@@ -83,9 +78,7 @@ def check_options(options: Any, names: Iterable[str]) -> None:
 
     c10d's own options are taken, since they say what the arguments say too (the time limit, the name, the ranks). Of
     what they tune beside that, which changes no result, NCCL's is used; gloo's threads are not, which a warning says.
-
-    Raises:
-        TypeError: something else.
+    Anything else is a TypeError.
     """
     if options is None or any(name in PLUGINS or ENTRIES.get(name) is TORCHS for name in names):
         return

@@ -24,11 +24,7 @@ SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 
 class Reproducible:
-    """What carries out the reductions of a backend for CPU tensors so that they repeat bit for bit.
-
-    Args:
-        backend: moves the values.
-    """
+    """What carries out the reductions for CPU tensors so that they repeat bit for bit; a backend moves the values."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -88,11 +84,7 @@ def folded(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
 
 
 def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
-    """Return what carries out a call: the backend, or what makes the reduction repeatable.
-
-    Raises:
-        RuntimeError: the product of complex numbers, or a tensor that is not on the CPU.
-    """
+    """Return what carries out a call: the backend, or what makes the reduction repeatable, if that can be done."""
     if not hooks.reproducible or not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
         return backend
     dtype = call.tensor.dtype

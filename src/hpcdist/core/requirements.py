@@ -9,11 +9,7 @@ __all__ = ["check_torch"]
 
 
 def check_torch() -> None:
-    """Raise if this torch is not supported.
-
-    Raises:
-        ImportError: a torch without ``torch.distributed``, or older than 2.8.
-    """
+    """Raise ImportError if this torch has no ``torch.distributed``, or is older than 2.8."""
     found = f"torch {torch.__version__} in {next(iter(torch.__path__))}"
     if not dist.is_available():
         raise ImportError(f"hpcdist needs torch.distributed, without which this torch was built: {found}")

@@ -21,14 +21,10 @@ from hpcdist.core.work import DoneWork, Work
 def all_reduce_sparse(
     issue: Callable[..., Any], pg: Group, tensor: torch.Tensor, op: Any, async_op: bool
 ) -> Work | None:
-    """Sum a sparse COO tensor over all ranks, in place.
+    """Sum a sparse COO tensor over all ranks, in place; the tensors have one shape and as many sparse dimensions.
 
     The call is over when it returns, with ``async_op`` too: the places of the nonzeros must be known first. ``issue``
-    is ``core.issue.issue``, which calls this for sparse tensors, with the canonical op.
-
-    Raises:
-        RuntimeError: another op than SUM.
-        ValueError: the ranks' tensors differ in shape or in their number of sparse dimensions.
+    is ``core.issue.issue``, which calls this for sparse tensors, with the canonical op. It has to be SUM.
     """
     if op != ReduceOp.SUM:
         raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")

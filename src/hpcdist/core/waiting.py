@@ -23,13 +23,9 @@ def nap(waited: float, longest: float = LONGEST) -> None:
 def wait_until(
     condition: Callable[[], object], seconds: float = math.inf, looks: int = 0, longest: float = LONGEST
 ) -> bool:
-    """Return True once a condition holds, and False if it does not within some seconds.
+    """Return True once a condition holds, and False if it does not within some seconds; it may make progress.
 
-    Args:
-        condition: what is looked at; it may make progress.
-        seconds: how long to wait.
-        looks: how often it is looked at before the first nap.
-        longest: the seconds of the longest nap.
+    It is looked at so often before the first nap; the longest nap is one of so many seconds.
     """
     began = time.monotonic()
     while not condition():

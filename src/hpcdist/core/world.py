@@ -188,11 +188,7 @@ def resolve(group: Any) -> Group:
 
 
 def member_group(group: Any, call: str) -> Group | None:
-    """Return the group that a caller means; if this rank is not in it, warn as c10d does and return None.
-
-    Raises:
-        ValueError: as ``resolve``.
-    """
+    """Return the group that a caller means; if this rank is not in it, warn as c10d does and return None."""
     pg = WORLD.default if group is None else group
     if isinstance(pg, Group) and pg.backends:
         return pg
@@ -204,11 +200,7 @@ def member_group(group: Any, call: str) -> Group | None:
 
 
 def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[Group, int] | None:
-    """Return the group and the peer's or root's rank in it; None if this rank is not in the group.
-
-    Raises:
-        ValueError: as ``resolve`` and ``group_rank``.
-    """
+    """Return the group and the peer's or root's rank in it; None if this rank is not in the group."""
     pg = WORLD.default if group is None else group
     if isinstance(pg, Group) and pg.backends and group_peer is None and peer in pg.group_ranks:
         return pg, pg.group_ranks[peer]
@@ -226,12 +218,7 @@ def origin(group: Any, call: str, src: int | None, group_src: int | None) -> tup
 
 
 def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None) -> int:
-    """Return a rank of ``group``, given either as a global rank or as a rank of the group.
-
-    Raises:
-        ValueError: both or neither are given, or the rank is not one of the group's.
-        TypeError: not an integer.
-    """
+    """Return a rank of ``group``, given either as a global rank or as a rank of the group; raise if it has none."""
     if rank_in_group is None:
         if global_rank is None:
             raise ValueError("Must specify global_rank or group_rank")

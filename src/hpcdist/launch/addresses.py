@@ -99,17 +99,12 @@ def kernel_id(namespace: str) -> str:
 
 
 def among(store: Any, size: int) -> str | None:
-    """Return the address of this host under which the other users of a store reach it.
+    """Return the address of this host under which the other users of a store reach it; all ``size`` of them call.
 
     It is the one from which this host reaches the store's server. On the server's own host that may be the loopback:
-    then it is the address under which another host has reached the server, if any of the users is on another host.
-
-    Args:
-        store: a part of a store that belongs to these users; if it is not a TCPStore, the host's first address counts.
-        size: how many users the store has; all of them call.
-
-    Returns:
-        An address, or None if this host's name means an address that others may reach, and nothing better is known.
+    then it is the address under which another host has reached the server, if any of the users is on another host. The
+    part of the store belongs to these users; if it is not a TCPStore, the host's first address counts. None if this
+    host's name means an address that others may reach, and nothing better is known.
     """
     base = store
     while hasattr(base, "underlying_store"):

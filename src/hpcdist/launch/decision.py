@@ -9,11 +9,7 @@ from hpcdist.launch import environment
 
 
 def launched() -> environment.Launch | None:
-    """Return how this process was started, to make a world of it.
-
-    Raises:
-        ValueError: the variables contradict each other.
-    """
+    """Return how this process was started, to make a world of it; ValueError if the variables contradict each other."""
     launch = environment.detect()
     if launch is not None and launch.conflict:
         text = f"who started this process is contradictory: {launch.conflict}"

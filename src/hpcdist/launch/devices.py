@@ -53,10 +53,8 @@ def visible() -> View:
 def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
     """Return the index of a rank's GPU among those that it sees, given what each rank of the node sees.
 
-    With ``shares`` several ranks may use one GPU; neighbouring ranks share.
-
-    Raises:
-        DistBackendError: this rank sees none, or more ranks see the same GPUs than there are.
+    With ``shares`` several ranks may use one GPU; neighbouring ranks share. DistBackendError if this rank sees none, or
+    more ranks see the same GPUs than there are.
     """
     mine = views[local_rank]
     if not mine:
@@ -91,11 +89,7 @@ def views_by_mpi(comm: Any) -> tuple[list[View], int]:
 
 
 def views_by_launcher(environ: Mapping[str, str] | None = None) -> tuple[list[View], int]:
-    """Return the same without MPI, by the launcher's variables for the rank on the node.
-
-    Raises:
-        DistBackendError: no launcher says which rank of the node this is, and there is a choice of GPUs.
-    """
+    """Return the same without MPI, by the launcher's variables for the rank on the node; raise if there are none."""
     mine, local_rank = visible(), environment.node_local_rank(environ)
     if len(mine) == 1:
         return [mine], 0
@@ -112,10 +106,6 @@ def views_by_launcher(environ: Mapping[str, str] | None = None) -> tuple[list[Vi
 
 
 def mine(comm: Any = None) -> torch.device:
-    """Return this process's GPU; with ``comm``, every rank of it calls.
-
-    Raises:
-        DistBackendError: as ``place`` and ``views_by_launcher``.
-    """
+    """Return this process's GPU; with ``comm``, every rank of it calls."""
     views, local_rank = views_by_mpi(comm) if comm is not None else views_by_launcher()
     return torch.device("cuda", place(views, local_rank, may_share()))

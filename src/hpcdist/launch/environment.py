@@ -239,11 +239,7 @@ REPRODUCIBLE_CHOICES = {"0": False, "1": True}
 
 
 def is_reproducible() -> bool:
-    """Return what HPCDIST_REPRODUCIBLE chooses.
-
-    Raises:
-        ValueError: a value other than 0 and 1.
-    """
+    """Return what HPCDIST_REPRODUCIBLE chooses; ValueError if it is neither 0 nor 1."""
     given = os.environ.get(REPRODUCIBLE, "0")
     if given not in REPRODUCIBLE_CHOICES:
         raise ValueError(f"{REPRODUCIBLE}={given!r}: expected one of {', '.join(REPRODUCIBLE_CHOICES)}")

@@ -34,11 +34,7 @@ def secret(identity: str, key: bytes) -> bytes:
 
 
 def key_of(hosts: list[str]) -> bytes | None:
-    """Return the key that all ranks of this user on a step's hosts find, or None if only MUNGE can hand them one.
-
-    Raises:
-        DistBackendError: the key is not only this user's, or there is nothing that all hosts share.
-    """
+    """Return the key that all ranks of this user on a step's hosts find, or None if only MUNGE can hand them one."""
     if own := os.environ.get(VARIABLE):
         return own.encode()
     home = Path.home()
@@ -69,11 +65,7 @@ def file_system(folder: Path) -> str:
 
 
 def key_in(file: Path) -> bytes:
-    """Return the random key in a file that only this user can read, which is made if it is not there.
-
-    Raises:
-        DistBackendError: it cannot be made or read, or others could read or replace it.
-    """
+    """Return the random key in a file that only this user can read, which is made if it is not there, or raise."""
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         if not file.exists():

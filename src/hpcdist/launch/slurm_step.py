@@ -47,10 +47,8 @@ def _padded(ranges: str) -> list[str]:
 def expand(names: str) -> list[str]:
     """Return the hosts of a list such as ``n[08-10,12],gpu1``, in its order; zeros in front of a number are kept.
 
-    ``scontrol`` could do it too, but compute nodes and containers may not have it.
-
-    Raises:
-        ValueError: the list cannot be read, or stands for more hosts than any cluster has.
+    ``scontrol`` could do it too, but compute nodes and containers may not have it. A list that cannot be read, or
+    stands for more hosts than any cluster has, is a ValueError.
     """
     unreadable = ValueError(
         f"cannot read the host list {names!r}; expected names and ranges such as 'n[08-10,12],gpu1'"
@@ -76,11 +74,7 @@ def first_host(environment: Mapping[str, str]) -> str | None:
 
 
 def step(environment: Mapping[str, str]) -> Step:
-    """Return the step that this process is a task of.
-
-    Raises:
-        ValueError: a variable is missing: the process was not started by srun.
-    """
+    """Return the step that this process is a task of; ValueError if it was not started by srun."""
     found: dict[str, str] = {}
     for question, names in VARIABLES.items():
         value = next((environment[name] for name in names if environment.get(name)), None)

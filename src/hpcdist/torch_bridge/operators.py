@@ -69,11 +69,7 @@ def is_known_to_torch(value: Any) -> bool:
 
 
 def reduce_op(boxed: Any) -> Any:
-    """Return the op of an operator's argument.
-
-    Raises:
-        RuntimeError: a torch, such as 2.8, in which Python cannot ask for it.
-    """
+    """Return the op of an operator's argument, for which a torch such as 2.8 has no way: RuntimeError."""
     if "op" not in boxed._method_names():
         raise RuntimeError(
             f"torch {torch.__version__} does not say which op an operator of c10d reduces by, in a graph that was "

@@ -141,10 +141,8 @@ def number(given: int, variable: str) -> int | None:
 def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
     """Find the other processes of an unmodified script: over MPI if its launcher starts it, else as torch does.
 
-    A script that starts its processes itself, and says how many there are, is left to torch.
-
-    Raises:
-        ValueError: the caller's rank or size is not the launcher's.
+    A script that starts its processes itself, and says how many there are, is left to torch. ValueError if the caller's
+    rank or size is not the launcher's.
     """
     launch = decision.launched()
     rank, world_size = query(urlparse(str(url)), rank, world_size)

@@ -114,11 +114,7 @@ class Connection:
 
 
 def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth_it: Callable[[], bool]) -> Connection:
-    """Open a connection, trying again for so many seconds (negative: for ever) as long as ``is_worth_it`` says so.
-
-    Raises:
-        DistNetworkError: If no server answered in time, or the secrets do not match.
-    """
+    """Open a connection, trying again for so many seconds (negative: for ever) as long as ``is_worth_it`` says so."""
     deadline = None if seconds < 0 else time.monotonic() + max(seconds, 0.05)
     pause = FIRST_PAUSE_S
     tries = 0
@@ -136,12 +132,7 @@ def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth
 
 
 def open_connection(host: str, port: int, secret: bytes | None, limit: float | None) -> Connection:
-    """Connect and greet, with one try; the limit is that of connecting and of each read or write (None: for ever).
-
-    Raises:
-        OSError: If the server cannot be reached, or did not answer in time (TimeoutError).
-        DistNetworkError: If the secrets do not match.
-    """
+    """Connect and greet, with one try; the limit is that of connecting and of each read or write (None: for ever)."""
     connection = Connection(_open_socket(host, port, limit), limit)
     try:
         with contextlib.suppress(OSError):

@@ -88,10 +88,6 @@ class Session:
         """Return what ``use`` sends and reads on the connection for short requests, each within ``limit``.
 
         Verb and keys are for messages.
-
-        Raises:
-            NoAnswerError: If no answer came in time.
-            DistNetworkError: If the connection ended, or could not be opened again.
         """
         start = time.monotonic()
         if not self.lock.acquire(timeout=-1 if limit is None else limit):
@@ -130,9 +126,6 @@ class Session:
 
         The timeout of so many seconds ends at the deadline (None: never). Returns whether the server woke us; False
         always means that the deadline has come, whatever the server or the connection was doing by then.
-
-        Raises:
-            DistNetworkError: If the connection ended, or could not be opened, before the deadline.
         """
         start = time.monotonic()
         connection: Connection | None = None

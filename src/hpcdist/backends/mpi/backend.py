@@ -39,12 +39,9 @@ from hpcdist.core.work import Work
 
 
 class MPIBackend(Backend):
-    """An MPI communicator that belongs to one process group.
+    """An MPI communicator of one process group, with MPI.ERRORS_RETURN, which this frees.
 
-    Args:
-        comm: the communicator, with MPI.ERRORS_RETURN; the backend frees it.
-        thresholds: from how many bytes on node-shared memory is used; the same on all ranks.
-        checks_calls: whether to check that all ranks make the same calls; the same on all ranks.
+    The thresholds, and whether calls are checked, are the same on all ranks.
     """
 
     name: ClassVar[str] = "mpi"

@@ -28,11 +28,9 @@ class Bundler:
         self._flat: torch.Tensor | None = None
 
     def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return the elements of some tensors in one, which the next call may use again, and what copies them back.
+        """Return the elements of contiguous CPU tensors of one dtype in one tensor, and what copies them back.
 
-        Args:
-            tensors: contiguous, on the CPU, of one dtype.
-            sizes: the bytes of each.
+        ``sizes`` are the bytes of each. The next call may use the tensor again.
         """
         addresses, dtype = list(map(torch.Tensor.data_ptr, tensors)), tensors[0].dtype
         flat = self._flat

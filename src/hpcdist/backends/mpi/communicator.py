@@ -251,9 +251,7 @@ class Communicator:
     def interrupt(self, reason: str, thread: int | None) -> bool:
         """Make a call that blocks raise; called by another thread. False if this MPI cannot.
 
-        Args:
-            reason: what it raises.
-            thread: the journal's identifier of the thread that it blocks; None for all calls.
+        ``thread`` is the journal's identifier of the thread that it blocks; None stands for all calls.
         """
         if self.cancel(reason, thread):
             return True
@@ -316,10 +314,8 @@ class Communicator:
     def split(self, subgroups: Sequence[Sequence[int]]) -> MPI.Intracomm | None:
         """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's lowest rank.
 
-        A rank may give its own subgroup and not the others'. That each got the one it gave is agreed on afterwards.
-
-        Raises:
-            MismatchError: two ranks gave subgroups that contradict each other; on every rank.
+        A rank may give its own subgroup and not the others'. That each got the one it gave is agreed on afterwards; if
+        two ranks gave subgroups that contradict each other, every rank raises MismatchError.
         """
         mine = next((list(ranks) for ranks in subgroups if self.rank in ranks), None)
         color, key = (MPI.UNDEFINED, 0) if mine is None else (min(mine), mine.index(self.rank))
@@ -355,9 +351,7 @@ class Communicator:
     def create_group(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
         """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2).
 
-        Args:
-            ranks: the members.
-            name: the same on all of them; keeps apart what is made at once.
+        The name is the same on all of them, and keeps apart what is made at once.
         """
         with self._members(ranks) as members, self.translating("new_group"):
             return self.comm.Create_group(members, group_tag(name))
@@ -366,15 +360,9 @@ class Communicator:
         """Return a communicator without some ranks; the others call.
 
         Dead ranks go by MPI_Comm_shrink, live ones by MPI_Comm_create_group (MPI 7.4.2), and if both kinds go, or the
-        communicator was revoked because of a live one, the rest makes a new one by MPI_Comm_create_from_group.
-
-        Args:
-            excluded: ranks that do not take part.
-            name: the same on all that call; keeps apart what is made at once.
-            aborts: revoke the communicator first, so that calls under way on it raise.
-
-        Raises:
-            DistBackendError: MPI failed, as it does for dead ranks if it is not fault tolerant.
+        communicator was revoked because of a live one, the rest makes a new one by MPI_Comm_create_from_group. The
+        name, the same on all, keeps apart what is made at once; ``aborts`` revokes the communicator first, so that
+        calls under way on it raise.
         """
         comm = self.comm
         remaining = [rank for rank in range(self.size) if rank not in set(excluded)]

@@ -142,10 +142,8 @@ def is_aware() -> bool:
 class StagedBackend(Backend):
     """The GPUs' side of a group of MPI.
 
-    Args:
-        inner: the group's MPI backend.
-        is_shared: tells whether it runs a row, dtype and op with so many bytes through node-shared memory.
-        cuda: ``torch.cuda`` or ``torch.xpu``, whose streams are used.
+    ``is_shared`` tells whether ``inner``, the group's MPI backend, runs a row, dtype and op with so many bytes through
+    node-shared memory. The streams are those of ``cuda``: ``torch.cuda`` or ``torch.xpu``.
     """
 
     name: ClassVar[str] = "mpi"

@@ -54,16 +54,10 @@ class Exchange:
     ) -> list[str]:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
-        Args:
-            send: the shares to send, one after another or each where it lies.
-            recv: the shares to receive; memory that is not ``send``'s.
-            counts: elements to and from each rank, None for equal shares. One share to send stands for the same share
-                to everyone.
-            is_new: whether each pair of ranks compares its shares first, by one more exchange of two numbers, because
-                nothing else does; the same on all ranks. Shares that differ are left out.
-
-        Returns:
-            In words, the shares of this rank that differ from another's.
+        Shares lie one after another or each where it lies; the memory of ``recv`` is not ``send``'s. ``counts`` are the
+        elements to and from each rank, None for equal shares; one share to send stands for the same share to everyone.
+        If ``is_new``, on all ranks alike, each pair of ranks compares its shares first, by one more exchange of two
+        numbers, because nothing else does. Shares that differ are left out, and returned in words.
 
         Raises:
             MismatchError: this rank sends itself another number of elements than it receives from itself, of which the

@@ -13,12 +13,7 @@ from hpcdist.core.unfinished import Unfinished
 
 
 class MPIFaults(Faults):
-    """Faults of one communicator.
-
-    Args:
-        communicator: the group's.
-        unfinished: its messages under way.
-    """
+    """Faults of one communicator, and of its messages under way."""
 
     def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
         self._communicator, self._unfinished = communicator, unfinished

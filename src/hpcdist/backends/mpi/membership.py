@@ -13,12 +13,7 @@ from hpcdist.core.backend_parts import Membership
 
 
 class MPIMembership(Membership):
-    """Membership of the job.
-
-    Args:
-        communicator: of all its ranks.
-        over: makes the backend of another communicator.
-    """
+    """Membership of the job, by a communicator of all its ranks; ``over`` makes the backend of another communicator."""
 
     def __init__(self, communicator: Communicator, over: Callable[[MPI.Intracomm], Backend]) -> None:
         self._communicator, self._over = communicator, over

@@ -38,12 +38,7 @@ class Plan(NamedTuple):
 
 
 class Plans:
-    """The plans of one communicator.
-
-    Args:
-        size: its number of ranks.
-        thresholds: the same on all of them.
-    """
+    """The plans of one communicator, of so many ranks; the thresholds are the same on all of them."""
 
     def __init__(self, size: int, thresholds: Thresholds) -> None:
         self.size = size
@@ -53,11 +48,7 @@ class Plans:
         self._made: dict[tuple[Row, torch.dtype, int], Plan] = {}
 
     def of(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
-        """Return a plan, which is made once.
-
-        Raises:
-            ValueError, RuntimeError: the op has no meaning for the dtype (``core.reduction.check``).
-        """
+        """Return a plan, which is made once; raise if the op has no meaning for the dtype (``reduction.check``)."""
         return self._made.get((row, dtype, id(op))) or self._make(row, dtype, op)
 
     def _make(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:

@@ -62,11 +62,7 @@ class NCCLBackend(Backend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> NCCLBackend:
-        """Make the group's NCCL; its communicator at once if the device is named.
-
-        Raises:
-            DistBackendError: no nccl4py, no libnccl, no GPU, or two ranks on one.
-        """
+        """Make the group's NCCL; its communicator at once if the device is named."""
         library = load()
         check_gpu()
         variables.warn()
@@ -351,16 +347,10 @@ class NCCLBackend(Backend):
         return self._child(ranks, name, owned)
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool = False) -> NCCLBackend:
-        """Make a communicator without some ranks by ncclCommShrink; only the others call.
+        """Make a communicator without some ranks by ncclCommShrink; only the others call, and keep their order.
 
-        Args:
-            excluded: the ranks to leave out; the others keep their order.
-            name: the new group's name, the same on all of them.
-            aborts: those ranks failed: end what is under way with them first (NCCL_SHRINK_ABORT).
-
-        Raises:
-            ValueError: this rank is to be left out.
-            DistBackendError: NCCL is older than 2.27, or fails.
+        The name is the new group's, the same on all of them. With ``aborts`` those ranks failed: what is under way with
+        them is ended first (NCCL_SHRINK_ABORT).
         """
         check_shrink(excluded, self.rank, self._library.version)
         gone = sorted(set(excluded))
@@ -399,8 +389,7 @@ class NCCLBackend(Backend):
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.
 
-        Raises:
-            DistBackendError: as ``Communicators.close``; everything is freed all the same.
+        Everything is freed, although ``Communicators.close`` may raise.
         """
         super().close()
         try:

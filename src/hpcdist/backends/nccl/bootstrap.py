@@ -113,13 +113,7 @@ class StoreChannel:
 
 
 class Finder:
-    """What the ranks of one group find each other over.
-
-    Args:
-        rank: this rank of the group.
-        store: the group's own part of a store, if there is no CPU backend.
-        relay: the parent's CPU backend, for a subgroup that has neither.
-    """
+    """What a group's ranks find each other over: its own or the parent's CPU backend, or its part of a store."""
 
     def __init__(self, rank: int, store: Any = None, relay: RelayChannel | None = None) -> None:
         self._rank = rank
@@ -127,11 +121,7 @@ class Finder:
         self._relay = relay
 
     def channel(self, peer: Backend | None) -> Channel:
-        """Return the way to the other ranks; ``peer`` is the group's CPU backend.
-
-        Raises:
-            DistBackendError: there is none.
-        """
+        """Return the way to the other ranks; ``peer`` is the group's CPU backend. DistBackendError if there is none."""
         if self._store is not None:
             return StoreChannel(self._store, self._rank)
         if peer is not None:
@@ -183,11 +173,7 @@ def pair_id(library: Library, channel: Channel, rank: int, peer: int) -> Any:
 
 
 def check_devices(peer: Backend, device: torch.device, version: Sequence[int]) -> None:
-    """Raise, on every rank, if two ranks of a group use one GPU; every rank calls it.
-
-    Raises:
-        DistBackendError: they do, and ``NCCL_MULTI_RANK_GPU_ENABLE`` does not ask for it.
-    """
+    """Raise on every rank if two ranks of a group use one GPU and did not ask for it; every rank calls."""
     peer.settle()
     mine = (environment.node_key(), devices.identity(device), str(device))
     check_shared(peer.objects.all_gather(mine), version)

@@ -77,15 +77,10 @@ class Communicators(Faults):
     # -- how they come ---------------------------------------------------------------------------------
 
     def connect(self, device: torch.device, channel: finding.Channel, peer: Backend | None) -> Link:
-        """Make the group's communicator on a device; every rank of the group calls.
+        """Make the group's communicator on this rank's GPU; every rank of the group calls.
 
-        Args:
-            device: this rank's GPU.
-            channel: what the ranks find each other over.
-            peer: the group's CPU backend, over which two ranks on one GPU are found.
-
-        Raises:
-            DistBackendError: two ranks use one GPU, or NCCL fails.
+        The ranks find each other over the channel, and over ``peer``, the group's CPU backend, that two of them use one
+        GPU.
         """
         if peer is not None and self.size > 1:
             finding.check_devices(peer, device, self._library.version)
@@ -126,11 +121,7 @@ class Communicators(Faults):
             return self._live_group().comm.split(color, key, *config)
 
     def shrink(self, excluded: Sequence[int], aborts: bool) -> Any:
-        """Return the nccl4py communicator without some ranks; the others call.
-
-        Raises:
-            DistBackendError: NCCL is older than 2.27, or fails.
-        """
+        """Return the nccl4py communicator without some ranks; the others call."""
         streams = self._live_group().streams
         flags = self._library.core.CommShrinkFlag
         if aborts:  # before a kernel ends by it and seems to have succeeded
@@ -163,11 +154,7 @@ class Communicators(Faults):
             raise self.ended
 
     def launch(self, name: str, call: Callable[[int], None], stream: int) -> None:
-        """Queue a call on a stream, unless the communicators have ended.
-
-        Raises:
-            DistBackendError: they have, or NCCL refuses the call.
-        """
+        """Queue a call on a stream; DistBackendError if the communicators have ended, or NCCL refuses it."""
         with self.use:
             if self.ended is not None:
                 raise self.ended
@@ -236,10 +223,8 @@ class Communicators(Faults):
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """End the communicators and what is under way on them, without the other ranks; any thread may call.
 
-        Later calls, and ``wait()`` of what was under way, raise DistBackendError.
-
-        Returns:
-            Whether they have ended; False if they are being destroyed, which cannot be interrupted.
+        Later calls, and ``wait()`` of what was under way, raise DistBackendError. Returns False if the communicators
+        are being destroyed, which cannot be interrupted.
         """
         has_lock = self.use.acquire(timeout=STUCK_SECONDS)
         try:
@@ -278,9 +263,6 @@ class Communicators(Faults):
 
         ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in one order; and until no CUDA
         graph holds calls, which is left to a thread. A communicator with an error is aborted, which waits for nobody.
-
-        Raises:
-            DistBackendError: the device failed, NCCL did, or the watchdog ended them meanwhile.
         """
         if self.ended is not None:
             self._forget()
@@ -328,11 +310,7 @@ def destroy(link: Link) -> None:
 
 
 def check_shrink(excluded: Sequence[int], rank: int, version: Sequence[int]) -> None:
-    """Raise if this rank is to be left out, or this release of NCCL cannot shrink.
-
-    Raises:
-        ValueError, DistBackendError: as said.
-    """
+    """Raise if this rank is to be left out, or this release of NCCL cannot shrink."""
     if rank in excluded:
         raise ValueError(f"rank {rank} is one of those to leave out ({sorted(excluded)}); only the others call")
     if tuple(version) < SHRINK_SINCE:

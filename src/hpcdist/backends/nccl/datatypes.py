@@ -52,12 +52,7 @@ def ops_of(dtype: torch.dtype) -> dict[Any, str]:
 
 
 def check(row: Row, dtype: torch.dtype, op: Any, reduces_float8: bool) -> None:
-    """Raise if an op has no meaning for a dtype, or NCCL lacks it.
-
-    Raises:
-        ValueError, RuntimeError: as ``core.reduction.check``.
-        RuntimeError: NCCL lacks the dtype or the op; the message names the way over MPI.
-    """
+    """Raise if an op has no meaning for a dtype (``core.reduction.check``), or NCCL lacks it; MPI may have it."""
     reduction.check(row, dtype, op)
     ops = ops_of(dtype)
     can_scale = dtype is not torch.bool and bool(ops)

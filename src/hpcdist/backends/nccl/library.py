@@ -83,11 +83,7 @@ def install_command() -> str:
 
 
 def load() -> Library:
-    """Import nccl4py and find its libnccl.
-
-    Raises:
-        DistBackendError: nccl4py is not installed, or finds no libnccl.
-    """
+    """Import nccl4py and find its libnccl; DistBackendError if one of them is not installed."""
     try:
         core = importlib.import_module("nccl.core")
         bindings = importlib.import_module("nccl.bindings.nccl")
@@ -111,11 +107,7 @@ def load() -> Library:
 
 
 def check_gpu() -> None:
-    """Raise if CUDA tensors cannot exist in this process.
-
-    Raises:
-        DistBackendError: torch without CUDA, no driver, or no GPU that this process may see.
-    """
+    """Raise if CUDA tensors cannot exist here: torch without CUDA, no driver, or no GPU that this process may see."""
     if torch.cuda.is_available():
         return
     if torch.version.cuda is None:

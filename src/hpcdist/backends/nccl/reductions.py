@@ -13,12 +13,7 @@ from hpcdist.core.table import Row
 
 
 class Reductions:
-    """What has been found out about the reductions of a group.
-
-    Args:
-        library: nccl4py.
-        cuda: ``torch.cuda``.
-    """
+    """What has been found out about the reductions of a group."""
 
     def __init__(self, library: Library, cuda: Any) -> None:
         self._library = library

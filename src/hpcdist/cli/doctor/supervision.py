@@ -60,11 +60,7 @@ def watch(work: Callable[[Step], int], seconds: float, report: Callable[[Ended],
 
 
 def supervise(work: Callable[[Step], int], seconds: float) -> Ended:
-    """Run the checks in a process of their own, which is killed past the time limit of a step.
-
-    Raises:
-        KeyboardInterrupt: on SIGINT; the checks have ended.
-    """
+    """Run the checks in a process of their own, which is killed past the time limit of a step, or on SIGINT."""
     flush()
     reader, writer = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until each of the two processes can handle it

@@ -58,9 +58,6 @@ def listen(host: str, port: int) -> list[socket.socket]:
     "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost" is loopback. Any other name is every
     interface: on Debian a host's own name means 127.0.1.1 on the host and its real address elsewhere, and torch's
     TCPStore listens on every interface too.
-
-    Raises:
-        OSError: If the address is not this machine's, or the port is in use.
     """
     if _is_name(host):
         try:

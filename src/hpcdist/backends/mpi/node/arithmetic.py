@@ -69,13 +69,7 @@ STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float3
 
 
 class Fold:
-    """Reduces slices of one dtype by one op over a number of ranks.
-
-    Args:
-        dtype: the tensors' dtype.
-        op: the op's name (`core.reduction.name_of`).
-        ranks: how many contributions a result has; the divisor of AVG.
-    """
+    """Reduces slices of one dtype by one op, over as many contributions as ``ranks``, the divisor of AVG."""
 
     def __init__(self, dtype: torch.dtype, op: str, ranks: int) -> None:
         name = combining(dtype, op)
@@ -97,12 +91,10 @@ class Fold:
         return torch.empty(numel, dtype=self.wide, device="cpu"), torch.empty(numel, dtype=self.wide, device="cpu")
 
     def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Scratch | None) -> None:
-        """Reduce slices in the order given and write the result, rounded once.
+        """Reduce slices of one length in the order given and write the result, rounded once.
 
-        Args:
-            parts: slices of one length and this fold's dtype.
-            out: where the result goes; it may be one of the first two parts, not a later one.
-            scratch: memory of at least that length where `needs_scratch`.
+        ``out`` may be one of the first two parts, not a later one; ``scratch`` is at least as long, where
+        `needs_scratch`.
         """
         if scratch is not None:
             total = scratch[0][: out.numel()]
@@ -119,29 +111,20 @@ class Fold:
         self.finish(out)
 
     def add_stack(self, stack: torch.Tensor) -> torch.Tensor:
-        """Add slices that lie one after another, in order, in the wider dtype, and round once; where `adds_stacks`.
+        """Return the sum or average of slices, each a row, added in the wider dtype, rounded once (`adds_stacks`).
 
-        To torch this is average pooling over rows of `STACK_WIDTH` channels: of its kernels for half types the one that
-        adds more than two tensors in one pass, in float32.
-
-        Args:
-            stack: a slice in each row, contiguous, of a multiple of `STACK_WIDTH` elements.
-
-        Returns:
-            The sum or average, as long as a row.
+        To torch this is average pooling over rows of `STACK_WIDTH` channels, of which a row has a multiple: of its
+        kernels for half types the one that adds more than two tensors in one pass, in float32.
         """
         rows = stack.size(0)
         images = stack.view(1, rows, -1, STACK_WIDTH).permute(0, 3, 1, 2)
         return avg_pool2d(images, (rows, 1), divisor_override=self.divisor or 1).permute(0, 2, 3, 1).view(-1)
 
     def accumulate(self, parts: Sequence[torch.Tensor], total: torch.Tensor, spare: torch.Tensor | None) -> None:
-        """Reduce slices into an accumulator without dividing or rounding.
+        """Reduce slices into an accumulator of the wider dtype, where there is one, without dividing or rounding.
 
-        Args:
-            parts: the slices.
-            total: the accumulator, of the wider dtype where there is one.
-            spare: as much memory of the wider dtype; None where there is none. torch would widen a slice into memory
-                that it gets from the system each time, which takes a third longer.
+        ``spare`` is as much memory of the wider dtype. torch would widen a slice into memory that it gets from the
+        system each time, which takes a third longer.
         """
         total.copy_(parts[0])
         for part in parts[1:]:

@@ -61,11 +61,7 @@ class NodeCalls:
         return self._places.nodes, self._places.ranks_per_node
 
     def connect(self) -> bool:
-        """Make what the calls need; every rank calls, and all return False if a node cannot share memory.
-
-        Raises:
-            MPI.Exception: a rank has died (ULFM).
-        """
+        """Make what the calls need; every rank calls, and all return False if a node cannot share memory."""
         places = self._places
         assert places is not None
         try:

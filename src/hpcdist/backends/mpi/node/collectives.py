@@ -60,13 +60,7 @@ class NodeShared:
         self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if slots.size == 2 else DIRECT_HALF_BYTES
 
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
-        """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce).
-
-        Args:
-            send: this rank's contribution.
-            recv: the result, same dtype and length.
-            op: a torch.distributed.ReduceOp.
-        """
+        """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce)."""
         fold = fold_of(send.dtype, name_of(op), self.size)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
@@ -94,12 +88,7 @@ class NodeShared:
         fold.reduce(parts, recv, slots.accumulator(fold, self.size, numel))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy `tensor` of one rank to all (MPI_Bcast).
-
-        Args:
-            tensor: read on `root`, written on the others.
-            root: a rank of the communicator.
-        """
+        """Copy `tensor` of one rank to all (MPI_Bcast)."""
         slots, window, address, size = self._slots, self.window, tensor.data_ptr(), tensor.nbytes
         chunk = min(SLOT_BYTES, max(CHUNK_BYTES // 4, size // 8))
         for offset in range(0, size, chunk):
@@ -127,12 +116,7 @@ class NodeShared:
         self._slots.exchange(block, min(SLOT_BYTES // per // unit * unit, block), put, get)
 
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
-        """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather).
-
-        Args:
-            send: this rank's part; it may be its own place in `recv`.
-            recv: world size times as long, in rank order.
-        """
+        """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather); `send` may be its own place there."""
         addresses, rank, block = self._slots.addresses, self.rank, send.nbytes
         source, target = send.data_ptr(), recv.data_ptr()
         if target + rank * block != source:
@@ -149,13 +133,7 @@ class NodeShared:
         self._exchange(block, put, get, 1)
 
     def reduce_scatter_single(self, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any) -> None:
-        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block).
-
-        Args:
-            send: world size blocks of equal length, as one tensor or as a list.
-            recv: one block; it may be this rank's own block of a tensor.
-            op: a torch.distributed.ReduceOp.
-        """
+        """Reduce block r of all ranks' `send`, a tensor or a list, into `recv` of rank r (MPI_Reduce_scatter_block)."""
         fold = fold_of(send.dtype, name_of(op), self.size)
         recv = recv.view(fold.dtype).view(-1)
         if isinstance(send, TensorList):

@@ -59,11 +59,8 @@ def split_node(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None) 
 def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = None) -> Places:
     """Find out which ranks share a node; every rank of the communicator calls.
 
-    Args:
-        comm: the group's communicator.
-        made: takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it.
-        node_key: ranks with different keys are treated as if on different nodes; by default the value of
-            ``HPCDIST_NODE_KEY``, if it is set.
+    ``made`` takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it. Ranks
+    with different keys, by default those of ``HPCDIST_NODE_KEY``, are treated as if on different nodes.
     """
     node = split_node(comm, made, os.environ.get(NODE_KEY) if node_key is None else node_key)
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:

@@ -36,11 +36,7 @@ Chunks = tuple[int, Step, Step, Step]  # how many chunks there are, and how one 
 
 
 class SlicedAllReduce:
-    """Runs large all_reduces of one communicator through memory shared on the node.
-
-    Args:
-        slots: the node's.
-    """
+    """Runs large all_reduces of one communicator through memory shared on the node."""
 
     def __init__(self, slots: NodeSlots) -> None:
         self._slots = slots

@@ -56,11 +56,7 @@ def is_file(text: str) -> bool:
 
 
 def read(path: Path) -> Content:
-    """Read a file.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
+    """Read a file; ValueError if there is no such file, or it holds something else."""
     try:
         content: Content = json.loads(path.read_text())
         for name in content.keys():  # noqa: SIM118  # a list, which has none, is not what tune wrote

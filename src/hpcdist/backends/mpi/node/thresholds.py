@@ -94,8 +94,7 @@ def number_of_bytes(text: str) -> int | None:
 def override(text: str) -> int | None:
     """Return what a setting says of every collective; None if it says nothing, or names a file.
 
-    Raises:
-        ValueError: neither a number of bytes, nor "off", nor a file's name.
+    It raises ValueError for what is neither a number of bytes, nor "off", nor a file's name.
     """
     if not text or threshold_file.is_file(text):
         return None
@@ -134,11 +133,7 @@ class Thresholds:
 
     @classmethod
     def of_rank_0(cls, comm: MPI.Intracomm) -> Thresholds:
-        """Return what the environment and the files of rank 0 say; every rank of ``comm`` calls.
-
-        Raises:
-            ValueError: on every rank, if rank 0's setting means nothing, or its file cannot be read.
-        """
+        """Return what rank 0's environment and files say, or raise ValueError on every rank; every rank calls."""
         found = comm.bcast(threshold_file.find() if comm.Get_rank() == 0 else None)
         if isinstance(found, ValueError):
             raise found
@@ -168,14 +163,8 @@ class Thresholds:
     ) -> int:
         """Return from how many bytes on a collective goes through the memory of the nodes; ``NEVER`` if it does not.
 
-        Args:
-            name: the row's name, such as "all_reduce".
-            dtype: the tensors' dtype.
-            op: the reduction's name, None if nothing is reduced.
-            nodes: that the ranks are on; if it is 0, the least for any number of nodes.
-            ranks_per_node: on each of several nodes, 0 if they have different numbers.
-            ranks: of the group.
-            library: name of the MPI library as ``mpi4py.MPI.get_vendor`` gives it.
+        Row, op and library go by their names (``mpi4py.MPI.get_vendor``). If ``nodes`` is 0, it is the least for any
+        number of nodes; ``ranks_per_node`` is 0 if several nodes have different numbers.
         """
         if ranks == 1 or name not in COLLECTIVES or op == "PREMUL_SUM" or (op is not None and dtype not in DTYPES):
             return NEVER

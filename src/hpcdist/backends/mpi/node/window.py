@@ -78,8 +78,7 @@ def barrier() -> Callable[[], None]:
 def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]:
     """Return memory of so many bytes of each rank of a node, zero, which all of them share; every rank of it calls.
 
-    Raises:
-        OSError: a rank cannot make its segment for want of room, or not map another's; on every rank of the node.
+    Every rank of the node raises OSError if one cannot make its segment for want of room, or not map another's.
     """
     name, failure = "", None
     segments: list[torch.UntypedStorage] = []
@@ -132,15 +131,10 @@ def stall(
     progress: Callable[[], Any],
     poll: Callable[[], None],
 ) -> None:
-    """Wait until another process has raised a flag to a step.
+    """Wait until another process has raised an aligned counter, of format "q", to a step.
 
-    Args:
-        flag: the aligned counter, of format "q".
-        step: what it has to reach.
-        spins: looks at it before the first yield.
-        naps_after: seconds after which the wait sleeps between two looks.
-        progress: drives MPI; called again and again.
-        poll: called every few milliseconds; what it raises ends the wait.
+    The first yield comes after so many ``spins``, and a sleep between two looks after so many seconds. ``progress``
+    drives MPI, again and again; ``poll`` is called every few milliseconds, and what it raises ends the wait.
     """
     for _ in range(spins):
         if flag[0] >= step:
@@ -196,11 +190,7 @@ class NodeWindow:
         self.step = 0
 
     def publish(self) -> int:
-        """Count one step and tell the node peers that this rank's part of it lies in its segment.
-
-        Returns:
-            The step's number, the same on every rank.
-        """
+        """Tell the node peers that this rank's part of a step lies in its segment; return the step's number."""
         self.step = step = self.step + 1
         self._sync()
         self._own[0] = step

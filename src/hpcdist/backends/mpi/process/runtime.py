@@ -63,8 +63,7 @@ os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would e
 def load() -> Any:
     """Import mpi4py.MPI, which does not initialise MPI here (see the package).
 
-    Raises:
-        DistBackendError: this is not Linux, mpi4py is too old, or there is no MPI library that it can load.
+    DistBackendError: this is not Linux, mpi4py is too old, or there is no MPI library that it can load.
     """
     if sys.platform != "linux":
         elsewhere = f"backend 'mpi' works on Linux only, and this is {sys.platform}: start ranks with torchrun, on gloo"
@@ -334,12 +333,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
 
 
 def checked(comm: Any) -> Any:
-    """Return a user's communicator if a world can be made of it.
-
-    Raises:
-        TypeError: not an mpi4py intracommunicator.
-        ValueError: MPI.COMM_NULL.
-    """
+    """Return a user's communicator if a world can be made of it: an mpi4py intracommunicator, and not MPI.COMM_NULL."""
     MPI = load()
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")

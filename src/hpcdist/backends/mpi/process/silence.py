@@ -32,11 +32,7 @@ def noting_ports(start: Callable[[], object]) -> None:
 
 
 def limit(ports: Collection[int]) -> None:
-    """Have the kernel end MPI's connections whose other host is silent.
-
-    Args:
-        ports: at which the ranks listen.
-    """
+    """Have the kernel end MPI's connections, at the ports where the ranks listen, whose other host is silent."""
     found = []
     for each, connection in sockets():
         if not is_listening(connection) and is_of_ports(connection, ports) and is_untouched(connection):

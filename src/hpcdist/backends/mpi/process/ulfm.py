@@ -159,9 +159,7 @@ def leave_launcher(comm: MPI.Intracomm) -> bool:
     MPI asks PMIx for the address of a process that it meets for the first time, so each sends an empty message to every
     other one before. Afterwards it learns of a death from its broken connections: those are between nodes, so ranks of
     another node see it, and MPI tells the rest. MPI_Finalize would wait for PMIx for ever: the process ends without.
-
-    Returns:
-        Whether this was done; not under another launcher.
+    Returns False under another launcher, where nothing is done.
     """
     namespace = os.environ.get("PMIX_NAMESPACE", "")
     if not namespace.startswith(SLURM_JOBS):
