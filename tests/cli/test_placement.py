@@ -292,7 +292,7 @@ def test_no_warning_on_a_machine_of_one_domain(make, monkeypatch, tmp_path):
 
 def test_init_process_group_warns(make, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(topology.warn_if_spread, "__defaults__", (make("xeon").root, None))
+    monkeypatch.setattr(topology.warn_if_spread, "__defaults__", (make("xeon").root, os.environ))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(80)))
     with pytest.warns(UserWarning, match="rank 0 may run in 2 NUMA domains"):
         dist.init_process_group("loopback")

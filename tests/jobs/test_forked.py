@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hpcdist.core.readiness import readable
+from hpcdist.core.waiting import readable
 from tests import forked, programs
 
 STARTS = """

@@ -131,7 +131,7 @@ def test_each_message_has_an_entry():
     for place, text, named in MESSAGES:
         entry = explain.best(text, ENTRIES) or ENTRIES.get(named)  # what other functions compose has no text here
         if entry is None:
-            wrong.append(f"{place}: docs/{explain.PAGE} has no entry for {text!r}")
+            wrong.append(f"{place}: docs/reference/errors.md has no entry for {text!r}")
         elif named not in (entry.name, ""):
             wrong.append(f"{place} names {named}, and what explains it is {entry.name}")
     assert not wrong, "\n".join(wrong)

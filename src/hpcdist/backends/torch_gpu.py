@@ -27,7 +27,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, REDUCE, REDUCE_SCATTER_SINGLE
 from hpcdist.core.work import Work
-from hpcdist.launch import addresses, environment, rendezvous
+from hpcdist.launch import environment, rendezvous
 from hpcdist.torch_bridge import private_names
 
 KIND = "xpu" if getattr(torch.version, "xpu", None) else "cuda"  # torch's name of ROCm's GPUs is cuda too
@@ -95,7 +95,6 @@ class TorchBackend(C10dBackend):
         super().__init__(bootstrap)
         self.faults = Interrupts(self)
         self.peer = bootstrap.peer
-        self._options = bootstrap.options
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
         self._failure: DistBackendError | None = None
@@ -109,10 +108,7 @@ class TorchBackend(C10dBackend):
             carrier = bootstrap.peer
             if carrier is None:
                 carrier = owned = registry.connect("mpi", bootstrap)
-            objects = carrier.objects
-            networks = objects.all_gather(addresses.network())
-            store = rendezvous.served(bootstrap.rank, networks, objects.broadcast, bootstrap.timeout)
-            bootstrap = bootstrap._replace(store=store)
+            bootstrap = bootstrap._replace(store=rendezvous.served(carrier, bootstrap.timeout))
         choose_device(bootstrap.comm)
         backend = cls(bootstrap._replace(store=PrefixStore("torch", bootstrap.store)))  # type: ignore[arg-type]
         backend._owned_peer = owned

@@ -262,11 +262,7 @@ class ElasticJob:
         return False
 
     def _meet(self, status: Status) -> Outcome:
-        """Meet until a meeting goes well for all; return what it has come to.
-
-        Raises:
-            DistBackendError: it has come to an error; on every process.
-        """
+        """Meet until a meeting goes well for all; return what it has come to, or raise its error on every process."""
         had_failed, size = False, 0
         while True:
             if status in (Status.FAILED, Status.AGAIN):
@@ -301,11 +297,9 @@ class ElasticJob:
             return result if self._everyone.membership.agree(result is not None) else None
 
     def _confer(self, status: Status) -> tuple[Decision, Backend | None, int]:
-        """Find out who is there, and decide how the job goes on.
+        """Find out who is there, and decide how the job goes on; return that, and how many groups were made.
 
-        Returns:
-            What was decided, the communicator of a new default group if there is to be one and this process is in it,
-            and how many groups were made.
+        Between them comes the communicator of a new default group, if there is to be one and this process is in it.
         """
         everyone = self._everyone
         mine = Report(

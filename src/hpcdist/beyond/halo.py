@@ -7,6 +7,7 @@ messages travel under a tag that users cannot give. A strided tensor is sent fro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,6 +28,7 @@ from hpcdist.core.work import AllWork, Work
 # a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper one
 Ends = tuple[int, Tensor, Tensor, Tensor, Tensor]
 Step = Callable[[], None]  # the exchange of one dimension
+contiguous_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def exchange(
@@ -228,8 +230,8 @@ class HaloExchange:
     def _unpadded(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the cells, to which that of the ghost cells that are their copies is added."""
         whole = gradient.clone(memory_format=torch.contiguous_format)
-        for step in self._returning(whole):
-            step()
+        for dim, low, first, last, high in reversed(self._ends(whole)):
+            self._swap(dim, (low, high), (first, last), Tensor.add_)()
         return self._inner(whole)
 
     def _filling(self, whole: Tensor) -> list[Step]:
@@ -237,13 +239,6 @@ class HaloExchange:
         return [
             self._swap(dim, (first, last), (low, high), Tensor.copy_)
             for dim, low, first, last, high in self._ends(whole)
-        ]
-
-    def _returning(self, whole: Tensor) -> list[Step]:
-        """Return what adds ghost cells to the neighbours' outermost cells, in the reverse order."""
-        return [
-            self._swap(dim, (low, high), (first, last), Tensor.add_)
-            for dim, low, first, last, high in reversed(self._ends(whole))
         ]
 
     def _ends(self, whole: Tensor) -> list[Ends]:
@@ -271,7 +266,8 @@ class HaloExchange:
             return turn
         # where both neighbours are one rank, what it sends first, its lower end, belongs to the upper one here
         ends = [(peer, target) for peer, target in ((after, targets[1]), (before, targets[0])) if peer is not None]
-        received = [(received_in(target, write), peer, target) for peer, target in ends]
+        buffer_for = for_writing if write is Tensor.copy_ else contiguous_like  # the target itself, if it can be
+        received = [(buffer_for(target), peer, target) for peer, target in ends]
         sent = [
             (for_writing(layer), peer, layer)
             for layer, peer in zip(given, (before, after), strict=True)
@@ -291,10 +287,3 @@ class HaloExchange:
                 write(target, buffer)
 
         return swap
-
-
-def received_in(target: Tensor, write: Any) -> Tensor:
-    """Return where a message is received: in the target if it can be, else in a buffer."""
-    if write is Tensor.copy_:
-        return for_writing(target)
-    return torch.empty_like(target, memory_format=torch.contiguous_format)

@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.beyond.gradients import WithGradient
 from hpcdist.c10d.objects import all_gather_object
-from hpcdist.core import world
+from hpcdist.core import table, world
 from hpcdist.core.buffers import as_tensor, as_tensors
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
@@ -33,14 +33,6 @@ from hpcdist.core.issue import issue
 from hpcdist.core.point_to_point import dense
 from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import AVG, SUM, canonical, name_of
-from hpcdist.core.table import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE,
-)
 
 
 def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
@@ -193,11 +185,8 @@ def agree(
 ) -> tuple[list[int], bool]:
     """Return each rank's size for this rank, and whether any rank's input needs a gradient; every rank calls.
 
-    ``form`` says in words what has to be the same, ``is_fit`` whether the call can be made with it. ``sizes`` are this
-    rank's one size for everyone, or one for each rank.
-
-    Raises:
-        MismatchError: forms differ, or do not fit the call.
+    ``form`` says in words what has to be the same, ``is_fit`` whether the call can be made with it: else MismatchError.
+    ``sizes`` are this rank's one size for everyone, or one for each rank.
     """
     heads: list[Any] = [None] * pg.size()
     if len(sizes) == 1:
@@ -206,7 +195,7 @@ def agree(
         mark = crc32(form.encode())
         mine = torch.from_numpy(np.array([(size, mark, is_recorded) for size in sizes])).to(pg.any_backend().device)
         received = torch.empty_like(mine)
-        issue(ALL_TO_ALL_SINGLE, pg, mine, received)
+        issue(table.ALL_TO_ALL_SINGLE, pg, mine, received)
         heads = received.tolist()
     theirs, forms, recorded = zip(*heads, strict=True)
     if is_fit and len(set(forms)) == 1:
@@ -246,9 +235,9 @@ def gather(rows: Tensor, pg: Group, sizes: list[int]) -> Tensor:
     """Return the rows of all ranks."""
     out = rows.new_empty((sum(sizes), *rows.shape[1:]))
     if len(set(sizes)) == 1:
-        issue(ALL_GATHER_SINGLE, pg, rows, out)
+        issue(table.ALL_GATHER_SINGLE, pg, rows, out)
     else:
-        issue(ALL_GATHER, pg, rows, out, counts=([rows.numel()], counted(rows, sizes)))
+        issue(table.ALL_GATHER, pg, rows, out, counts=([rows.numel()], counted(rows, sizes)))
     return out
 
 
@@ -256,14 +245,14 @@ def reduce_scatter(rows: Tensor, pg: Group, sizes: list[int], op: Any) -> Tensor
     """Return this rank's rows of the result."""
     out = rows.new_empty((sizes[pg.rank()], *rows.shape[1:]))
     if len(set(sizes)) == 1:
-        issue(REDUCE_SCATTER_SINGLE, pg, rows, out, op)
+        issue(table.REDUCE_SCATTER_SINGLE, pg, rows, out, op)
     else:
-        issue(REDUCE_SCATTER, pg, rows, out, op, counts=(counted(rows, sizes), [out.numel()]))
+        issue(table.REDUCE_SCATTER, pg, rows, out, op, counts=(counted(rows, sizes), [out.numel()]))
     return out
 
 
 def exchange(rows: Tensor, pg: Group, sent: list[int], received: list[int]) -> Tensor:
     """Return the rows for this rank."""
     out = rows.new_empty((sum(received), *rows.shape[1:]))
-    issue(ALL_TO_ALL, pg, rows, out, counts=(counted(rows, sent), counted(rows, received)))
+    issue(table.ALL_TO_ALL, pg, rows, out, counts=(counted(rows, sent), counted(rows, received)))
     return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
@@ -42,7 +43,7 @@ def init_device_mesh(
     Raises:
         RuntimeError: names that do not fit, a mesh larger than the world, or a default group that torch does not know.
     """
-    if WORLD.default is None and not mirror.is_taken():
+    if WORLD.default is None and not torch.distributed.is_initialized():
         init_process_group()
     if WORLD.default is not None and not mirror.is_shown(WORLD.default):
         raise RuntimeError(

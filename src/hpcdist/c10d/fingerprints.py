@@ -14,9 +14,9 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.errors import explained
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import name_of
-from hpcdist.core.table import EXCHANGES, Counts
+from hpcdist.core.table import EXCHANGES
 from hpcdist.watch.report import label
 
 
@@ -66,7 +66,9 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
     row, tensor = call.row, call.tensor
     if tensor is None:
         return Fingerprint(row.name, number, None, None, None, None, None, call.root, None)
-    counts = share_counts(pg, call) if row in EXCHANGES else call.counts
+    counts = call.counts
+    if counts is None and row in EXCHANGES:  # the shares are equal
+        counts = [call.send.numel() // pg.size()] * pg.size(), [call.recv.numel() // pg.size()] * pg.size()
     if tensor.is_complex() and not row.reduces:  # moved as its real and imaginary parts, which another rank may give
         tensor = torch.view_as_real(tensor)
         counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
@@ -85,12 +87,6 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         call.root,
         None if counts is None else (tuple(counts[0]), tuple(counts[1])),
     )
-
-
-def share_counts(pg: Group, call: Call) -> Counts:
-    """Return the elements to and from each rank of an exchange; those of a call that gives none are equal."""
-    size = pg.size()
-    return call.counts or ([call.send.numel() // size] * size, [call.recv.numel() // size] * size)
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:
@@ -113,9 +109,7 @@ def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
     """Return by aspect which ranks have which value, where they differ."""
     found: dict[str, dict[str, list[int]]] = {}
     for aspect, name in ASPECTS.items():
-        values: dict[str, list[int]] = {}
-        for rank, each in enumerate(prints):
-            values.setdefault(str(getattr(each, aspect)), []).append(rank)
+        values = by_value(str(getattr(each, aspect)) for each in prints)
         if len(values) > 1:
             found[name] = values
         if aspect == "call" and found:
@@ -127,8 +121,8 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
     """Return which ranks disagree about the share of each rank in a call with counts."""
     if prints[0].counts is None:
         return {}
-    values: dict[str, list[int]] = {}
     if prints[0].call in {row.name for row in EXCHANGES}:
+        values: dict[str, list[int]] = {}
         for sender, each in enumerate(prints):
             assert each.counts is not None
             for receiver, other in enumerate(prints):
@@ -139,10 +133,8 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
                     values.setdefault(text, []).extend((sender, receiver))
         return {"Counts": {text: sorted(set(ranks)) for text, ranks in values.items()}} if values else {}
     side = 1 if prints[0].call == "all_gather" else 0
-    for rank, each in enumerate(prints):
-        assert each.counts is not None
-        values.setdefault(str(list(each.counts[side])), []).append(rank)
-    return {"Counts": values} if len(values) > 1 else {}
+    listings = by_value(str(list(each.counts[side])) for each in prints if each.counts is not None)
+    return {"Counts": listings} if len(listings) > 1 else {}
 
 
 def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:

@@ -293,13 +293,24 @@ def make(
     for each in by_name.values():
         each.options = options
     made: dict[str, Communicator | None] = {}
+
+    def connect_over_store(name: str) -> Communicator | None:
+        """Make this rank's subgroup on a backend that the parent does not have."""
+        from hpcdist.launch import rendezvous
+
+        store = rendezvous.store_of(parent)  # every rank of the parent takes part
+        if index is None:
+            return None
+        ranks, store = subgroups[index], rendezvous.part(store, f"group-{names[index]}-{name}")
+        bootstrap = Bootstrap(ranks.index(parent.rank()), len(ranks), limit, store=store, options=options)
+        peer = next((each for each in made.values() if each is not None), None)
+        return registry.connect(name, bootstrap._replace(device_id=parent.bound_device_id, peer=peer))
+
     try:
         with parent.journal.during("new_group"):
             for name in dict.fromkeys(wanted.values()):
-                if name in by_name:
-                    made[name] = by_name[name].split(subgroups, names, limit)
-                else:
-                    made[name] = connect_over_store(name, parent, subgroups, names, index, limit, options, made)
+                parents = by_name.get(name)
+                made[name] = connect_over_store(name) if parents is None else parents.split(subgroups, names, limit)
     except MismatchError:
         WORLD.made_locally = before  # ranks that gave other lists have counted other names
         raise
@@ -308,28 +319,6 @@ def make(
     backends = {device: made[name] for device, name in wanted.items()}
     ranks = [parent.ranks[rank] for rank in subgroups[index]]
     return add(ranks, parent, backends, config, names[index], limit, description, device_id)
-
-
-def connect_over_store(
-    name: str,
-    parent: Group,
-    subgroups: Sequence[list[int]],
-    names: Sequence[str],
-    index: int | None,
-    timeout: timedelta,
-    options: Any,
-    made: dict[str, Communicator | None],
-) -> Communicator | None:
-    """Make this rank's subgroup on a backend that the parent does not have, over a store."""
-    from hpcdist.launch import rendezvous
-
-    store = rendezvous.store_of(parent)
-    if index is None:
-        return None
-    ranks, store = subgroups[index], rendezvous.part(store, f"group-{names[index]}-{name}")
-    bootstrap = Bootstrap(ranks.index(parent.rank()), len(ranks), timeout, store=store)
-    peer = next((each for each in made.values() if each is not None), None)
-    return registry.connect(name, bootstrap._replace(device_id=parent.bound_device_id, options=options, peer=peer))
 
 
 def add(

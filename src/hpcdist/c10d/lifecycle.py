@@ -81,8 +81,7 @@ def init_process_group(
     if WORLD.default is not None:
         raise ValueError("trying to initialize the default process group twice!")
     check_timeout(timeout)
-    refuse_reconfigure(enable_reconfigure)
-    read_environment()
+    prepare(enable_reconfigure)
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
     if store is not None and (world_size <= 0 or rank < 0):
@@ -115,20 +114,17 @@ def forget_aborted() -> None:
         WORLD.clear()
 
 
-def refuse_reconfigure(is_asked: bool) -> None:
-    """Raise if the default group's ranks are to be replaced by torch's private ``_reconfigure`` (since torch 2.14)."""
-    if is_asked:
+def prepare(reconfigures: bool) -> None:
+    """Take note of the variables that decide about calls, before the processes look for each other.
+
+    Raises ValueError if one has an invalid value, and RuntimeError if the group's ranks are to be replaced by torch's
+    private ``_reconfigure`` (since torch 2.14): nothing has changed, and this rank may begin once more.
+    """
+    if reconfigures:
         raise RuntimeError(
             "init_process_group(enable_reconfigure=True) is not supported: hpcdist.elastic replaces ranks that died, "
             "shrink_group and new_group make groups of other ranks"
         )
-
-
-def read_environment() -> None:
-    """Take note of the variables that decide about calls, before the processes look for each other.
-
-    Raises ValueError if one has an invalid value: nothing has changed, and this rank may begin once more.
-    """
     logs.set_up()
     environment.is_reproducible()
     set_debug_level_from_env()
@@ -145,10 +141,7 @@ def make_default_group(
 ) -> ProcessGroup:
     """Make the default group, and find that its ranks share their settings; if ``is_shown``, torch.distributed's too.
 
-    Whatever raises, no default group is left behind.
-
-    Raises:
-        DistBackendError: the ranks do not share their settings; on every rank.
+    Whatever raises, on every rank if the settings differ, no default group is left behind.
     """
     before = hooks.reproducible
     for each in watchdog.RUNNING:
@@ -266,7 +259,7 @@ def find_peers(
                 f"init_process_group was given rank {rank} of {world_size}, and this process is rank {own} of {size} "
                 "in MPI: give neither, or MPI's"
             )
-        return Bootstrap(world.Get_rank(), world.Get_size(), timeout, comm=world)
+        return Bootstrap(own, size, timeout, comm=world)
     from hpcdist.launch import rendezvous
 
     found, rank, world_size = rendezvous.find(launch, init_method, store, rank, world_size, timeout)

@@ -9,16 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from hpcdist.c10d.lifecycle import (
-    carried,
-    choose,
-    destroy_process_group,
-    forget_aborted,
-    init_process_group,
-    make_default_group,
-    read_environment,
-    refuse_reconfigure,
-)
+from hpcdist.c10d import lifecycle
 from hpcdist.c10d.names import Backend
 from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
@@ -33,11 +24,8 @@ BESIDE: list[Any] = []  # the world over MPI of groups beside torch's own defaul
 def create(options: Any, pg_options: Any) -> Group:
     """Return the group that torch asks for by c10d's ``_DistributedBackendOptions``; torch enters it in its tables.
 
-    An empty list of ranks stands for the default group.
-
-    Raises:
-        ValueError: torch's rank or size is not that of the world that MPI, or hpcdist before, made.
-        DistBackendError: as for ``hpcdist.init_process_group``.
+    An empty list of ranks stands for the default group. ValueError if torch's rank or size is not that of the world
+    that MPI, or hpcdist before, made.
     """
     ranks = tuple(options.global_ranks_in_group)
     if ranks and WORLD.default is not None:
@@ -45,7 +33,7 @@ def create(options: Any, pg_options: Any) -> Group:
         for each in WORLD.default.backends.values():
             each.options = pg_options
         return create_subgroup(WORLD.default, ranks, options)
-    forget_aborted()
+    lifecycle.forget_aborted()
     if (group := WORLD.default) is None:
         group = create_world(options, pg_options)
     if (group.rank(), group.size()) != (options.group_rank, options.group_size):
@@ -59,12 +47,11 @@ def create(options: Any, pg_options: Any) -> Group:
 
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI if the launcher started it, else over torch's store."""
-    refuse_reconfigure(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
-    read_environment()
+    lifecycle.prepare(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
     launch = decision.launched()
     rank, size, comm = options.group_rank, options.group_size, None
     is_mpi = launch is not None and launch.starts_mpi
-    config = choose(launch, None, None if is_mpi or size == 1 else options.store, None, rank, size)
+    config = lifecycle.choose(launch, None, None if is_mpi or size == 1 else options.store, None, rank, size)
     if size == 1 and not is_mpi:
         config = Backend.LOOPBACK
     elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # by name, in place of the usual one
@@ -76,11 +63,11 @@ def create_world(options: Any, pg_options: Any) -> Group:
         rank, size = comm.Get_rank(), comm.Get_size()
     stock = getattr(options, "process_group", None)  # since torch 2.14: the group that ours takes the place of
     device = getattr(stock, "bound_device_id", None)
-    registry.check_options(pg_options, carried(config).values())
+    registry.check_options(pg_options, lifecycle.carried(config).values())
     store = None if is_mpi else rendezvous.meet(options.store, rank, size, options.timeout)
     bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
-    backends = registry.connect_all(carried(config), bootstrap)
-    return make_default_group(backends, config, options.group_id, options.timeout, device, store)
+    backends = registry.connect_all(lifecycle.carried(config), bootstrap)
+    return lifecycle.make_default_group(backends, config, options.group_id, options.timeout, device, store)
 
 
 def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:
@@ -96,28 +83,25 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
 def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> None:
     """Make a world for groups beside torch's own default group; every rank calls this, member or not.
 
-    It is over MPI; for "hpcdist" without an MPI launcher, it is gloo's, over torch's store.
-
-    Raises:
-        ValueError: MPI's ranks are not those of torch's default group.
-        DistBackendError: no launcher of MPI started these processes, or MPI cannot be started.
+    It is over MPI, whose ranks have to be torch's; for "hpcdist" without an MPI launcher, it is gloo's, over torch's
+    store.
     """
     if WORLD.default is not None:
         return
     launch, rank, size = decision.launched(), default.rank(), default.size()
+    place: dict[str, Any] = {"timeout": timeout, "rank": rank, "world_size": size, "bridge": False}
     if name == Backend.MPI or (launch is not None and launch.starts_mpi):
         decision.check_mpi(launch, size)
-        init_process_group(Backend.MPI, timeout=timeout, rank=rank, world_size=size, bridge=False)
+        lifecycle.init_process_group(Backend.MPI, **place)
     else:
-        part = rendezvous.part(store, "hpcdist")
-        init_process_group(Backend.GLOO, timeout=timeout, store=part, rank=rank, world_size=size, bridge=False)
+        lifecycle.init_process_group(Backend.GLOO, store=rendezvous.part(store, "hpcdist"), **place)
     BESIDE[:] = [WORLD.default]
 
 
 def end_beside() -> None:
     """End the world that ``begin_beside`` made, with torch's own default group; every rank calls this."""
     if BESIDE and WORLD.default is BESIDE.pop():
-        destroy_process_group()
+        lifecycle.destroy_process_group()
 
 
 registration.register(create, begin_beside, end_beside)

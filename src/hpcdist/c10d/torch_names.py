@@ -11,7 +11,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import resolve
 from hpcdist.torch_bridge.private_names import named
 
-_DEFAULT_FIRST_BUCKET_BYTES = named_DEFAULT_FIRST_BUCKET_BYTES = named("_DEFAULT_FIRST_BUCKET_BYTES")
+_DEFAULT_FIRST_BUCKET_BYTES = named("_DEFAULT_FIRST_BUCKET_BYTES")
 BuiltinCommHookType = named("BuiltinCommHookType")
 GradBucket = named("GradBucket")
 Logger = named("Logger")

@@ -35,19 +35,14 @@ def parser() -> JobParser:
     return made
 
 
-def has_mpi() -> bool:
-    """Tell whether mpi4py finds an MPI library."""
-    try:
-        runtime.load()
-    except DistBackendError:
-        return False
-    return True
-
-
 def command(ranks: int) -> list[str]:
     """Return the command line that starts the ranks: mpirun's, or torchrun's if there is no MPI."""
     mpirun = mpi_library.launcher()
-    if mpirun is None or not has_mpi():
+    try:
+        runtime.load()
+    except DistBackendError:
+        mpirun = None
+    if mpirun is None:
         return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     _, version = mpi_library.output_of([mpirun, "--version"])
     return [mpirun, *mpi_library.room_for_ranks(version), "-n", str(ranks), sys.executable]

@@ -74,11 +74,8 @@ def lists_differ(rank: int, mine: Sequence[int] | None, other: int, theirs: Sequ
 def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:
     """Take a step on every rank and return what it gave on each, pickled; if it failed on one, raise the same on all.
 
-    Every rank of the backend's group calls, with the user's call for the message.
-
-    Raises:
-        TypeError, ValueError: the step raised it on the lowest rank on which it failed.
-        DistBackendError: it raised anything else there.
+    Every rank of the backend's group calls, with the user's call for the message. A TypeError or ValueError of the
+    lowest rank on which it failed stays one; anything else is a DistBackendError.
     """
     value, failure = None, None
     try:

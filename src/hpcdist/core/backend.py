@@ -233,9 +233,7 @@ class Backend(ABC):
     def leave(self) -> None:  # noqa: B027  # as above
         """Say that this rank makes no more calls, once every rank of the job has made its last one.
 
-        Raises:
-            CallsDifferError: another rank has made a call in this one's place.
-            DistBackendError: a rank has died.
+        CallsDifferError if another rank has made a call in this one's place.
         """
 
     def end_threads(self) -> None:  # noqa: B027  # as above

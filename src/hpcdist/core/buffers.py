@@ -40,11 +40,7 @@ def is_plain(tensor: Any) -> bool:
 class TensorList:
     """The contiguous CPU tensors of a list, as what a call reads or writes: one after another, each where it lies.
 
-    Attributes:
-        tensors: one a rank.
-        dtype: that they travel in (``same_dtype``).
-        addresses, sizes: where each lies, and its bytes.
-        nbytes: of all.
+    The dtype is the one that they travel in (``same_dtype``), the sizes are in bytes.
     """
 
     __slots__ = ("addresses", "dtype", "nbytes", "sizes", "tensors")

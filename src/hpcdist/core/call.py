@@ -19,29 +19,17 @@ Start = Callable[[Any, Any], "Work"]
 
 
 class Call(NamedTuple):
-    """One collective of one rank.
-
-    Attributes:
-        row: which one.
-        send: the tensor to read; the same object as ``recv`` for a call in place, None if this rank does not send.
-        recv: the tensor to write; None if this rank does not receive.
-        op: how values are combined, for rows that reduce.
-        root: a rank of the group, for rooted rows.
-        counts: elements to and from each rank, for rows of shape COUNTED.
-        finish: runs when ``recv`` holds the result, such as a copy to where the caller wants it.
-        result: what the Work of the call shows; None for the output.
-        limit: the seconds that it may take; None for the group's timeout.
-    """
+    """One collective of one rank; before the checks its buffers are what the caller gave, such as a NumPy array."""
 
     row: Row
-    send: Any = None  # before the checks, whatever the caller gave, such as a NumPy array
-    recv: Any = None
-    op: Any = None
-    root: int | None = None
-    counts: Counts | None = None
-    finish: Callable[[], None] | None = None
-    result: list[torch.Tensor] | None = None
-    limit: float | None = None
+    send: Any = None  # the tensor to read: ``recv`` itself for a call in place, None if this rank does not send
+    recv: Any = None  # the tensor to write; None if this rank does not receive
+    op: Any = None  # how values are combined, for rows that reduce
+    root: int | None = None  # a rank of the group, for rooted rows
+    counts: Counts | None = None  # elements to and from each rank, for rows of shape COUNTED
+    finish: Callable[[], None] | None = None  # runs when ``recv`` holds the result, such as a copy to the caller's
+    result: list[torch.Tensor] | None = None  # what the Work of the call shows; None for the output
+    limit: float | None = None  # the seconds that it may take; None for the group's timeout
 
     @property
     def tensor(self) -> Any:

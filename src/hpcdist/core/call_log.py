@@ -62,12 +62,6 @@ class CallLog:
         last: returns the number of the last call whose words are written.
         is_one: tells whether two calls of one number may be one, given the words of both.
         text: returns a call in words, given its number and its words.
-
-    Attributes:
-        failure: why the group takes no more calls: the difference that was found.
-        is_ending: whether this rank makes no more calls.
-        was_raised: whether this rank has raised it.
-        tells: how often this rank still has to tell others of the failure.
     """
 
     def __init__(
@@ -89,10 +83,10 @@ class CallLog:
         self._blocks: dict[int, Words] = {}
         self._offsets: dict[int, int] = {}  # by rank: how much more this rank's sum is, although the calls are one
         self._kinds: set[tuple[int, int]] = set()  # the words of the calls so far, without their numbers
-        self.is_ending = False
-        self.failure: str | None = None
-        self.was_raised = False
-        self.tells = 0
+        self.is_ending = False  # whether this rank makes no more calls
+        self.failure: str | None = None  # why the group takes no more calls: the difference that was found
+        self.was_raised = False  # whether this rank has raised it
+        self.tells = 0  # how often this rank still has to tell others of it
 
     # -- this rank's calls -----------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Group:
     """A set of ranks that communicate."""
 
     asked_name: str | None = None  # what a script on ``torch.distributed`` calls the backend, if it says so
+    bound_device_id: torch.device | None = None  # the device given as ``device_id``
     is_own_world = False  # whether the end of the default group does not end it (``dist2``)
 
     def __init__(
@@ -87,7 +88,6 @@ class Group:
         self.timeout = timeout  # the limit of each call on the group
         self._name = name
         self._description = description
-        self._device_id: torch.device | None = None
         self.ranks = ranks  # the global rank of each rank of the group, in order
         self._rank = rank
         self.group_ranks = {global_rank: index for index, global_rank in enumerate(ranks)}
@@ -127,15 +127,6 @@ class Group:
     def group_desc(self) -> str:
         """What the group is for, in the user's words."""
         return self._description
-
-    @property
-    def bound_device_id(self) -> torch.device | None:
-        """The device given as ``device_id``, or None."""
-        return self._device_id
-
-    @bound_device_id.setter
-    def bound_device_id(self, device: torch.device | None) -> None:
-        self._device_id = device
 
     def __repr__(self) -> str:
         if not self.backends:

@@ -121,9 +121,8 @@ def with_list(
 ) -> tuple[Any, Any, Callable[[], None] | None, list[torch.Tensor], list[int]]:
     """Check a call, with what the caller gave, on one tensor and a list of one a rank; errors are c10d's.
 
-    Returns:
-        The tensor, what the library reads or writes of the list, what then copies to the list, the list, and the bytes
-        of each of its tensors.
+    Returns the tensor, what the library reads or writes of the list, what then copies to the list, the list, and the
+    bytes of each of its tensors.
     """
     row, is_written, rank = call.row, call.recv.__class__ is list, pg.rank()
     one, many = (call.send, call.recv) if is_written else (call.recv, call.send)

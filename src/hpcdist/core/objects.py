@@ -184,11 +184,8 @@ def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
     """Return the object of some bytes and the buffers apart from them, as ``packed`` returns them.
 
     Ranks of one call may differ in ``weights_only``: the bytes say how they were written, and the receiver alone
-    decides what it reads.
-
-    Raises:
-        RuntimeError: its rank could not pickle it.
-        pickle.UnpicklingError: with ``weights_only``, what could run code.
+    decides what it reads. What could run code is an UnpicklingError then, and what its rank could not pickle a
+    RuntimeError.
     """
     begins = bytes(data[:2])
     if begins[:1] == UNPICKLABLE:

@@ -1,15 +1,18 @@
-"""Waits that poll a condition and back off: the naps between two looks grow.
+"""Waits: for a condition, which is looked at again and again, and for descriptors that have something to be read.
 
-A nap of a 32nd of the wait so far delays its end by 1.5 % on average, and leaves the core to others. On Linux 6.18 it
-does more: if threads of a session nap thousands of times a second while others of it call `sched_yield`, as Open MPI
-does on a crowded machine, all other processes may be left without a core for half a minute (docs, Known issues).
+The naps between two looks grow. A nap of a 32nd of the wait so far delays its end by 1.5 % on average, and leaves the
+core to others. On Linux 6.18 it does more: if threads of a session nap thousands of times a second while others of it
+call `sched_yield`, as Open MPI does on a crowded machine, all other processes may be left without a core for half a
+minute (docs, Known issues).
 """
 
 from __future__ import annotations
 
 import math
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 SHARE = 1 / 32  # of the wait so far
 SHORTEST, LONGEST = 50e-6, 2e-3  # seconds
@@ -36,3 +39,25 @@ def wait_until(
         else:
             nap(waited, longest)
     return True
+
+
+class Readable(Protocol):
+    """Something with a descriptor: a socket or a file."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+
+
+Source = TypeVar("Source", bound=Readable)
+
+
+def readable(sources: Iterable[Source], seconds: float) -> list[Source]:
+    """Wait until something can be read from one of the sources, or the time is over; return those that are ready.
+
+    ``select.select`` takes no descriptor from 1024 on, and a process that loads data may have as many open.
+    """
+    poll, by_descriptor = select.poll(), {}
+    for each in sources:
+        by_descriptor[each.fileno()] = each
+        poll.register(each, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]

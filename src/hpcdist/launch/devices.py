@@ -22,9 +22,9 @@ SHARE_SINCE = (2, 30)
 View = tuple[str, ...]  # the identities of the GPUs that a process sees, in order
 
 
-def may_share(given: Mapping[str, str] | None = None) -> bool:
+def may_share(given: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the user allows several ranks on one GPU."""
-    return (os.environ if given is None else given).get(SHARE, "0").strip() not in ("", "0")
+    return given.get(SHARE, "0").strip() not in ("", "0")
 
 
 def how_to_share(version: Sequence[int]) -> str:
@@ -88,7 +88,7 @@ def views_by_mpi(comm: Any) -> tuple[list[View], int]:
         node.Free()
 
 
-def views_by_launcher(environ: Mapping[str, str] | None = None) -> tuple[list[View], int]:
+def views_by_launcher(environ: Mapping[str, str] = os.environ) -> tuple[list[View], int]:
     """Return the same without MPI, by the launcher's variables for the rank on the node; raise if there are none."""
     mine, local_rank = visible(), environment.node_local_rank(environ)
     if len(mine) == 1:
@@ -98,10 +98,9 @@ def views_by_launcher(environ: Mapping[str, str] | None = None) -> tuple[list[Vi
             f"this process sees {len(mine)} GPUs, and no launcher says which rank of the node it is (looked at "
             f"{', '.join(environment.LOCAL_RANKS)}): pass device_id=, or call torch.cuda.set_device"
         )
-    given = os.environ if environ is None else environ
-    if given.get("SLURM_GPUS_PER_TASK"):  # Slurm's binding: the GPUs seen are this task's own
+    if environ.get("SLURM_GPUS_PER_TASK"):  # Slurm's binding: the GPUs seen are this task's own
         return [mine], 0
-    local_size = environment.integer(given, "LOCAL_WORLD_SIZE")  # torchrun's
+    local_size = environment.integer(environ, "LOCAL_WORLD_SIZE")  # torchrun's
     return [mine] * max(local_rank + 1, local_size or 0), local_rank
 
 

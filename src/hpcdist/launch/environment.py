@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,7 +143,7 @@ def is_started_by_launcher(launcher: str) -> bool:
     return not any(line.startswith(f"{launcher}=".encode()) for line in given.split(b"\0"))
 
 
-def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
+def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """Return how this process was started, or None if no known launcher did; ``launched`` raises for a conflict.
 
     torchrun counts if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
@@ -151,11 +151,10 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
     WORLD_SIZE and MASTER_ADDR without it, the contract of c10d's ``env://``, count if no MPI launcher's variables are
     set, or one rank of MPI's was started, which may have started these processes.
     """
-    given = os.environ if environment is None else environment
-    choice = given.get(RANKS_FROM, "")
-    own = by_mpi_launcher(given)
-    numbers = found(TORCHRUN, given, "RANK, WORLD_SIZE and MASTER_ADDR are set")
-    exported = numbers if "MASTER_ADDR" in given else None
+    choice = environment.get(RANKS_FROM, "")
+    own = by_mpi_launcher(environment)
+    numbers = found(TORCHRUN, environment, "RANK, WORLD_SIZE and MASTER_ADDR are set")
+    exported = numbers if "MASTER_ADDR" in environment else None
     if choice not in ("", "mpi", "env"):
         conflict = (
             f"{RANKS_FROM}={choice}: expected mpi (the MPI launcher's variables) or env (RANK, WORLD_SIZE, MASTER_ADDR)"
@@ -169,9 +168,9 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
             "no MPI launcher's variables are" if choice == "mpi" else "not all of RANK, WORLD_SIZE and MASTER_ADDR are"
         )
         return Launch("no launcher", 0, 1, None, False, "", conflict=f"{RANKS_FROM}={choice}, but {wanted} set")
-    if exported is not None and TORCHRUNS_OWN in given:
-        is_stale = environment is None and own is not None and own.size > 1 and is_started_by_launcher(own.variable)
-        if own is None or not is_stale:
+    if exported is not None and TORCHRUNS_OWN in environment:
+        is_this_process = environment is os.environ
+        if own is None or own.size == 1 or not (is_this_process and is_started_by_launcher(own.variable)):
             return exported._replace(reason=f"{TORCHRUNS_OWN} is set")
     if own is None:
         return exported
@@ -186,35 +185,33 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch | None:
     )
 
 
-def names_others(environment: Mapping[str, str] | None = None) -> bool:
+def names_others() -> bool:
     """Tell whether the variables of c10d's ``env://`` say that there are other processes, be they complete or not."""
-    given = os.environ if environment is None else environment
-    return bool(given.get("RANK")) and given.get("WORLD_SIZE", "").strip() not in ("", "1")
+    return bool(os.environ.get("RANK")) and os.environ.get("WORLD_SIZE", "").strip() not in ("", "1")
 
 
 # the variables that hold the rank on the node; LOCAL_RANK is c10d's own and comes first
 LOCAL_RANKS = ("LOCAL_RANK", *dict.fromkeys(each.local_rank for each in LAUNCHERS if each.local_rank))
 
 
-def node_local_rank(environment: Mapping[str, str] | None = None) -> int | None:
+def first_integer(environment: Mapping[str, str], variables: Iterable[str]) -> int | None:
+    """Return the first of some variables that is an integer, or None."""
+    return next((value for each in variables if (value := integer(environment, each)) is not None), None)
+
+
+def node_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return this process's rank on its node as the launcher gives it, or None."""
-    given = os.environ if environment is None else environment
-    for variable in LOCAL_RANKS:
-        if (value := integer(given, variable)) is not None:
-            return value
-    return None
+    return first_integer(environment, LOCAL_RANKS)
 
 
 # the variables that hold the node's number
 NODES = ("GROUP_RANK", "SLURM_NODEID", "PALS_NODEID")
 
 
-def node_index(local_size: int | None, launch: Launch, environment: Mapping[str, str] | None = None) -> int | None:
+def node_index(local_size: int | None, launch: Launch, environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of this process's node: the launcher's, or what an even layout in blocks or in turn means."""
-    given = os.environ if environment is None else environment
-    for variable in NODES:
-        if (value := integer(given, variable)) is not None:
-            return value
+    if (given := first_integer(environment, NODES)) is not None:
+        return given
     if not local_size or launch.size % local_size:
         return None
     if launch.local_rank in (None, launch.rank % local_size):

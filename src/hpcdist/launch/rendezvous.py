@@ -112,11 +112,8 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     A store may outlive the world that it was opened for: torchrun's agent has one for all worlds of its workers, and
     rank 0's server lives until rank 0 has destroyed its world, while another rank may begin the next already. The keys
     of the earlier world would be taken for this one's. So rank 0 invites to a part with a new name, and takes the
-    invitation back before anyone goes on; whoever waits for one at a server that ends looks for the next server.
-
-    Raises:
-        DistStoreError: a rank did not come in time.
-        LostServerError: the server has ended.
+    invitation back before anyone goes on; whoever waits for one at a server that ends (LostServerError) looks for the
+    next server.
     """
     if size == 1:
         return store
@@ -242,8 +239,7 @@ def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
 
     carrier = registry.connect("mpi", Bootstrap(rank, world_size, timeout))  # rank and size are MPI's own
     try:
-        networks = carrier.objects.all_gather(addresses.network())
-        store = served(carrier.rank, networks, carrier.objects.broadcast, timeout)
+        store = served(carrier, timeout)
     finally:
         carrier.close()
     yield store, carrier.rank, carrier.size
@@ -345,12 +341,13 @@ HANDLERS: dict[str, Handler] = {"env": by_environment, "tcp": by_tcp, "file": by
 # -- a store for groups that have a backend already --------------------------------------------------------
 
 
-def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], timeout: timedelta) -> Store:
-    """Open a server on rank 0, which sends the others by ``broadcast`` where it is, and a random secret.
+def served(carrier: Any, timeout: timedelta) -> Store:
+    """Open a server on rank 0, which sends the others by a backend where it is, and a random secret; every rank calls.
 
     If all ranks have one ``addresses.network()``, the server listens on the loopback; else on all interfaces, and each
     rank takes the first of rank 0's addresses under which it finds the server within the timeout, the store's.
     """
+    rank, networks = carrier.rank, carrier.objects.all_gather(addresses.network())
     if rank == 0:
         secret = secrets.token_bytes(32)
         hosts: tuple[str, ...] = (addresses.LOOPBACK,)
@@ -359,9 +356,9 @@ def served(rank: int, networks: Sequence[str], broadcast: Callable[..., Any], ti
             hosts = addresses.own()
             listening = addresses.ALL_INTERFACES if hosts else socket.gethostname()
         store = stores.TCPStore(listening, 0, None, True, timeout, wait_for_workers=False, secret=secret)
-        broadcast(([(host, store.port) for host in hosts or (listening,)], secret), 0)
+        carrier.objects.broadcast(([(host, store.port) for host in hosts or (listening,)], secret), 0)
         return store
-    places, secret = broadcast(None, 0)
+    places, secret = carrier.objects.broadcast(None, 0)
     if len(places) > 1 and networks[rank] != networks[0]:
         return join_any(places, timeout, secret)
     (host, port), *_ = places
@@ -387,8 +384,7 @@ def store_of(group: Any) -> Store:
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
-        networks = carrier.objects.all_gather(addresses.network())
-        WORLD.store = served(group.rank(), networks, carrier.objects.broadcast, group.timeout)
+        WORLD.store = served(carrier, group.timeout)
     return WORLD.store
 
 

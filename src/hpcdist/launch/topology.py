@@ -189,16 +189,15 @@ def local_size(given: Mapping[str, str]) -> int:
     return 0
 
 
-def warn_if_spread(root: Path = SYS, environ: Mapping[str, str] | None = None) -> None:
+def warn_if_spread(root: Path = SYS, environ: Mapping[str, str] = os.environ) -> None:
     """Warn if this rank may run in more NUMA domains than its share of the node's; reads a few files."""
-    given = os.environ if environ is None else environ
-    ranks = local_size(given)
+    ranks = local_size(environ)
     if ranks < 2 or not (root / "devices/system/node/node1").exists():
         return
     node = read(root)
     domains = node.domains(os.sched_getaffinity(0))
     if len(domains) > -(-node.room().domains // ranks):
-        launch = environment.detect(given)
+        launch = environment.detect(environ)
         command = bind(launch.name if launch else None, ranks, node.room())
         warnings.warn(
             explained(

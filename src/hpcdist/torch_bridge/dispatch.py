@@ -33,27 +33,10 @@ from torch._C import _distributed_c10d as c10d
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
-from hpcdist.core import hooks
+from hpcdist.core import hooks, table
 from hpcdist.core.buffers import PLAIN_TYPES, as_tensor
 from hpcdist.core.call import Call
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.table import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    MESSAGE_METHODS,
-    METHODS,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    Row,
-)
 from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
 from hpcdist.torch_bridge import operators
 from hpcdist.torch_bridge.features import has
@@ -112,7 +95,7 @@ def exchange_operator(
 def name_in_cpp(name: str) -> str:
     """Return the name of the two under which this torch's C++ calls a method of a group."""
     later = EARLIER.get(name, name)
-    return later if has("`all_gather_single` and the other names in `_single`") else METHODS.get(later) or later
+    return later if has("`all_gather_single` and the other names in `_single`") else table.METHODS.get(later) or later
 
 
 def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
@@ -161,7 +144,7 @@ def leave_coalescing(pg: ProcessGroup, error: Exception) -> None:
         forget_coalescing(pg)
 
 
-for _name in (*METHODS, *MESSAGE_METHODS, *EARLIER):  # all are operators of c10d's
+for _name in (*table.METHODS, *table.MESSAGE_METHODS, *EARLIER):  # all are operators of c10d's
     if hasattr(TorchProcessGroup, name_in_cpp(_name)):
         setattr(ProcessGroup, _name, through_dispatcher(_name, getattr(ProcessGroup, _name)))
 
@@ -170,19 +153,19 @@ for _name in (*METHODS, *MESSAGE_METHODS, *EARLIER):  # all are operators of c10
 
 
 # c10d's options of each row
-OPTIONS: dict[Row, Callable[[], Any]] = {
-    BARRIER: c10d.BarrierOptions,
-    BROADCAST: c10d.BroadcastOptions,
-    ALL_REDUCE: c10d.AllreduceOptions,
-    REDUCE: c10d.ReduceOptions,
-    ALL_GATHER_SINGLE: c10d.AllgatherOptions,
-    ALL_GATHER: c10d.AllgatherOptions,
-    GATHER: c10d.GatherOptions,
-    SCATTER: c10d.ScatterOptions,
-    REDUCE_SCATTER_SINGLE: c10d.ReduceScatterOptions,
-    REDUCE_SCATTER: c10d.ReduceScatterOptions,
-    ALL_TO_ALL_SINGLE: c10d.AllToAllOptions,
-    ALL_TO_ALL: c10d.AllToAllOptions,
+OPTIONS: dict[table.Row, Callable[[], Any]] = {
+    table.BARRIER: c10d.BarrierOptions,
+    table.BROADCAST: c10d.BroadcastOptions,
+    table.ALL_REDUCE: c10d.AllreduceOptions,
+    table.REDUCE: c10d.ReduceOptions,
+    table.ALL_GATHER_SINGLE: c10d.AllgatherOptions,
+    table.ALL_GATHER: c10d.AllgatherOptions,
+    table.GATHER: c10d.GatherOptions,
+    table.SCATTER: c10d.ScatterOptions,
+    table.REDUCE_SCATTER_SINGLE: c10d.ReduceScatterOptions,
+    table.REDUCE_SCATTER: c10d.ReduceScatterOptions,
+    table.ALL_TO_ALL_SINGLE: c10d.AllToAllOptions,
+    table.ALL_TO_ALL: c10d.AllToAllOptions,
 }
 
 
@@ -222,25 +205,25 @@ def exchange(pg: Any, call: Call, opts: Any) -> Work:
 
 
 # c10d's method of each row, called with a group, a call and c10d's options
-DOORS: dict[Row, Callable[[Any, Any, Any], Work]] = {
-    BARRIER: lambda pg, call, opts: pg.barrier(opts),
-    BROADCAST: lambda pg, call, opts: pg.broadcast([call.recv], opts),
-    ALL_REDUCE: lambda pg, call, opts: pg.allreduce(in_place(call), opts),
-    REDUCE: lambda pg, call, opts: pg.reduce(in_place(call), opts),
-    ALL_GATHER_SINGLE: lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
-    ALL_GATHER: lambda pg, call, opts: pg.allgather(
+DOORS: dict[table.Row, Callable[[Any, Any, Any], Work]] = {
+    table.BARRIER: lambda pg, call, opts: pg.barrier(opts),
+    table.BROADCAST: lambda pg, call, opts: pg.broadcast([call.recv], opts),
+    table.ALL_REDUCE: lambda pg, call, opts: pg.allreduce(in_place(call), opts),
+    table.REDUCE: lambda pg, call, opts: pg.reduce(in_place(call), opts),
+    table.ALL_GATHER_SINGLE: lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
+    table.ALL_GATHER: lambda pg, call, opts: pg.allgather(
         split_by_counts(call.recv, call.counts[1]) if call.counts else equal_shares(call.recv, pg.size()),
         [call.send],
         opts,
     ),
-    GATHER: lambda pg, call, opts: pg.gather(equal_shares(call.recv, pg.size()), [call.send], opts),
-    SCATTER: lambda pg, call, opts: pg.scatter([call.recv], equal_shares(call.send, pg.size()), opts),
-    REDUCE_SCATTER_SINGLE: lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),
-    REDUCE_SCATTER: lambda pg, call, opts: pg.reduce_scatter(
+    table.GATHER: lambda pg, call, opts: pg.gather(equal_shares(call.recv, pg.size()), [call.send], opts),
+    table.SCATTER: lambda pg, call, opts: pg.scatter([call.recv], equal_shares(call.send, pg.size()), opts),
+    table.REDUCE_SCATTER_SINGLE: lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),
+    table.REDUCE_SCATTER: lambda pg, call, opts: pg.reduce_scatter(
         [call.recv], split_by_counts(call.send, call.counts[0]), opts
     ),
-    ALL_TO_ALL_SINGLE: exchange,
-    ALL_TO_ALL: exchange,
+    table.ALL_TO_ALL_SINGLE: exchange,
+    table.ALL_TO_ALL: exchange,
 }
 
 

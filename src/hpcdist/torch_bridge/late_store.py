@@ -27,12 +27,9 @@ class LateStore(bindings.Store):
     """The world's store, opened when it is first used: few programs ask for one, and a server costs time.
 
     Under MPI the first use opens it for all ranks, so all of them have to come to it.
-
-    Attributes:
-        is_reserved: it is for groups of ours only, since torch imported hpcdist and the program did not.
     """
 
-    is_reserved = False
+    is_reserved = False  # for groups of ours only, since torch imported hpcdist and the program did not
 
     def opened(self) -> Any:
         """Return the store itself."""

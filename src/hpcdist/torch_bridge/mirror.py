@@ -102,11 +102,6 @@ def forget_coalescing(group: Any) -> None:
     c10d._world.pg_coalesce_state.pop(group, None)
 
 
-def is_taken() -> bool:
-    """Tell whether torch.distributed has a default group, ours or another."""
-    return dist.is_initialized()
-
-
 def is_shown(group: Any) -> bool:
     """Tell whether torch.distributed knows a group."""
     return group in c10d._world.pg_map

@@ -145,12 +145,6 @@ setattr(ProcessGroup, "boxed", boxed)  # noqa: B010  # mypy takes no assignment 
 # -- functional operators that ask for a Backend themselves ----------------------------------------------------
 
 
-def named_group(name: Any) -> ProcessGroup | None:
-    """Return our group of a name, which may be the group itself, or None."""
-    group: Any = bindings._resolve_process_group(GroupName(name)) if isinstance(name, str) else name
-    return group if isinstance(group, ProcessGroup) else None
-
-
 def register_work(tensor: torch.Tensor, work: Work) -> torch.Tensor:
     """Let ``wait_tensor`` of a tensor wait for a call; return the tensor."""
     bindings._register_work(tensor, work)
@@ -180,8 +174,10 @@ def exchange_messages(
 
 
 def of_ours(carry_out: Function, operator: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Carry out a functional operator on a group of ours, whose name is at a place; leave torch's to torch."""
-    if (group := named_group(args[place])) is None:
+    """Carry out a functional operator on a group of ours, which itself or its name is at a place; leave torch's."""
+    name = args[place]
+    group: Any = bindings._resolve_process_group(GroupName(name)) if isinstance(name, str) else name
+    if not isinstance(group, ProcessGroup):
         return operator._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     return carry_out(group, *args, **kwargs)
 

@@ -29,9 +29,7 @@ WHERE = {"place": PLACE, "failure": (str, None)}
 KEPT = {"starts": [[int, int]], "whats": [int], "sizes": [int]}
 NO_BLOCK = -1
 ANSWER_SECONDS = 0.5
-UNANSWERED = (
-    3  # questions after which no more are asked until another node has answered: UDP may be blocked between nodes
-)
+UNANSWERED = 3  # questions, after which no more are asked until another node answers: UDP may be blocked between nodes
 KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
 TIMES = 3  # how often a place is sent: datagrams may be lost
 RETURN_SECONDS = 0.5  # how long calls have to return after a difference was found

@@ -27,7 +27,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
 
-from hpcdist.core.readiness import readable
+from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
@@ -147,11 +147,6 @@ class Channel:
         """Return the endpoints of all ranks of the job, also of those that were left out."""
         return [*self.endpoints.values(), *self.left_out]
 
-    def _sender_of(self, sender: bytes) -> Endpoint | None:
-        """Return where a datagram has come from, also if that rank was left out; None if it is unknown."""
-        found = self.endpoints.of_sender(sender)
-        return found or next((each for each in self.left_out if each.sender == sender.hex()), None)
-
     def sees(self, endpoint: Endpoint) -> bool:
         """Tell whether a rank's process can be looked at from here."""
         return endpoint.node == self.own.node
@@ -200,7 +195,8 @@ class Channel:
         sender, number, _ = HEAD.unpack(head)
         if not self._had.is_new(sender, number):
             return
-        self._note(self._sender_of(sender))
+        left_out = (each for each in self.left_out if each.sender == sender.hex())
+        self._note(self.endpoints.of_sender(sender) or next(left_out, None))
         try:
             message = json.loads(data[TAG_BYTES + HEAD.size :])
         except (ValueError, RecursionError):

@@ -23,6 +23,7 @@ class Inspection:
     """What this rank answers about itself, and the times of its calls, which are taken while somebody asks."""
 
     def __init__(self) -> None:
+        # by name, line and whether it was asynchronous: calls, bytes, nanoseconds, and those of the longest one
         self._tallies: dict[tuple[str, str, bool], list[int]] = {}
         self._began = self._until = 0.0
 
@@ -34,6 +35,8 @@ class Inspection:
             timing.listen(self._tally)
         self._until = now + LEASE_SECONDS
         blocked = [each.thread for each in calls_under_way.under_way() if not each.in_background]
+        tallies = list(self._tallies.items())  # the program's threads add others meanwhile
+        longest = sorted(tallies, key=lambda each: -each[1][2])[:ROWS]  # by line: those that took most time
         part = sorted(endpoints)[first : first + ENDPOINTS] if first >= 0 else []
         return {
             "stack": [
@@ -41,7 +44,7 @@ class Inspection:
                 for frame in calls_under_way.stack(*blocked[:1])[:FRAMES]
             ],
             "groups": {each.group_name: described(each) for each in list(WORLD.groups.values())[:ROWS]},
-            "calls": [[*key, *numbers] for key, numbers in self._longest()],
+            "calls": [[*key, *numbers] for key, numbers in longest],
             "seconds": round(now - self._began, 3),
             "endpoints": [[rank, list(endpoints[rank])] for rank in part],
             "size": len(endpoints),
@@ -61,11 +64,6 @@ class Inspection:
         numbers[1] += call.nbytes
         numbers[2] += call.end - call.begin
         numbers[3] = max(numbers[3], call.end - call.begin)
-
-    def _longest(self) -> list[tuple[tuple[str, str, bool], list[int]]]:
-        """Return the calls by line that took most time: calls, bytes, nanoseconds, and those of the longest one."""
-        found = list(self._tallies.items())  # the program's threads add others meanwhile
-        return sorted(found, key=lambda each: -each[1][2])[:ROWS]
 
 
 def described(group: Group) -> dict[str, Any]:

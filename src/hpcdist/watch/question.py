@@ -41,11 +41,9 @@ Message = dict[str, Any]
 def fits(value: Any, shape: Any) -> bool:
     """Tell whether a value out of JSON has a shape.
 
-    Args:
-        value: the value.
-        shape: a type; None; a tuple of shapes, one of which fits; a list of one shape, that of all entries; a list of
-            more, one for each entry; a dict of the shapes of some keys, where a missing one counts as None; or a dict
-            of ``str`` and the shape of all values.
+    That is a type; None; a tuple of shapes, one of which fits; a list of one shape, that of all entries; a list of
+    more, one for each entry; a dict of the shapes of some keys, where a missing one counts as None; or a dict of
+    ``str`` and the shape of all values.
     """
     if isinstance(shape, tuple):
         return any(fits(value, each) for each in shape)

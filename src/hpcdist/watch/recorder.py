@@ -76,8 +76,7 @@ class Recorder:
     def dump(self, rank: int) -> str:
         """Write this rank's trace and return its path (torch's variable and the rank, or in a folder of the job's own).
 
-        Raises:
-            OSError: it cannot be written, or the job's folder is another user's.
+        OSError if it cannot be written, or the job's folder is another user's.
         """
         self.tick()
         if prefix := next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), ""):

@@ -29,7 +29,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError, explained
 from hpcdist.core.group import Group
 from hpcdist.core.printing import printable, write_to_stderr
-from hpcdist.core.readiness import readable
+from hpcdist.core.waiting import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange

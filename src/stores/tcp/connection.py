@@ -15,16 +15,7 @@ from collections.abc import Callable
 
 from hpcdist_stores.errors import DistNetworkError, connect_timeout
 from hpcdist_stores.integers import U64
-from hpcdist_stores.tcp.wire import (
-    GREETING,
-    GREETING_OPEN,
-    GREETING_SECRET,
-    HELLO,
-    NONCE_SIZE,
-    PROOF_SIZE,
-    is_proof,
-    proof,
-)
+from hpcdist_stores.tcp import wire
 
 CHUNK = 64 * 1024
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.25
@@ -138,16 +129,16 @@ def open_connection(host: str, port: int, secret: bytes | None, limit: float | N
         with contextlib.suppress(OSError):
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        reply = connection.exchange(HELLO, 4)
-        if reply == GREETING_SECRET:
+        reply = connection.exchange(wire.HELLO, 4)
+        if reply == wire.GREETING_SECRET:
             _prove(connection, secret, f"{host}:{port}")
         elif secret is not None:
             raise DistNetworkError(
                 f"{host}:{port} asks for no secret, but secret= was given: another server has this address"
             )
-        elif reply not in (GREETING, GREETING_OPEN):
+        elif reply not in (wire.GREETING, wire.GREETING_OPEN):
             raise ConnectionError(f"the answer to the greeting was {reply!r}: another service has this port")
-        connection.is_ours = reply != GREETING
+        connection.is_ours = reply != wire.GREETING
         return connection
     except BaseException:
         connection.close()
@@ -170,12 +161,12 @@ def _open_socket(host: str, port: int, limit: float | None) -> socket.socket:
 def _prove(connection: Connection, secret: bytes | None, where: str) -> None:
     if secret is None:
         raise DistNetworkError(f"{where} asks for the job's secret: pass secret= to TCPStore")
-    theirs = connection.read(NONCE_SIZE)
-    ours = os.urandom(NONCE_SIZE)
-    connection.send(ours + proof(secret, b"client", theirs, ours))
+    theirs = connection.read(wire.NONCE_SIZE)
+    ours = os.urandom(wire.NONCE_SIZE)
+    connection.send(ours + wire.proof(secret, b"client", theirs, ours))
     try:
-        answer = connection.read(PROOF_SIZE)
+        answer = connection.read(wire.PROOF_SIZE)
     except ConnectionError as error:
         raise DistNetworkError(f"{where} does not accept this secret") from error
-    if not is_proof(answer, proof(secret, b"server", theirs, ours)):
+    if not wire.is_proof(answer, wire.proof(secret, b"server", theirs, ours)):
         raise DistNetworkError(f"{where} does not know the secret: another server has this address")

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
@@ -35,7 +35,6 @@ from hpcdist.core.errors import end_all
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
 from hpcdist.core.unfinished import Unfinished
-from hpcdist.core.work import Work
 
 
 class MPIBackend(Backend):
@@ -48,6 +47,13 @@ class MPIBackend(Backend):
     has_lists: ClassVar[bool] = True
     objects: CheckedObjects
     windows: MPIWindows
+    # of the parts; each backend has its own
+    run: Any = None
+    check_reduction: Any = None
+    send: Any = None
+    recv: Any = None
+    isend: Any = None
+    irecv: Any = None
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
         self.communicator = Communicator(comm)
@@ -67,12 +73,10 @@ class MPIBackend(Backend):
         self._bundler: Bundler | None = None
         self._is_closed = False
         # calls go to the parts themselves, not through a method here
-        self.run = self.collectives.run  # type: ignore[method-assign]
-        self.check_reduction = self.collectives.plans.of  # type: ignore[assignment,method-assign]
-        self.send = self.point_to_point.send  # type: ignore[method-assign]
-        self.recv = self.point_to_point.recv  # type: ignore[method-assign]
-        self.isend = self.point_to_point.isend  # type: ignore[method-assign]
-        self.irecv = self.point_to_point.irecv  # type: ignore[method-assign]
+        self.run = self.collectives.run
+        self.check_reduction = self.collectives.plans.of
+        self.send, self.recv = self.point_to_point.send, self.point_to_point.recv
+        self.isend, self.irecv = self.point_to_point.isend, self.point_to_point.irecv
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -89,10 +93,6 @@ class MPIBackend(Backend):
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    def run(self, call: Call) -> None:
-        """Run one collective, by MPI's blocking call or through node-shared memory."""
-        self.collectives.run(call)
-
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what runs a collective again: only MPI's call, if that is all there is to do."""
         return self.collectives.prepare(call), None
@@ -102,22 +102,6 @@ class MPIBackend(Backend):
         if self._bundler is None:
             self._bundler = Bundler()
         return self._bundler.bundle(tensors, sizes)
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Send by MPI_Send."""
-        self.point_to_point.send(tensor, dst, tag)
-
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive by MPI_Irecv and MPI_Wait."""
-        return self.point_to_point.recv(tensor, src, tag)
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        """Begin to send by MPI_Isend."""
-        return self.point_to_point.isend(tensor, dst, tag)
-
-    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
-        """Begin to receive by MPI_Irecv."""
-        return self.point_to_point.irecv(tensor, src, tag, finish)
 
     def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
         """Describe messages by MPI_Isend and MPI_Irecv."""

@@ -87,32 +87,20 @@ class Token:
 
 
 class Communicator:
-    """An MPI communicator that belongs to one process group.
-
-    Attributes:
-        comm: the communicator.
-        rank, size: of this process and of the group.
-        derived: communicators made from it that the group's calls may block on; they are revoked with it.
-        private: the duplicate for messages that collectives are made of, which no message of the user's can meet; None
-            until ``open_private``.
-        receives: its receives.
-        receiving: the receives that block now, by their threads.
-        interruption: why the communicator was revoked.
-        left_by: what ended a call through shared memory in its middle: the class of an exception.
-        is_checked: whether a collective that returned success is checked for a death that MPI did not report.
-    """
+    """An MPI communicator that belongs to one process group."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self.derived: list[MPI.Comm] = []
+        self.derived: list[MPI.Comm] = []  # made from it, which the group's calls may block on: revoked with it
+        # the duplicate for messages that collectives are made of, which no message of the user's can meet
         self.private: MPI.Intracomm | None = None
-        self.interruption: str | None = None
+        self.interruption: str | None = None  # why the communicator was revoked
         self.receives = Receives(comm)
-        self.receiving: dict[int, Token] = {}
-        self.is_checked = ulfm.is_tolerant()
-        self.left_by: str | None = None
+        self.receiving: dict[int, Token] = {}  # the receives that block now, by their threads
+        self.is_checked = ulfm.is_tolerant()  # whether success is checked for a death that MPI did not report
+        self.left_by: str | None = None  # what ended a call through shared memory in its middle: an exception's class
         self._has_revoked = False
 
     def open_private(self) -> MPI.Intracomm:
@@ -247,19 +235,6 @@ class Communicator:
             self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-
-    def interrupt(self, reason: str, thread: int | None) -> bool:
-        """Make a call that blocks raise; called by another thread. False if this MPI cannot.
-
-        ``thread`` is the journal's identifier of the thread that it blocks; None stands for all calls.
-        """
-        if self.cancel(reason, thread):
-            return True
-        if ulfm.is_tolerant() and self.comm != MPI.COMM_NULL:
-            self.interruption = reason
-            self.revoke()
-            return True
-        return False
 
     def cancel(self, reason: str, thread: int | None = None) -> bool:
         """Make the receive that blocks a thread raise, or all; False if there is none."""

@@ -37,23 +37,14 @@ PROBE_BYTES = (64, 1 << 20)  # below and above every library's limit of eager me
 
 
 class Memory(NamedTuple):
-    """The memory of a vendor's GPUs, and how an MPI library is asked whether it takes it.
+    """The memory of a vendor's GPUs, and how an MPI library is asked whether it takes it."""
 
-    Attributes:
-        title: what users call it.
-        kind: its name in MPI 4.1's ``mpi_memory_alloc_kinds`` (MPI 11.4.3).
-        functions: extensions of Open MPI, MPICH and MVAPICH that answer for it.
-        number: ``MPIX_GPU_SUPPORT_...`` of MPICH and Intel MPI.
-        device: torch's device type.
-        advice: what is faster than the way through the host.
-    """
-
-    title: str
-    kind: str
-    functions: tuple[str, ...]
-    number: int
-    device: str
-    advice: str
+    title: str  # what users call it
+    kind: str  # its name in MPI 4.1's ``mpi_memory_alloc_kinds`` (MPI 11.4.3)
+    functions: tuple[str, ...]  # extensions of Open MPI, MPICH and MVAPICH that answer for it
+    number: int  # ``MPIX_GPU_SUPPORT_...`` of MPICH and Intel MPI
+    device: str  # torch's device type
+    advice: str  # what is faster than the way through the host
 
 
 CUDA = Memory(
@@ -254,11 +245,11 @@ class StagedBackend(Backend):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send the tensor's memory, or a copy of it."""
-        self.inner.send(self._outgoing(tensor), dst, tag)
+        self.inner.send(self._readable(tensor), dst, tag)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Receive into the tensor's memory, or into a copy of it."""
-        target = self._incoming(tensor)
+        target = self._readable(tensor)  # a shorter message leaves some of its values
         source = self.inner.recv(target, src, tag)
         if target is not tensor:
             self._to_device(target, tensor)
@@ -266,11 +257,11 @@ class StagedBackend(Backend):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send."""
-        return self.inner.isend(self._outgoing(tensor), dst, tag)
+        return self.inner.isend(self._readable(tensor), dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive; the Work copies to the device when the message has arrived."""
-        target = self._incoming(tensor)
+        target = self._readable(tensor)
 
         def arrived() -> None:
             if target is not tensor:
@@ -282,15 +273,12 @@ class StagedBackend(Backend):
 
         return self.inner.irecv(target, src, tag, arrived)
 
-    def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values where MPI can read and write: its own memory, or a copy on the host."""
         if not is_aware():
             return self._to_host(tensor)
         self._cuda.current_stream(tensor.device).synchronize()
         return tensor
-
-    def _incoming(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what MPI writes to: of the tensor's own values, since a shorter message leaves some of them."""
-        return self._outgoing(tensor)
 
     # -- groups: the MPI backend's ---------------------------------------------------------------------
 

@@ -20,7 +20,14 @@ class MPIFaults(Faults):
 
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Cancel a blocked receive, or revoke the communicator (ULFM); False if this MPI can do neither."""
-        return self._communicator.interrupt(reason, thread)
+        communicator = self._communicator
+        if communicator.cancel(reason, thread):
+            return True
+        if not ulfm.is_tolerant() or communicator.comm == MPI.COMM_NULL:
+            return False
+        communicator.interruption = reason
+        communicator.revoke()
+        return True
 
     def end_receives(self, reason: str) -> None:
         """Cancel the receives that wait for a message; under a revocation they end by themselves."""

@@ -106,7 +106,11 @@ def in_other_memory(parts: Parts) -> Parts:
 
 
 def finish(sent: list[list[Any]]) -> None:
-    """Wait until parts were sent, request by request (``ulfm.test_some``)."""
+    """Wait until parts were sent, request by request.
+
+    On a revoked communicator Open MPI 5.0.11's Testsome, Testany and Waitall free a request whose message is still on
+    its way, and when that ends with an error Open MPI aborts the job ("Send error after request freed").
+    """
     for *requests, _ in sent:
         for request in requests:
             request.Wait()

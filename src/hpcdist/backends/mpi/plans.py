@@ -24,17 +24,11 @@ RedOpType = ReduceOp.RedOpType
 
 
 class Plan(NamedTuple):
-    """How a row, dtype and op are carried out.
+    """How a row, dtype and op are carried out."""
 
-    Attributes:
-        reduction: MPI's datatype and op, and what surrounds the call; None for rows that move.
-        shared_from: from how many bytes of the larger buffer on the call goes through the memory of the nodes.
-        said: what the call board has of it (``node.call_board``), without root.
-    """
-
-    reduction: Reduction | None
-    shared_from: int
-    said: int
+    reduction: Reduction | None  # MPI's datatype and op, and what surrounds the call; None for rows that move
+    shared_from: int  # bytes of the larger buffer from which on the call goes through the memory of the nodes
+    said: int  # what the call board has of it (``node.call_board``), without root
 
 
 class Plans:

@@ -35,11 +35,7 @@ Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds 
 class NCCLBackend(Backend):
     """The NCCL communicators of one process group, and the calls on them.
 
-    Args:
-        rank, size: this rank of the group, and how many there are.
-        library: nccl4py.
-        store: the group's own part of a store, if there is no CPU backend to bootstrap over.
-        cuda: ``torch.cuda``, whose streams and events are used.
+    The store is the group's own part of one, if there is no CPU backend to bootstrap over.
     """
 
     name: ClassVar[str] = "nccl"

@@ -180,10 +180,10 @@ def check_devices(peer: Backend, device: torch.device, version: Sequence[int]) -
 
 
 def check_shared(
-    used: Sequence[tuple[str, str, str]], version: Sequence[int], given: Mapping[str, str] | None = None
+    used: Sequence[tuple[str, str, str]], version: Sequence[int], given: Mapping[str, str] = os.environ
 ) -> None:
     """Raise if two ranks use one GPU: node, identity and name of each rank's."""
-    if devices.may_share(os.environ if given is None else given):
+    if devices.may_share(given):
         return
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (node, identity, _) in enumerate(used):

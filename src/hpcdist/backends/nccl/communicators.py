@@ -46,29 +46,16 @@ class Link:
 
 
 class Communicators(Faults):
-    """The communicators of one process group.
-
-    Args:
-        rank, size: this rank of the group, and how many there are.
-        library: nccl4py.
-        cuda: ``torch.cuda``.
-
-    Attributes:
-        group: the communicator of all ranks, once there is one.
-        pairs: those of this rank and one other, by that rank.
-        is_eager: whether messages outside a group call go over the group's, too.
-        ended: why no call can follow, or None.
-        use: held by whoever touches a communicator.
-    """
+    """The communicators of one process group."""
 
     def __init__(self, rank: int, size: int, library: Library, cuda: Any) -> None:
         self.rank = rank
         self.size = size
-        self.group: Link | None = None
-        self.pairs: dict[int, Link] = {}
-        self.is_eager = False
-        self.ended: DistBackendError | None = None
-        self.use = threading.RLock()  # an error is looked into by who touches a communicator
+        self.group: Link | None = None  # the communicator of all ranks, once there is one
+        self.pairs: dict[int, Link] = {}  # those of this rank and one other, by that rank
+        self.is_eager = False  # whether messages outside a group call go over the group's, too
+        self.ended: DistBackendError | None = None  # why no call can follow
+        self.use = threading.RLock()  # held by who touches a communicator, and looks into an error
         self.options: Any = None  # c10d's, of all of these communicators
         self._is_ending = False
         self._library = library

@@ -28,20 +28,14 @@ SHRINK_SINCE = (2, 27)
 class Library(NamedTuple):
     """What a backend uses of nccl4py.
 
-    Attributes:
-        core: ``nccl.core``: communicators, groups, enums.
-        bindings: ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts. The calls are made by
-            them, because ``core`` spends 10 µs a call on finding out what a tensor is.
-        failures: the errors that both raise.
-        version: the release of libnccl.
-        driver: ``cuda.bindings.driver``, which comes with nccl4py.
+    Calls are made by the bindings, because ``core`` spends 10 µs a call on finding out what a tensor is.
     """
 
-    core: Any
-    bindings: Any
-    failures: tuple[type[Exception], ...]
-    version: tuple[int, ...]
-    driver: Any = None
+    core: Any  # ``nccl.core``: communicators, groups, enums
+    bindings: Any  # ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts
+    failures: tuple[type[Exception], ...]  # that both raise
+    version: tuple[int, ...]  # the release of libnccl
+    driver: Any = None  # ``cuda.bindings.driver``, which comes with nccl4py
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:

@@ -22,10 +22,9 @@ READ_ELSEWHERE = {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FI
 WARNED: set[str] = set()  # once a process each
 
 
-def blocks_in_wait(given: Mapping[str, str] | None = None) -> bool:
+def blocks_in_wait(given: Mapping[str, str] = os.environ) -> bool:
     """Tell whether ``wait()`` is to block the host until the call has ended (``TORCH_NCCL_BLOCKING_WAIT=1``)."""
-    environment = os.environ if given is None else given
-    return any(environment.get(name, "0") not in ("", "0") for name in BLOCKING_WAIT)
+    return any(given.get(name, "0") not in ("", "0") for name in BLOCKING_WAIT)
 
 
 def refused(given: Mapping[str, str]) -> list[str]:
@@ -36,9 +35,9 @@ def refused(given: Mapping[str, str]) -> list[str]:
     return [f"{name}={given[name]}" for name in sorted(found)]
 
 
-def warn(given: Mapping[str, str] | None = None) -> None:
+def warn(given: Mapping[str, str] = os.environ) -> None:
     """Warn, once, of what is set for torch's NCCL backend and has no effect on this one."""
-    new = [each for each in refused(os.environ if given is None else given) if each not in WARNED]
+    new = [each for each in refused(given) if each not in WARNED]
     if not new:
         return
     WARNED.update(new)

@@ -20,24 +20,14 @@ SPINS = 200
 
 def ping_pong(bench: Bench, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Callable[[], None]:
     """Return one rank's part of a ping-pong; ranks above 1 do nothing."""
-    if bench.rank == 0:
+    first, second = (send, recv) if bench.rank == 0 else (recv, send)
+    other = 1 - bench.rank
 
-        def call() -> None:
-            send(1)
-            recv(1)
+    def call() -> None:
+        first(other)
+        second(other)
 
-    elif bench.rank == 1:
-
-        def call() -> None:
-            recv(0)
-            send(0)
-
-    else:
-
-        def call() -> None:
-            return
-
-    return call
+    return call if bench.rank < 2 else lambda: None
 
 
 def compare(bench: Bench, nbytes: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import hpcdist as dist
@@ -66,13 +67,7 @@ def run(args: list[str]) -> int:
     except SystemExit as refused:
         return int(refused.code or 0)
     warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about
-
-    def work(tell: Step) -> int:
-        return examine(tell, options)
-
-    def report(ended: Ended) -> None:
-        report_end(ended, options)
-
+    work, report = partial(examine, options=options), partial(report_end, options=options)
     try:
         if CONNECTION in os.environ:
             return watch(work, options.seconds, report).status

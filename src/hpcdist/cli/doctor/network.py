@@ -18,7 +18,7 @@ from typing import Any
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.readiness import readable
+from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
 
 TITLE = "Network between nodes"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from io import RawIOBase
 from typing import NamedTuple
 
-from hpcdist.core.readiness import readable
+from hpcdist.core.waiting import readable
 
 Step = Callable[[str], None]
 

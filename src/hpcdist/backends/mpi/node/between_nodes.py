@@ -56,16 +56,8 @@ class BetweenNodes:
     """Runs collectives of one communicator whose ranks are on several nodes, on each equally many.
 
     The methods are those of `NodeShared`, and ask the same of the caller. Construction is collective over the
-    communicator. Nodes of one rank have reductions only.
-
-    Args:
-        places: where the ranks are; its communicator of the node is taken over.
-        made: takes each communicator as soon as it is made.
-        poll: called every few milliseconds of waiting in the window; what it raises leaves the collective.
-        is_background: tells whether the call under way runs beside the rank's own computation.
-
-    Raises:
-        RuntimeError: shared memory could not be had on some rank; every rank raises.
+    communicator, and raises as that of `NodeSlots`, which has `poll` and `is_background` too. `made` takes each
+    communicator as soon as it is made. Nodes of one rank have reductions only.
     """
 
     def __init__(

@@ -165,21 +165,10 @@ def fences() -> tuple[Any, Any]:
 
 
 class CallBoard:
-    """The words of the ranks of one group on one node.
-
-    Attributes:
-        ranks: the group's ranks that are on this node, in order; the lists below go by their index.
-        own: this rank's index.
-        whats, sizes: the ring of each rank.
-        failing: of each rank, the number of the call in which it has found a difference.
-        followed: of each rank, how many decisions it has carried out.
-        stopped: of each rank, the number of its last call before it began to carry out a decision.
-        decided: how many differences have been decided about.
-        has_counts: whether it has the counts of calls.
-    """
+    """The words of the ranks of one group on one node."""
 
     def __init__(self, memory: mmap.mmap, ranks: list[int], own: int, size: int) -> None:
-        self.ranks, self.own = ranks, own
+        self.ranks, self.own = ranks, own  # the group's ranks on this node; what follows goes by their index
         count = len(ranks)
         cells = memoryview(memory).cast("q")
         self._bytes, self._row_bytes = memoryview(memory), CELL.size * count
@@ -187,11 +176,13 @@ class CallBoard:
         self.sizes = [cells[2 * r + 1 : 2 * RING * count : 2 * count] for r in range(count)]
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
+        # of each rank: the number of the call in which it has found a difference, how many decisions it has carried
+        # out, and the number of its last call before it began to carry out one
         self.failing, self.followed, self.stopped, self._choosing, self._tickets = (
             cells[begin + i * count : begin + (i + 1) * count] for i in range(5)
         )
         begin += 5 * count
-        self.decided = cells[begin : begin + 1]
+        self.decided = cells[begin : begin + 1]  # how many differences have been decided about
         self._decisions = cells[begin + 1 : begin + 1 + 3 * DECISIONS]
         begin += 1 + 3 * DECISIONS
         length = 2 * size

@@ -31,14 +31,8 @@ SHARED_CALLS: dict[Row, Callable[[NodeShared | BetweenNodes, Any, torch.Tensor, 
 class NodeCalls:
     """The calls of one communicator.
 
-    Args:
-        comm: the group's communicator.
-        derived: takes the communicators made here, so that they can be revoked with the group's.
-        poll: called every few milliseconds of waiting; what it raises ends the wait.
-        is_background: tells whether the call under way runs beside the rank's own computation.
-
-    Attributes:
-        shared: carries the calls out, once it is made.
+    ``derived`` takes the communicators made here, so that they can be revoked with the group's; ``poll`` and
+    ``is_background`` are as for ``NodeSlots``.
     """
 
     def __init__(
@@ -53,7 +47,7 @@ class NodeCalls:
         self._poll = poll
         self._is_background = is_background
         self._places: Places | None = None
-        self.shared: NodeShared | BetweenNodes | None = None
+        self.shared: NodeShared | BetweenNodes | None = None  # carries the calls out, once it is made
 
     def locate(self) -> tuple[int, int]:
         """Find out which ranks share a node; every rank calls. Return the number of nodes, and of ranks on each."""

@@ -43,13 +43,7 @@ class NodeShared:
 
     The methods are collective: same order, sizes, dtypes and ops on every rank. Tensors are contiguous, of any shape,
     on the CPU and checked by the caller; `send` may be `recv`. A result is visible when the method returns.
-    PREMUL_SUM expects the factor already applied. Construction and `close` are collective too.
-
-    Args:
-        places, poll, is_background: as for `NodeSlots`; all of the group's ranks are on one node.
-
-    Raises:
-        RuntimeError: shared memory could not be had on some rank; every rank raises.
+    PREMUL_SUM expects the factor already applied. Construction, as of `NodeSlots`, and `close` are collective too.
     """
 
     def __init__(self, places: Places, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:

@@ -12,19 +12,12 @@ from hpcdist.launch.environment import NODE_KEY
 
 
 class Places(NamedTuple):
-    """Where the ranks of one group are; the same on all of them, but for what is this rank's own.
+    """Where the ranks of one group are; the same on all of them, but for what is this rank's own."""
 
-    Attributes:
-        comm: the group's communicator.
-        node: communicator of this rank's node, in the group's order.
-        ranks: the group's ranks by node; nodes in the order of their first ranks.
-        here: index of this rank's node.
-    """
-
-    comm: MPI.Intracomm
-    node: MPI.Intracomm
-    ranks: list[list[int]]
-    here: int
+    comm: MPI.Intracomm  # the group's
+    node: MPI.Intracomm  # of this rank's node, in the group's order
+    ranks: list[list[int]]  # the group's by node; nodes in the order of their first ranks
+    here: int  # index of this rank's node
 
     @property
     def nodes(self) -> int:

@@ -22,22 +22,9 @@ Step = Callable[[int, int, int], None]
 class NodeSlots:
     """Holds a communicator's window on each node, cut into slots, and what is kept between calls.
 
-    Construction is collective over the group's communicator.
-
-    Args:
-        places: where the group's ranks are; the window takes over the communicator of the node.
-        poll: called every few milliseconds of waiting; what it raises leaves the collective.
-        is_background: tells whether the call under way runs beside the rank's own computation.
-
-    Attributes:
-        slots: the bytes of each slot, by number and by node rank.
-        addresses: where they begin.
-        free: of each slot, the step that every peer must have published before this rank writes to it.
-        turn: the slot that is next.
-        peers: the other ranks of the node.
-
-    Raises:
-        RuntimeError: shared memory could not be had on some rank; every rank raises.
+    Construction is collective over the group's communicator, and every rank raises RuntimeError if one cannot have
+    shared memory. ``poll`` is called every few milliseconds of waiting, and what it raises leaves the collective;
+    ``is_background`` tells whether the call under way runs beside the rank's own computation.
     """
 
     def __init__(self, places: Places, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
@@ -54,13 +41,13 @@ class NodeSlots:
             raise RuntimeError(f"no shared-memory window on {len(failures)} of {comm.size} ranks: {failures[0]}")
         self.window = window
         self.rank, self.size = window.rank, window.size
-        self.slots = [
+        self.slots = [  # the bytes of each, by number and by node rank
             [segment[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for segment in window.segments] for i in range(SLOTS)
         ]
         self.addresses = [[part.data_ptr() for part in slot] for slot in self.slots]
         self.peers = [r for r in range(self.size) if r != self.rank]
-        self.free = [0] * SLOTS
-        self.turn = 0
+        self.free = [0] * SLOTS  # of each slot, the step that every peer must have published before it is written to
+        self.turn = 0  # the slot that is next
         self._plans: dict[Any, Any] = {}
         self._scratch: dict[torch.dtype | None, Scratch] = {}
 

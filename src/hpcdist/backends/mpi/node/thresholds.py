@@ -114,15 +114,10 @@ def ratio(a: int, b: int) -> float:
 
 
 class Thresholds:
-    """What one setting says about every collective.
+    """What one setting says about every collective: as ``HPCDIST_SHM`` holds it, or empty for the table above.
 
-    Args:
-        text: as ``HPCDIST_SHM`` holds it; empty for the table above.
-        path: of the file whose content takes the table's place, if there is one.
-        measured: what it says of this processor.
-
-    Raises:
-        ValueError: the setting means nothing.
+    ``measured`` is what the file at ``path``, if there is one, says of this processor; it takes the table's place. A
+    setting that means nothing is a ValueError.
     """
 
     def __init__(self, text: str = "", path: str = "", measured: Measured | None = None) -> None:

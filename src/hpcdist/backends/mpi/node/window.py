@@ -155,13 +155,8 @@ def stall(
 class NodeWindow:
     """Holds one shared window of a node: a segment, a flag and slots for each rank.
 
-    Args:
-        node: communicator of ranks that can share memory; the window takes it over and frees it.
-        poll: called every few milliseconds of waiting; what it raises ends the wait.
-        is_background: tells whether the call under way runs beside the rank's own computation.
-
-    Raises:
-        OSError: /dev/shm has no room, or the ranks do not see the same; on every rank of the node.
+    It takes the node's communicator over, and frees it. ``poll`` and ``is_background`` are as for ``NodeSlots``. Every
+    rank of the node raises OSError if /dev/shm has no room, or they do not see the same.
     """
 
     def __init__(self, node: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:

@@ -104,14 +104,10 @@ def limited(timeout: timedelta) -> Iterator[None]:
 
 
 def world(timeout: timedelta = default_pg_timeout) -> Any:
-    """Return MPI.COMM_WORLD of an initialised MPI, initialising it if nobody has.
+    """Return MPI.COMM_WORLD of an initialised MPI, initialising it if nobody has, for the other ranks so long.
 
-    Args:
-        timeout: how long the other ranks may take to initialise theirs; at least ``START_LEAST``.
-
-    Raises:
-        DistBackendError: no MPI library; MPI was finalised; a process of the job started this one; or MPI sees one
-            rank if the launcher started several.
+    The timeout counts for ``START_LEAST`` at least. DistBackendError: no MPI library; MPI was finalised; a process of
+    the job started this one; or MPI sees one rank if the launcher started several.
     """
     MPI = load()
     check_process()

@@ -76,18 +76,6 @@ def settle(request: MPI.Request, memory: object) -> None:
     UNFINISHED.append((request, memory))
 
 
-def test_some(requests: Sequence[MPI.Request]) -> Sequence[int] | None:
-    """Return the indices of the requests that have ended (MPI_Testsome).
-
-    Where ULFM is on they are tested one by one: on a revoked communicator Open MPI 5.0.11's Testsome, Testany and
-    Waitall free a request whose message is still on its way, and when that ends with an error Open MPI aborts the job
-    ("Send error after request freed").
-    """
-    if is_tolerant():
-        return [index for index, request in enumerate(requests) if request.Test()]
-    return MPI.Request.Testsome(requests)
-
-
 AGREED = array("i", [1])  # MPI_Comm_iagree's flag, which nobody reads; it must outlive the request
 
 
