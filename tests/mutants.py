@@ -397,7 +397,7 @@ MUTANTS = [
         f"{TCP}/session.py",
         "            if len(value) > MAX_VALUE:\n",
         "            if False:\n",
-        "stores/test_tcp_store.py:above_the_limit",
+        "stores/test_tcp_store.py:server_would_refuse",
     ),
     Mutant(
         f"{TCP}/wire.py",

@@ -98,11 +98,8 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
     """Return a caller's tensor or array as a tensor on the same memory, outside autograd.
 
     An array with negative strides, which torch lacks, is copied; ``put`` on the copy writes to the array too. It cannot
-    be written to by views (``is_viewed``). The name is the parameter's, for the message.
-
-    Raises:
-        TypeError: neither tensor nor array, or a dtype that torch lacks.
-        ValueError: an array to write to is read-only, or has negative strides and is viewed.
+    be written to by views (``is_viewed``), nor at all if it is read-only: that is a ValueError, and any other value or
+    dtype a TypeError. The name is the parameter's, for the message.
     """
     if value.__class__ in PLAIN_TYPES and not value.requires_grad:
         return value

@@ -52,16 +52,12 @@ def part(words: Words) -> int:
 
 
 class CallLog:
-    """The calls that one rank has begun on a group.
+    """The calls that one rank has begun on a group, which ``token`` names on all of its ranks.
 
-    Args:
-        token: names the group on all of its ranks.
-        rank: this one.
-        nodes: the group's ranks, by node.
-        whats, sizes: the ring of this rank's words; its length is a multiple of a block's.
-        last: returns the number of the last call whose words are written.
-        is_one: tells whether two calls of one number may be one, given the words of both.
-        text: returns a call in words, given its number and its words.
+    ``nodes`` are its ranks by node; ``whats`` and ``sizes`` are the ring of this rank's words, whose length is a
+    multiple of a block's. ``last`` returns the number of the last call whose words are written; ``is_one`` whether two
+    calls of one number may be one, given that and the words of both; ``text`` a call in words, given its number and
+    its words.
     """
 
     def __init__(

@@ -57,11 +57,8 @@ class Exchange:
         Shares lie one after another or each where it lies; the memory of ``recv`` is not ``send``'s. ``counts`` are the
         elements to and from each rank, None for equal shares; one share to send stands for the same share to everyone.
         If ``is_new``, on all ranks alike, each pair of ranks compares its shares first, by one more exchange of two
-        numbers, because nothing else does. Shares that differ are left out, and returned in words.
-
-        Raises:
-            MismatchError: this rank sends itself another number of elements than it receives from itself, of which the
-                other ranks know nothing.
+        numbers, because nothing else does. Shares that differ are left out, and returned in words. If this rank's share
+        for itself differs, of which the others know nothing, MismatchError is raised.
         """
         size, itemsize = self._size, send.itemsize
         if counts is None and size > 2 and not is_new:

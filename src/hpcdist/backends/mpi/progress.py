@@ -31,14 +31,10 @@ class Source(Protocol):
 
 
 class Progress:
-    """The thread of this process, and whose messages it looks after.
-
-    Attributes:
-        is_asleep: whether to call ``wake`` after a message was begun.
-    """
+    """The thread of this process, and whose messages it looks after."""
 
     def __init__(self) -> None:
-        self.is_asleep = True
+        self.is_asleep = True  # so that ``wake`` is to be called after a message was begun
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
         self._lock = threading.Lock()  # held while the thread is in MPI
         self._alarm = threading.Event()

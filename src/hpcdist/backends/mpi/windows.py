@@ -79,13 +79,9 @@ def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
 class MPIWindow(RemoteMemory):
     """The memory of a group's ranks that one window opens; every rank of the group makes it.
 
-    Args:
-        communicator: the group's.
-        places: where its ranks are; the window takes ``places.node`` over.
-        sizes: bytes of each rank's memory.
-        tensor: this rank's memory if it is the user's, on all ranks or on none.
-        during: records a call that blocks, for the watchdog: MPI may wait until the other rank enters it.
-        forget: called by ``close``.
+    ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's if it is the user's, on all ranks or on
+    none. The window takes ``places.node`` over. ``during`` records a call that blocks, for the watchdog: MPI may wait
+    until the other rank enters it. ``close`` calls ``forget``.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl.library import SCALABLE_SINCE, Library
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.ranks import by_value
 from hpcdist.launch import devices, environment
 
 if TYPE_CHECKING:
@@ -185,10 +186,7 @@ def check_shared(
     """Raise if two ranks use one GPU: node, identity and name of each rank's."""
     if devices.may_share(given):
         return
-    users: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, identity, _) in enumerate(used):
-        users.setdefault((node, identity), []).append(rank)
-    for (node, identity), ranks in users.items():
+    for (node, identity), ranks in by_value((node, identity) for node, identity, _ in used).items():
         if len(ranks) > 1:
             raise DistBackendError(
                 f"ranks {ranks} of the group use one GPU: {used[ranks[0]][2]} ({identity}) on {node}. NCCL wants one "

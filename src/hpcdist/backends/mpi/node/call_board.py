@@ -27,6 +27,7 @@ from hpcdist.backends.mpi.node.window import barrier
 from hpcdist.core import memory_file
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, CallLog
+from hpcdist.core.ranks import by_value
 from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
 from hpcdist.launch.environment import NODE_KEY
@@ -359,9 +360,8 @@ def is_one(number: int, word: int, size: int, other_word: int, other_size: int) 
 def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, bool, str, list[list[int]]]:
     """Make the boards of a group; every rank calls this, whatever it wants.
 
-    Returns:
-        This rank's board, which it shares with the ranks of its node if they share memory; None if not all ranks want
-        one. Then whether they do; and what names the group on all ranks, and its ranks by board.
+    Returns this rank's board, which it shares with the ranks of its node if they share memory; None if not all ranks
+    want one. Then whether they do; and what names the group on all ranks, and its ranks by board.
     """
     told: list[tuple[bool, Any, str]] = comm.allgather(
         (is_wanted, sight() if is_wanted else None, secrets.token_hex(8))
@@ -369,9 +369,7 @@ def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, 
     if not all(wanted for wanted, *_ in told):
         return None, False, "", []
     rank, size = comm.Get_rank(), comm.Get_size()
-    nodes: dict[Any, list[int]] = {}
-    for r, (_, each, _) in enumerate(told):
-        nodes.setdefault(r if each is None else each, []).append(r)
+    nodes = by_value(r if each is None else each for r, (_, each, _) in enumerate(told))
     ranks = next(each for each in nodes.values() if rank in each)
     name, descriptor, memory = "", -1, None
     nbytes = bytes_of(len(ranks), size)

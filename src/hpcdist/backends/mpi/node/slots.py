@@ -63,11 +63,9 @@ class NodeSlots:
     def exchange(self, block: int, chunk: int, put: Step, get: Step) -> None:
         """Run put and get over all chunks of a block, each rank one chunk ahead of what it reads.
 
-        Args:
-            block: its length in bytes, the same on all ranks of the node.
-            chunk: the length of its chunks, likewise.
-            put: takes a slot's number, where in the block a chunk begins, and its length; writes to this rank's slot.
-            get: takes the same; reads the others'.
+        The lengths of block and chunks in bytes are the same on all ranks of the node. ``put`` takes a slot's number,
+        where in the block a chunk begins, and its length, and writes to this rank's slot; ``get`` takes the same, and
+        reads the others'.
         """
         window = self.window
         count = -(-block // chunk)
