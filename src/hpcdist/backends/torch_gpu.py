@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -89,6 +88,7 @@ class TorchBackend(C10dBackend):
     name: ClassVar[str] = "torch"
     has_groups: ClassVar[bool] = True
     ends_waits: ClassVar[bool] = False
+    compares_subgroups: ClassVar[bool] = False  # a collective would connect the GPUs
     creator = staticmethod(process_group)
 
     def __init__(self, bootstrap: Bootstrap) -> None:
@@ -275,16 +275,6 @@ class TorchBackend(C10dBackend):
                 for each in own:
                     if not each.is_single:
                         each.queue(streams.side_handle)
-
-    # -- groups ----------------------------------------------------------------------------------------
-
-    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> C10dBackend | None:
-        """Make this rank's subgroup over a part of the store of its own."""
-        index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
-        if index is None:
-            return None
-        # ranks may give their own subgroups and not the others', so that two have one name
-        return self.create_group(subgroups[index], f"{names[index]}-{min(subgroups[index])}", timeout)
 
     # -- supervision and the end -----------------------------------------------------------------------
 

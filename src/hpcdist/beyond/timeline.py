@@ -56,11 +56,9 @@ class RankRow(NamedTuple):
 
 
 class Timeline:
-    """The calls of all ranks on rank 0's clock.
+    """The calls of all ranks on rank 0's clock, given their shares in order.
 
-    Args:
-        shares: of each rank, in order.
-        offsets: of each rank, nanoseconds to be added to its clock at the beginning and at the end.
+    The offsets of each are the nanoseconds to be added to its clock at the beginning and at the end.
     """
 
     def __init__(self, shares: Sequence[Share], offsets: Sequence[tuple[int, int]]) -> None:
