@@ -161,7 +161,7 @@ class MPIBackend(Backend):
         """End the queue, and receives that wait for a message; the communicator stays."""
         super().abort(reason)
         self.faults.end_receives(reason)
-        self.communicator.close_receives()
+        self.communicator.receives.close()
         keep(self.unfinished)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class MPIBackend(Backend):
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
             steps += [self.check.leave, self.check.close, self.windows.close]
-            steps += [self.collectives.close, self.communicator.close_receives]
+            steps += [self.collectives.close, self.communicator.receives.close]
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)
             if self._bundler is not None:

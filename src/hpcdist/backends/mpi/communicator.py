@@ -223,10 +223,6 @@ class Communicator:
             raise DistBackendError(token.reason)
         return awaited.message, awaited.status
 
-    def close_receives(self) -> None:
-        """Look no longer for messages that receives wait for."""
-        self.receives.close()
-
     # -- calls that block ------------------------------------------------------------------------------
 
     def poll(self) -> None:

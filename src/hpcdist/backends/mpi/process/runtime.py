@@ -284,9 +284,8 @@ def exit_barrier() -> Callable[[], bool] | None:
     from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
     MPI, (comm,) = OWNED[0], OF_EXIT
-    begin = ulfm.begin_agreement if ulfm.failed(comm) else MPI.Comm.Ibarrier
     try:
-        request = begin(comm)
+        request = comm.Iagree(ulfm.AGREED) if ulfm.failed(comm) else comm.Ibarrier()
     except MPI.Exception:
         return None  # a rank has just died
 

@@ -79,11 +79,6 @@ def settle(request: MPI.Request, memory: object) -> None:
 AGREED = array("i", [1])  # MPI_Comm_iagree's flag, which nobody reads; it must outlive the request
 
 
-def begin_agreement(comm: MPI.Intracomm) -> MPI.Request:
-    """Begin what ends once every rank of a communicator has come here or died."""
-    return comm.Iagree(AGREED)
-
-
 def is_loss(error: MPI.Exception, comm: MPI.Intracomm) -> bool:
     """Tell whether MPI reports a dead process or a revoked communicator.
 
