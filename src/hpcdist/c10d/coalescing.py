@@ -75,7 +75,7 @@ def all_gather_coalesced(
         raise TypeError("Invalid function argument: output_tensor_lists should be a list")
     outputs = [as_tensors(tensors, "output_tensor_lists", writable=True) for tensors in output_tensor_lists]
     with pg.grouped():
-        work = several.gather_together(pg, outputs, inputs, async_op or pg.coalescing is None)
+        work = several.gather_together(pg, outputs, inputs, async_op)
     return begun_or_ended(work, async_op)
 
 

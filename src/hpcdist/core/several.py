@@ -118,13 +118,18 @@ def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) 
     """Run or begin the all_reduce of each bucket."""
     for bucket in buckets(pg, tensors, op):
         together = [tensors[index] for index in bucket]
-        is_begun = async_op or pg.backend(together[0].device).has_groups  # such a library launches all of them at once
+        begins = is_begun(pg, together[0], async_op)
         if len(together) == 1:
-            yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, is_begun)
+            yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, begins)
             continue
-        flat = flatten(pg, together, same_dtype(*together), is_begun)
+        flat = flatten(pg, together, same_dtype(*together), begins)
         then = make_unpack(flat, together)
-        yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, is_begun)
+        yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, begins)
+
+
+def is_begun(pg: Group, tensor: torch.Tensor, async_op: bool) -> bool:
+    """Tell whether one of several calls is only begun, as a blocking one is if its library launches all at once."""
+    return async_op or pg.backend(tensor.device).has_groups
 
 
 def gather_together(
@@ -138,8 +143,8 @@ def gather_together(
         )
     check_lengths("allgather_coalesced", "output", output_lists, len(inputs))
     calls = (
-        issue(ALL_GATHER, pg, each, [outputs[index] for outputs in output_lists], None, None, async_op)
-        for index, each in enumerate(inputs)
+        issue(ALL_GATHER, pg, each, list(outputs), None, None, is_begun(pg, each, async_op))
+        for each, outputs in zip(inputs, zip(*output_lists, strict=True), strict=True)
     )
     return begin_all(pg, "all_gather", inputs, calls, [each for outputs in output_lists for each in outputs])
 
