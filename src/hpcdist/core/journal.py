@@ -209,13 +209,13 @@ class Journal:
         self.further.append(blocked)
         return blocked
 
-    def run(self, call: tuple[Any, ...], function: Callable[[Any], None], argument: Any) -> None:
+    def run(self, call: tuple[Any, ...], function: Callable[[Any], None], argument: Any, work: Any = None) -> None:
         """Run a function in which a call blocks, for latency without ``blocking``."""
         if self.current is not None or self.further:
-            with self.blocking(call):
+            with self.blocking(call, work):
                 function(argument)
             return
-        self.current = call, None, get_ident(), None
+        self.current = call, work, get_ident(), None
         try:
             function(argument)
         finally:

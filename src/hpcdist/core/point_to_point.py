@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,12 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     event = None
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
-    with journal.blocking(call):
-        work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
+    begin = partial(backend.isend, data, rank, tag) if is_send else partial(backend.irecv, data, rank, tag, finish)
+    if backend is pg.cpu:
+        work = begin()
+    else:
+        with journal.blocking(call):  # a device's library may have to find its peer first
+            work = begin()
     work._call = call
     if event is not None:
         work._ends(event)

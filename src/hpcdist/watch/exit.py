@@ -152,7 +152,6 @@ class ProcessExit:
             why = "this process ends without MPI_Finalize, which could crash under it"
             watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
             membership.skip_finalize(ends_well=True)
-            leave_hydra()
 
     def forget(self) -> None:
         """Forget the job, in a forked child: its threads and its MPI are the parent's."""

@@ -87,9 +87,8 @@ class RequestWork(Work):
         if call is None or not turn.acquire(False):
             return self._done
         try:
-            with call[0].blocking(call, self):
-                if not self._done:
-                    self._complete(self._request.Wait)
+            if not self._done:
+                call[0].run(call, self._complete, self._request.Wait, self)
         finally:
             turn.release()
         return self._done
