@@ -66,12 +66,12 @@ class Session:
         self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
 
-    def check_pairs(self, texts: Sequence[bytes]) -> None:
-        """Refuse here keys and values in turn that our server would refuse by closing the connection."""
-        if self.is_ours and len(texts) > 2 * MAX_KEYS:
-            raise DistStoreError(f"multi_set of {len(texts) // 2} keys: the server's limit is {MAX_KEYS}")
-        if max(map(len, texts), default=0) > MAX_KEY:
-            for key, value in zip(texts[::2], texts[1::2], strict=True):
+    def check_pairs(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+        """Refuse here what our server would refuse of a multi_set by closing the connection."""
+        if self.is_ours and len(keys) > MAX_KEYS:
+            raise DistStoreError(f"multi_set of {len(keys)} keys: the server's limit is {MAX_KEYS}")
+        if max(map(len, keys), default=0) > MAX_KEY or max(map(len, values), default=0) > MAX_VALUE:
+            for key, value in zip(keys, values, strict=True):
                 self.check_sizes(key, value)
 
     def check_sizes(self, key: bytes, *values: bytes) -> None:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import chain
 from typing import TypeVar
 
 from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
@@ -27,7 +26,7 @@ from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
 from hpcdist_stores.tcp.server.process import ServerProcess, listen, own_address, take_over
 from hpcdist_stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
-from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_string, pack_strings
+from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_pairs, pack_string, pack_strings
 
 _pack = U64.pack
 _i64 = I64.unpack_from
@@ -314,11 +313,10 @@ class TCPStore(Store):
         """Store several values (not confirmed, as with set)."""
         names, given = self.as_lists(keys, values)
         names = list(map(b"/".__add__, names))
-        texts = [*chain.from_iterable(zip(names, given, strict=True))]
-        self._session.check_pairs(texts)
-        frame = _R[Request.MULTI_SET] + _pack(len(names)) + pack_strings(texts)
+        self._session.check_pairs(names, given)
+        frame = _R[Request.MULTI_SET] + _pack(len(names)) + pack_pairs(names, given)
         if len(frame) > _LARGE_FRAME and not self._session.is_ours:
-            frame = b"".join(_SET + pack_strings(texts[i : i + 2]) for i in range(0, len(texts), 2))
+            frame = b"".join(_SET + pack_strings(pair) for pair in zip(names, given, strict=True))
         self._session.call("multi_set", names, self._limit, lambda c: c.send(frame))
 
     # -- queues, barrier --------------------------------------------------------------------------------

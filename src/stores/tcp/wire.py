@@ -10,7 +10,7 @@ Standard library only: the server process imports this file without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import chain
 
@@ -88,11 +88,20 @@ def pack_string(text: bytes) -> bytes:
     return U64.pack(len(text)) + text
 
 
-def pack_strings(texts: Sequence[bytes]) -> bytes:
-    """Return strings as they are sent, one after another."""
+def _lengths(texts: Sequence[bytes]) -> Iterator[bytes]:
     lengths = list(map(len, texts))
     packed = {length: U64.pack(length) for length in set(lengths)}  # most texts have one of a few
-    return b"".join(chain.from_iterable(zip(map(packed.__getitem__, lengths), texts, strict=True)))
+    return map(packed.__getitem__, lengths)
+
+
+def pack_strings(texts: Sequence[bytes]) -> bytes:
+    """Return strings as they are sent, one after another."""
+    return b"".join(chain.from_iterable(zip(_lengths(texts), texts, strict=True)))
+
+
+def pack_pairs(keys: Sequence[bytes], values: Sequence[bytes]) -> bytes:
+    """Return keys and values in turn, as they are sent."""
+    return b"".join(chain.from_iterable(zip(_lengths(keys), keys, _lengths(values), values, strict=True)))
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
