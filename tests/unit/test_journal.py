@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcdist.backends.loopback import LoopbackBackend
+from hpcdist.core import journal as journal_module
 from hpcdist.core.issue import issue
 from hpcdist.core.journal import RING, Journal
 from hpcdist.core.process_group import ProcessGroup
@@ -67,6 +68,26 @@ def test_the_innermost_call_of_a_thread_is_found_though_the_first_mark_is_free_a
         first.__exit__(None, None, None)  # as another thread's call may end
         with journal.during("barrier"):
             assert names(journal) == ["barrier"]
+
+
+@pytest.mark.parametrize("way", ["run", "blocking"])
+def test_another_thread_begins_to_block_just_before_the_mark(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal("0")
+    own, theirs = journal.message("send", None, None, 1), journal.message("recv", None, None, 1)
+
+    def switch_threads() -> int:  # Python may, whenever a function is called
+        journal.current = theirs, None, HERE + 1, None
+        return HERE
+
+    monkeypatch.setattr(journal_module, "get_ident", switch_threads)
+    seen: list[str] = []
+    if way == "run":
+        journal.run(own, lambda _: seen.extend(names(journal)), None)
+    else:
+        with journal.blocking(own):
+            seen.extend(names(journal))
+    assert seen == ["recv", "send"]
+    assert names(journal) == ["recv"]
 
 
 class Seen(LoopbackBackend):

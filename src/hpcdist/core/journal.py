@@ -211,11 +211,12 @@ class Journal:
 
     def run(self, call: tuple[Any, ...], function: Callable[[Any], None], argument: Any, work: Any = None) -> None:
         """Run a function in which a call blocks, for latency without ``blocking``."""
+        mark = call, work, get_ident(), None
         if self.current is not None or self.further:
             with self.blocking(call, work):
                 function(argument)
             return
-        self.current = call, work, get_ident(), None
+        self.current = mark
         try:
             function(argument)
         finally:
