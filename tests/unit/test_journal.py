@@ -14,6 +14,7 @@ from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.core import journal as journal_module
 from hpcdist.core.issue import issue
 from hpcdist.core.journal import RING, Journal
+from hpcdist.core.point_to_point import isend
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import Work
@@ -95,8 +96,16 @@ class Seen(LoopbackBackend):
 
     def run(self, call: Any) -> None:
         """Run a call."""
-        self.seen = [(each.thread, each.is_own()) for each in WORLD.groups["0"].journal.blocked()]
+        self._look()
         super().run(call)
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Begin to send."""
+        self._look()
+        return super().isend(tensor, dst, tag)
+
+    def _look(self) -> None:
+        self.seen = [(each.thread, each.is_own()) for each in WORLD.groups["0"].journal.blocked()]
 
 
 @pytest.fixture
@@ -104,6 +113,14 @@ def group(monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
     made = ProcessGroup((0,), 0, {"cpu": Seen()}, "loopback", "0", "", timedelta(seconds=10))
     monkeypatch.setattr(WORLD, "groups", {"0": made})
     return made
+
+
+def test_a_message_that_may_wait_for_its_peer_is_seen(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    isend(torch.ones(1), 0, group)
+    assert group.cpu.seen == [(HERE, True)]
+    monkeypatch.setattr(Seen, "begins_at_once", True)
+    isend(torch.ones(1), 0, group)
+    assert group.cpu.seen == []
 
 
 class Waited(Work):

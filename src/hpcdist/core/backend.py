@@ -70,6 +70,7 @@ class Backend(ABC):
     options: Any = None  # c10d's, of the next group that is made of this one
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
     has_lists: ClassVar[bool] = False  # whether a call on a list of tensors is another than one on a tensor of all
+    begins_at_once: ClassVar[bool] = False  # whether ``isend`` and ``irecv`` never wait for the peer or a device
     has_threads: bool = True  # whether the library may be called from a thread of ours
     device = torch.device("cpu")  # where the bytes of objects travel
     objects: Objects  # the same communicator's calls for objects

@@ -129,10 +129,10 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
     begin = partial(backend.isend, data, rank, tag) if is_send else partial(backend.irecv, data, rank, tag, finish)
-    if backend is pg.cpu:
+    if backend.begins_at_once:
         work = begin()
     else:
-        with journal.blocking(call):  # a device's library may have to find its peer first
+        with journal.blocking(call):
             work = begin()
     work._call = call
     if event is not None:

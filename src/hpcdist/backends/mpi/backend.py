@@ -45,6 +45,7 @@ class MPIBackend(Backend):
 
     name: ClassVar[str] = "mpi"
     has_lists: ClassVar[bool] = True
+    begins_at_once: ClassVar[bool] = True
     objects: CheckedObjects
     windows: MPIWindows
     # of the parts; each backend has its own
