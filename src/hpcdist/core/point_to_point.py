@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -128,12 +127,11 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     event = None
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
-    begin = partial(backend.isend, data, rank, tag) if is_send else partial(backend.irecv, data, rank, tag, finish)
-    if backend.begins_at_once:
-        work = begin()
+    if backend.begins_at_once:  # for latency
+        work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
     else:
         with journal.blocking(call):
-            work = begin()
+            work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
     work._call = call
     if event is not None:
         work._ends(event)

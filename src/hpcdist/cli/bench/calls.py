@@ -71,6 +71,19 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
     def all_to_all() -> None:
         comm.Alltoall(all_a, all_b)
 
+    # each with as many elements as the tensors of many shapes have: a rank's share, and all shares
+    arrays = cycle([(torch.ones(each).numpy(), torch.ones(each * size).numpy()) for each in sizes])
+
+    def all_reduce_many() -> None:
+        comm.Allreduce(mpi.IN_PLACE, next(arrays)[0])
+
+    def all_gather_many() -> None:
+        comm.Allgather(*next(arrays))
+
+    def reduce_scatter_many() -> None:
+        share, shares = next(arrays)
+        comm.Reduce_scatter_block(shares, share)
+
     def messages() -> None:
         for request in (comm.Irecv(b, before), comm.Isend(a, after)):
             request.Wait()
@@ -120,13 +133,13 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
         "irecv and isend, and waits": (messages, both),
         # what no call can be known by: new tensors and lists, and many shapes
         "all_reduce, new tensors": (all_reduce, lambda lib, group: lib.all_reduce(torch.empty(count), group=group)),
-        f"all_reduce, {SHAPES} shapes": (all_reduce, lambda lib, group: lib.all_reduce(next(shapes), group=group)),
+        f"all_reduce, {SHAPES} shapes": (all_reduce_many, lambda lib, group: lib.all_reduce(next(shapes), group=group)),
         f"all_reduce, {SHAPES} shapes, async_op and wait": (
-            all_reduce,
+            all_reduce_many,
             lambda lib, group: lib.all_reduce(next(shapes), group=group, async_op=True).wait(),
         ),
         f"all_reduce, {SHAPES} shapes, bfloat16": (
-            all_reduce,
+            all_reduce_many,
             lambda lib, group: lib.all_reduce(next(halves), group=group),
         ),
         "all_gather, new lists": (
@@ -134,11 +147,11 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
             lambda lib, group: lib.all_gather([torch.empty(count) for _ in range(size)], one, group=group),
         ),
         f"all_gather, list, {SHAPES} shapes": (
-            all_gather,
+            all_gather_many,
             lambda lib, group: lib.all_gather(*next(lists), group=group),
         ),
         f"reduce_scatter, list, {SHAPES} shapes": (
-            reduce_scatter,
+            reduce_scatter_many,
             lambda lib, group: lib.reduce_scatter(*next(lists)[::-1], group=group),
         ),
     }
