@@ -112,7 +112,7 @@ def issue(
                 tensor = recv if send is None else send
                 shape = known.shape
                 if shape is None and tensor is not None:
-                    shape = torch.Size((sum(map(NUMEL, tensor)),)) if tensor.__class__ is list else tensor.shape
+                    shape = (sum(map(NUMEL, tensor)),) if tensor.__class__ is list else tensor.shape
                 journal.sequence = number = journal.sequence + 1
                 if known is not kept[0] and number % LOOKS == 0:
                     pg.known.advance(kind, known)

@@ -34,7 +34,7 @@ class CallRecord(NamedTuple):
     journal: Journal
     number: int  # counts the group's collectives, or for a message this rank's messages on the group
     what: Row | str
-    shape: torch.Size | None  # of the tensor read, or written if none is
+    shape: tuple[int, ...] | None  # of the tensor read, or written if none is
     dtype: torch.dtype | None
     root: int | None  # a rank of the group: the root, or a message's peer
 

@@ -7,6 +7,7 @@ clock.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import stat
@@ -192,7 +193,7 @@ def sizes(call: CallRecord, rank: int, ranks: int) -> tuple[list[int], list[int]
     row = ROWS.get(call.name)
     if row is None or call.shape is None:
         return shape, shape
-    count = call.shape.numel()
+    count = math.prod(call.shape)
     if row.shape is Shape.GATHER:
         return shape, [count * ranks]
     if row.shape is Shape.SCATTER:
