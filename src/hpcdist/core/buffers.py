@@ -173,11 +173,10 @@ class Copies:
         self._dtype, self._describe = dtype, describe
         self._kept: dict[torch.Size, tuple[torch.Tensor, Any]] = {}
 
-    def of(self, tensor: torch.Tensor, is_read: bool = True) -> tuple[torch.Tensor, Any]:
-        """Return a copy of a tensor, and what describes it; one that is only to be written has any values."""
-        found = self.memory(tensor.shape)
-        if is_read:
-            found[0].copy_(tensor)
+    def of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return a copy of a tensor, and what describes it."""
+        found = self._kept.get(tensor.shape) or self.memory(tensor.shape)
+        found[0].copy_(tensor)
         return found
 
     def memory(self, shape: torch.Size) -> tuple[torch.Tensor, Any]:

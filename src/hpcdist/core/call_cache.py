@@ -273,8 +273,8 @@ def is_unobserved(_: None) -> bool:
     return not hooks.has_modes()
 
 
-# what makes the backend's buffer of a caller's tensor; whether it is a copy; whether it has two numbers for each one
-Side = tuple[Callable[[Any], Any], bool, bool]
+# what makes of a caller's tensor the values that stand for it and the backend's buffer of them; whether they are a copy
+Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
 
 def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] | None:
@@ -298,28 +298,37 @@ def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] |
 def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     """Return how a buffer is made of a tensor."""
     if buffer is given:
-        return (lambda tensor: tensor), False, False
+        return (lambda tensor: (tensor, tensor)), False
     is_real = given.is_complex() and not buffer.is_complex()
     if buffer.nbytes != given.nbytes:
         return None
+    describe = torch.view_as_real if is_real else as_it_is
     if buffer.data_ptr() == given.data_ptr():
-        return (lambda tensor: torch.view_as_real(tensor.detach())) if is_real else torch.Tensor.detach, False, is_real
+        return (lambda tensor: (tensor, describe(tensor.detach()))), False
     # values that share memory are written once; what autograd sees is not copied as it is
     if 0 in given.stride() or given.requires_grad or given.is_inference() or buffer.is_inference():
         return None
-    copies = Copies(given.dtype, torch.view_as_real if is_real else lambda copy: copy)
-    return (lambda tensor: copies.of(tensor, is_read)[1]), True, is_real
+    copies = Copies(given.dtype, describe)
+    return (copies.of if is_read else lambda tensor: copies.memory(tensor.shape)), True
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor."""
+    return tensor
 
 
 def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:
     """Return what runs a call on buffers that are made of its tensors."""
-    (reads, *_), (writes, is_copy, is_real) = first, second
+    (reads, _), (writes, is_copy) = first, second
 
     def run_staged(send: Any, recv: Any) -> None:
-        buffer = reads(send)
-        target = buffer if in_place else writes(recv)
-        run(buffer, target)
+        values, buffer = reads(send)
+        if in_place:
+            run(buffer, buffer)
+        else:
+            values, target = writes(recv)
+            run(buffer, target)
         if is_copy:
-            recv.copy_(torch.view_as_complex(target) if is_real else target)
+            recv.copy_(values)
 
     return run_staged
