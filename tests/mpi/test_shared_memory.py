@@ -34,9 +34,9 @@ EDGES = sorted(
             collectives.DIRECT_HALF_BYTES_OF_TWO // 2,
             *(collectives.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
             slices.CHUNK_BYTES,
-            slices.CHUNK_BYTES_OF_TWO,
+            2 * slices.CHUNK_BYTES,
             window.SLOT_BYTES,
-            3 * slices.CHUNK_BYTES_OF_TWO,
+            6 * slices.CHUNK_BYTES,
             4 * window.SLOT_BYTES,
         )
         for more in (-17, -1, 0, 1, 15)
@@ -137,7 +137,7 @@ def test_all_reduce_at_every_edge(node, comm, numel, in_place, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_rank_that_comes_late(node, comm, dtype):
     """The others wait for its part, where an earlier call's still lies."""
-    numel = 4 * slices.CHUNK_BYTES_OF_TWO // dtype.itemsize
+    numel = 4 * window.SLOT_BYTES // dtype.itemsize
     for late in range(comm.size):
         send = torch.full((numel,), float(late + 1), dtype=dtype)
         if comm.rank == late:

@@ -29,7 +29,6 @@ from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
 
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
 WIDENED_BYTES = 128 << 10  # largest slice that is widened to be summed: twice that, twice, stays in a core's cache
-CHUNK_BYTES_OF_TWO = 1 << 20  # largest chunk of two ranks; three and more use the whole slot
 
 Step = Callable[[int, int], None]  # takes the chunk's number and its slot
 Chunks = tuple[int, Step, Step, Step]  # how many chunks there are, and how one is put, reduced and collected
@@ -91,7 +90,7 @@ class SlicedAllReduce:
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
 
     def _chunk_bytes(self, size: int, fold: Fold) -> int:
-        largest = CHUNK_BYTES_OF_TWO if self._size == 2 else SLOT_BYTES
+        largest = SLOT_BYTES
         if fold.wide is not None and self._size > 2:
             largest = min(largest, self._size * WIDENED_BYTES)
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
