@@ -85,7 +85,7 @@ class Collectives:
             else:
                 plan = self.plans.of(row, send.dtype, op)
                 nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
-                is_shared = nbytes >= plan.shared_from and self._can_share(row, send.dtype, op, nbytes)
+                is_shared = plan.is_shared(nbytes) and self._can_share(row, send.dtype, op, nbytes)
                 is_list = row.reduces and send.__class__ is TensorList
                 if is_list and not (is_shared and self.node.takes_list(send, recv)):
                     send = self._vectors.flatten(send)
@@ -111,7 +111,7 @@ class Collectives:
 
     def is_shared(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
         """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
-        return nbytes >= self.plans.of(row, dtype, op).shared_from
+        return self.plans.of(row, dtype, op).is_shared(nbytes)
 
     def _can_share(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
         """Make what the first call through node-shared memory needs; tell whether one of so many bytes still is one."""

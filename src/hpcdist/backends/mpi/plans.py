@@ -28,7 +28,12 @@ class Plan(NamedTuple):
 
     reduction: Reduction | None  # MPI's datatype and op, and what surrounds the call; None for rows that move
     shared_from: int  # bytes of the larger buffer from which on the call goes through the memory of the nodes
+    gap: range  # bytes from there on with which it does not
     said: int  # what the call board has of it (``node.call_board``), without root
+
+    def is_shared(self, nbytes: int) -> bool:
+        """Tell whether a call of so many bytes goes through the memory of the nodes."""
+        return nbytes >= self.shared_from and nbytes not in self.gap
 
 
 class Plans:
@@ -54,7 +59,8 @@ class Plans:
             name = None if op is None else name_of(op)
             library = MPI.get_vendor()[0]
             shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.ranks_per_node, self.size, library)
-        made = Plan(reduction, shared_from, what(row.name, dtype, op))
+        gap = self.thresholds.gap(row.name, dtype, self.nodes, self.size, MPI.get_vendor()[0])
+        made = Plan(reduction, shared_from, gap, what(row.name, dtype, op))
         if lasts:
             self._made[row, dtype, id(op)] = made
         return made
