@@ -9,7 +9,7 @@ import sys
 
 from hpcdist.cli import bench
 
-SUBJECTS = ("latency", "objects", "varied", "halo", "groups", "overlap", "init", "reproducible")
+SUBJECTS = ("latency", "arrays", "objects", "varied", "halo", "groups", "overlap", "init", "reproducible")
 
 if __name__ == "__main__":
     bench.SUBJECTS |= {name: f"tests.bench.{name}" for name in SUBJECTS}

@@ -20,6 +20,7 @@ def measure(bench: Bench) -> None:
     for nbytes in bench.options.sizes or NBYTES:
         all_gather(bench, nbytes)
         all_to_all(bench, nbytes)
+        reduce_scatter(bench, nbytes)
 
 
 def all_gather(bench: Bench, nbytes: int) -> dict[str, float]:
@@ -62,3 +63,21 @@ def all_to_all(bench: Bench, nbytes: int) -> dict[str, float]:
 
     sides = {"hpcdist": lambda: dist.all_to_all_varied(tensors), "mpi4py": by_hand}
     return bench.compare("all_to_all_varied", "float32", nbytes, sides)
+
+
+def reduce_scatter(bench: Bench, nbytes: int) -> dict[str, float]:
+    """Time reduce_scatter_varied of one size a share."""
+    comm, size, share, mine = bench.comm, bench.size, nbytes // 4, np.zeros(1, np.int64)
+    tensor, wanted = torch.zeros(sum(range(1, size + 1)) * share), (bench.rank + 1) * share
+    array = tensor.numpy()
+
+    def by_hand() -> np.ndarray:
+        counts = np.empty(size, np.int64)
+        mine[0] = wanted
+        comm.Allgather(mine, counts)
+        out = np.empty(wanted, np.float32)
+        comm.Reduce_scatter(array, out, counts.tolist())
+        return out
+
+    sides = {"hpcdist": lambda: dist.reduce_scatter_varied(tensor, wanted), "mpi4py": by_hand}
+    return bench.compare("reduce_scatter_varied", "float32", nbytes, sides)

@@ -186,9 +186,13 @@ def test_the_same_memory_again_and_again(rank, size):
     """Messages are described once; what is in the memory changes, and other memory comes between."""
     for dims in MESHES[size]:
         halo = dist.HaloExchange(dims, periodic=True)
-        fields = [torch.zeros([4] * len(dims)), torch.zeros([4] * len(dims)).movedim(0, -1)]
-        for turn in range(6):
-            field = fields[turn // 2 % 2]
+        fields = [
+            torch.zeros([4] * len(dims)),
+            torch.zeros([4] * len(dims)).movedim(0, -1),
+            torch.zeros([4] * len(dims)),
+        ]
+        for turn in range(12):
+            field = fields[(turn // 2 if turn < 6 else turn) % 3]
             field.fill_(float(10 * turn + rank))
             halo(field)
             for dim in range(len(dims)):
@@ -197,6 +201,21 @@ def test_the_same_memory_again_and_again(rank, size):
                 for at, neighbour in ((0, before), (3, after)):
                     middle[dim] = at
                     assert field[tuple(middle)] == 10 * turn + neighbour, (dims, turn)
+
+
+def test_small_and_large_arrays_are_padded_again_and_again(rank, size):
+    """Each result has memory of its own, though small ones are filled in memory that is kept."""
+    halo = dist.HaloExchange([size], periodic=True)
+    before, after = (rank - 1) % size, (rank + 1) % size
+    for cells, dtype in ((1, torch.float64), (3, torch.bfloat16), (3, torch.float64), (20_000, torch.float64)):
+        made = []
+        for turn in range(4):
+            with torch.inference_mode(turn == 2):
+                made.append(halo.pad(torch.full((2, cells), 3 * rank + turn, dtype=dtype)))
+        for turn, padded in enumerate(made):
+            expected = torch.full((2, cells + 2), 3 * rank + turn, dtype=dtype)
+            expected[:, 0], expected[:, -1] = 3 * before + turn, 3 * after + turn
+            assert torch.equal(padded, expected), (cells, dtype, turn)
 
 
 def test_a_message_that_is_too_long_and_what_comes_after_it(rank, size, world):

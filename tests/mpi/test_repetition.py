@@ -356,6 +356,9 @@ def forms(rank, size):
     whole, splits = torch.empty(size * length), [length] * size
     mine, square = torch.full((rank + 1,), float(rank)), torch.empty(size)
     is_root = rank == last
+    growing = [torch.full((peer + 1,), float(peer)) for peer in range(size)]
+    combined, combined_pairs = torch.empty(rank + 1), torch.empty(rank + 1, dtype=torch.complex64)
+    arrays = [each.numpy() for each in outputs]
     return {
         "bfloat16": (lambda g: dist.all_reduce(half, group=g), [half], [total]),
         "uint8": (lambda g: dist.all_reduce(small, group=g), [small], [total]),
@@ -383,7 +386,23 @@ def forms(rank, size):
         ),
         "all_gather": (lambda g: dist.all_gather(outputs, inputs[rank], g), outputs, range(size)),
         "all_gather, uneven": (lambda g: dist.all_gather(uneven, mine, g), uneven, range(size)),
+        "all_gather, uneven, in place": (
+            lambda g: dist.all_gather(uneven, uneven[rank].view(-1), g),
+            uneven,
+            range(size),
+        ),
         "reduce_scatter": (lambda g: dist.reduce_scatter(plain, inputs, group=g), [plain], [rank * size]),
+        "reduce_scatter, uneven": (
+            lambda g: dist.reduce_scatter(combined, growing, group=g),
+            [combined],
+            [rank * size],
+        ),
+        "reduce_scatter, uneven, complex": (
+            lambda g: dist.reduce_scatter(combined_pairs, [each.to(torch.complex64) for each in growing], group=g),
+            [combined_pairs],
+            [rank * size],
+        ),
+        "arrays": (lambda g: dist.all_gather(arrays, inputs[rank].numpy(), g), outputs, range(size)),
         "all_to_all": (lambda g: dist.all_to_all(outputs, inputs, g), outputs, [rank] * size),
         "in place": (lambda g: dist.all_to_all_single(square, square, group=g), [square], [torch.arange(size)]),
         "splits": (lambda g: dist.all_to_all_single(whole, sent, splits, splits, g), [whole], [rank]),

@@ -101,6 +101,30 @@ def test_calls_that_come_again(rank, size, is_even):
         assert mine.tolist() == [[size, size]] * rows
 
 
+def test_sizes_that_jump(rank, size):
+    """The rows are in the slots of the first exchange, or too large for these, or none, on some ranks or on all."""
+    for turn, base in enumerate([1, 1, 30, 30, 5000, 2, 0, 0, 200, 7, 7, 100_000, 1, 1]):
+        counts = [base * (each + turn) % (3 * base + 1) for each in range(size)]
+        given = laid_out(rows(counts[rank], rank), rank + turn).requires_grad_(turn % 3 == 2)
+        gathered, sizes = dist.all_gather_varied(given)
+        assert sizes == counts
+        assert equal(gathered.detach(), torch.cat([rows(n, r) for r, n in enumerate(counts)]))
+        kept = gathered.detach().clone()
+        sent = [laid_out(rows(base * (rank + to) % 5, rank, target=to), to) for to in range(size)]
+        received = dist.all_to_all_varied(sent)
+        for source, tensor in enumerate(received):
+            assert equal(tensor, rows(base * (source + rank) % 5, source, target=rank))
+        dist.all_gather_varied(torch.ones(counts[rank] + 1))
+        assert equal(gathered.detach(), kept)
+
+
+def test_inside_a_coalescing_manager(rank, size):
+    """What the ranks agree on first is not held back."""
+    with dist._coalescing_manager():
+        _, sizes = dist.all_gather_varied(torch.ones(rank + 1))
+    assert sizes == list(range(1, size + 1))
+
+
 def test_numpy(rank, size):
     gathered, _ = dist.all_gather_varied(np.full((rank, 2), rank))
     assert isinstance(gathered, np.ndarray)
@@ -238,8 +262,9 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank, size, what):
 def test_wrong_numbers(rank, size):
     with pytest.raises(ValueError, match="add up to 7"):
         dist.reduce_scatter_varied(torch.zeros(7), 8)
-    with pytest.raises(ValueError, match="add up to"):
-        dist.reduce_scatter_varied(torch.zeros(3), -1 if rank == 0 else 3)
+    for wrong in (-1, -(1 << 70), 1 << 70):
+        with pytest.raises(ValueError, match="add up to"):
+            dist.reduce_scatter_varied(torch.zeros(3), wrong if rank == 0 else 3)
     with pytest.raises(ValueError, match="one for each rank"):
         dist.all_to_all_varied([torch.zeros(1)] * (size + (rank == size - 1)))
     with pytest.raises(RuntimeError, match="no gradient"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpcdist.core.table import Row
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+from_numpy = torch.from_numpy
 ORIGINAL = "_hpcdist_original"  # attribute of a tensor: the array whose values it holds, with strides below zero
 COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
@@ -123,6 +124,29 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
         f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor "
         f"(or numpy.ndarray) but got {type(value)} instead."
     )
+
+
+def on_memory(values: Any) -> Any:
+    """Return an array, or a list of arrays, as tensors on the same memory; as given if there is more to do.
+
+    That is for ``as_tensor`` and ``as_tensors``: read-only arrays, strides below zero, dtypes that torch lacks.
+    """
+    try:
+        if values.__class__ is not list:
+            return from_numpy(values) if values.flags.writeable else values
+        made = []
+        for each in values:
+            if each.__class__ is not np.ndarray or not each.flags.writeable:
+                return values
+            made.append(from_numpy(each))
+        return made
+    except (TypeError, ValueError):
+        return values
+
+
+def has_arrays(values: Any) -> bool:
+    """Tell whether a list begins with an array."""
+    return values.__class__ is list and len(values) > 0 and values[0].__class__ is np.ndarray
 
 
 def is_copy(tensor: torch.Tensor) -> bool:

@@ -103,6 +103,7 @@ class Group:
         self.is_watched = True  # whether the watchdog looks at such calls: not if only daemons are in them
         self.making: list[list[int]] = []  # the global ranks of groups that only their members make, on this rank
         self.known = CallCache()  # what need not be asked of a collective that repeats the last one of its kind
+        self.kept: dict[str, Any] = {}  # what calls of the layers above keep for the next one, by their names
         self.coalescing: list[tuple[Call, HeldWork]] | None = None  # the calls held back by a coalescing manager
 
     @property
@@ -191,6 +192,7 @@ class Group:
             self.backends = self.carriers = theirs = self.derive(ParentsBackend)
             self.cpu = self.backends.get("cpu")
             self.known.clear()
+            self.kept.clear()
             for each in dict.fromkeys(theirs.values()):
                 each.give_up()
 
@@ -269,4 +271,5 @@ class Group:
             self.is_watched = any(each.is_lasting() for each in blocked)
         self.backends, self.cpu, self.carriers = {}, None, {}
         self.known.clear()
+        self.kept.clear()
         return forgotten

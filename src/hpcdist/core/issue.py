@@ -27,9 +27,11 @@ from hpcdist.core.buffers import (
     check_parts,
     for_reading,
     for_writing,
+    has_arrays,
     is_copy,
     is_direct,
     make_unpack,
+    on_memory,
     put,
     same_dtype,
 )
@@ -54,6 +56,7 @@ from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, member_group
 
 NUMEL = torch.Tensor.numel
+ARRAY = np.ndarray
 
 
 def issue(
@@ -85,6 +88,10 @@ def issue(
     Raises:
         TypeError, ValueError, RuntimeError: as c10d's, before anything is sent.
     """
+    if send.__class__ is ARRAY or recv.__class__ is ARRAY:
+        read = send if send.__class__ is not ARRAY else on_memory(send)
+        recv = read if recv is send else recv if recv.__class__ is not ARRAY else on_memory(recv)
+        send = read
     pg = WORLD.default if group is None else group
     if (
         isinstance(pg, Group)
@@ -146,7 +153,11 @@ def issue(
                         journal.current = None
                 return None
     sides = send.__class__, recv.__class__
-    if np.ndarray in sides and list not in sides:
+    if list in sides:
+        read, written = (on_memory(each) if has_arrays(each) else each for each in (send, recv))
+        if read is not send or written is not recv:
+            return issue(row, pg, read, written, op, root, async_op, counts)
+    elif ARRAY in sides:  # that had more to do
         target = None if recv is None else as_tensor(recv, "tensor", writable=True)
         source = target if send is recv else None if send is None else as_tensor(send, "tensor")
         if (source is None or not is_copy(source)) and (target is None or not is_copy(target)):

@@ -6,17 +6,20 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcdist.core import hooks, profiling
 from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Message
-from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
+from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, on_memory, put
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD, origin, route
+
+ARRAY = np.ndarray
 
 
 class KeptTag(int):
@@ -32,6 +35,8 @@ LARGEST_TAG = (1 << 31) - 1  # a C int's, as in MPI and gloo; MPICH refuses smal
 def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
     """Return the backend that carries a tensor and the contiguous tensor to send."""
     cpu = pg.cpu
+    if tensor.__class__ is ARRAY:
+        tensor = on_memory(tensor)
     if is_plain(tensor) and cpu is not None and tensor.is_cpu:
         return cpu, tensor
     data = for_reading(dense(as_tensor(tensor, "tensor")))
@@ -41,6 +46,8 @@ def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
 def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[], None] | None]:
     """Return the backend, the contiguous tensor to receive into, and what copies it to the caller's."""
     cpu = pg.cpu
+    if tensor.__class__ is ARRAY:
+        tensor = on_memory(tensor)
     if is_plain(tensor) and cpu is not None and tensor.is_cpu:
         return cpu, tensor, None
     target = dense(as_tensor(tensor, "tensor", writable=True))
@@ -87,6 +94,8 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     """Begin an ``isend`` or ``irecv``; of a tensor that looks like an earlier one's, without the checks of that one."""
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
+    if tensor.__class__ is ARRAY:
+        tensor = on_memory(tensor)
     is_send = what == "isend"
     finish = None
     rank: Any  # in the group; None for anyone

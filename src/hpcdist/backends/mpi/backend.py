@@ -28,11 +28,10 @@ from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.backends.mpi.retired import keep, retire
 from hpcdist.backends.mpi.windows import MPIWindows
-from hpcdist.core.backend import Backend, Bootstrap, Message
+from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import end_all
-from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue
 from hpcdist.core.unfinished import Unfinished
 
@@ -55,6 +54,7 @@ class MPIBackend(Backend):
     recv: Any = None
     isend: Any = None
     irecv: Any = None
+    between: Any = None
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
         self.communicator = Communicator(comm)
@@ -78,6 +78,7 @@ class MPIBackend(Backend):
         self.check_reduction = self.collectives.plans.of
         self.send, self.recv = self.point_to_point.send, self.point_to_point.recv
         self.isend, self.irecv = self.point_to_point.isend, self.point_to_point.irecv
+        self.between = self.point_to_point.between
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:
@@ -103,10 +104,6 @@ class MPIBackend(Backend):
         if self._bundler is None:
             self._bundler = Bundler()
         return self._bundler.bundle(tensors, sizes)
-
-    def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
-        """Describe messages by MPI_Isend and MPI_Irecv."""
-        return self.point_to_point.between(sends, recvs, tag)
 
     def worker(self) -> Queue:
         """Begin the thread that carries out asynchronous calls, beside others of this rank."""

@@ -29,7 +29,7 @@ from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
-from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
 
 Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
@@ -230,7 +230,7 @@ class Collectives:
         row, send, recv, op, root, counts, *_ = call
         if row.buffers == 0:
             return Prepared(lambda _, __: self._comm.Barrier())
-        if (recv is send and not row.is_in_place) or (row.reduces and counts is not None):
+        if recv is send and not row.is_in_place:
             return None
         if row is REDUCE and root and READS_IN_PLACE:
             return None
@@ -246,6 +246,10 @@ class Collectives:
         if how is None:
             return Prepared(function, described(call, BYTE, last, size, limit))
         last = (how.op, *last)
+        if counts is not None:
+            if send.__class__ is TensorList or not how.is_direct:
+                return None
+            return Prepared(function, described_by_counts(counts, send.itemsize, how.datatype, last, limit))
         if send.__class__ is TensorList:
             return self._flattened(call, how, last, limit)
         if how.is_direct:
@@ -343,6 +347,21 @@ class Collectives:
         """Leave the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
+
+
+def described_by_counts(
+    counts: Counts, itemsize: int, datatype: MPI.Datatype, last: tuple[Any, ...], limit: int
+) -> Callable[[tuple[int, int, int]], tuple[tuple[Any, ...] | None, int]]:
+    """Return the same for a reduce_scatter of shares of some counts."""
+    sent, received = (sum(each) * itemsize for each in counts)
+
+    def describe(places: tuple[int, int, int]) -> tuple[tuple[Any, ...] | None, int]:
+        count, one, other = places
+        if sent >= limit or (one < other + received and other < one + sent):
+            return None, count
+        return ((address(one, sent), datatype), (address(other, received), datatype), counts[0], *last), count
+
+    return describe
 
 
 def described(

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator, Token
-from hpcdist.backends.mpi.datatypes import BYTE, landing, message
+from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message
 from hpcdist.backends.mpi.receives import LARGE
 from hpcdist.backends.mpi.requests import Requests, RequestWork
 from hpcdist.core.backend import Message
@@ -27,6 +27,7 @@ class PointToPoint:
     def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
         self._communicator = communicator
         self._begun = partial(RequestWork, Requests(communicator, unfinished))
+        self.between = partial(MessageSet, communicator, self._begun)
         self._comm = communicator.comm
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
@@ -56,10 +57,6 @@ class PointToPoint:
         except MPI.Exception as error:
             raise self._communicator.failure("irecv", error) from error
         return self._begun(request, tensor, [tensor], finish)
-
-    def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None]:
-        """Describe messages to MPI once; return what exchanges them."""
-        return MessageSet(self._communicator, sends, recvs, tag, self._begun)
 
     def _send(self, buffer: list[Any], dst: int, tag: int) -> None:
         try:
@@ -103,19 +100,19 @@ class MessageSet:
     def __init__(
         self,
         communicator: Communicator,
+        begun: Callable[..., Work],
         sends: Sequence[Message],
         recvs: Sequence[Message],
         tag: int,
-        begun: Callable[..., Work],
     ) -> None:
-        self._communicator, self._begun, self._receives = communicator, begun, len(recvs)
-        self._messages: list[tuple[Any, ...]] = []  # the tensor, MPI's call, what it takes, and the journal's words
-        receive, send = communicator.receives.begin, communicator.comm.Isend
+        self._communicator, self._begun, self._tag = communicator, begun, tag
+        # the tensor, what MPI takes of it, its bytes, the peer, and the journal's words
+        self._receives = []
         for tensor, peer in recvs:
-            self._messages.append((tensor, receive, tensor, peer, "irecv", tensor.shape, tensor.dtype))
-        for tensor, peer in sends:
-            self._messages.append((tensor, send, message(tensor), peer, "isend", tensor.shape, tensor.dtype))
-        self._tag = tag
+            nbytes = tensor.nbytes
+            buffer = landing(tensor) if CUTS or nbytes <= LARGE else None  # else it may have to be matched
+            self._receives.append((tensor, buffer, nbytes, peer, tensor.shape, tensor.dtype))
+        self._sends = [(tensor, message(tensor), peer, tensor.shape, tensor.dtype) for tensor, peer in sends]
 
     def __call__(self, journal: Journal) -> None:
         """Exchange the messages.
@@ -123,50 +120,69 @@ class MessageSet:
         Raises:
             DistBackendError: MPI failed, or a receive was cancelled.
         """
-        communicator, tag = self._communicator, self._tag
-        begun: list[tuple[tuple[Any, ...], Any]] = []
-        status, failure = MPI.Status(), None
+        records: list[tuple[Any, ...]] = []
+        requests: list[Any] = []
         try:
-            for _, call, buffer, peer, name, shape, dtype in self._messages:
-                record = journal.message(name, shape, dtype, peer)
-                begun.append((record, call(buffer, peer, tag)))
-            for index, (record, request) in enumerate(begun):
-                with journal.blocking(record):
-                    failure = self._await(request, index, status) or failure
+            self._begin(journal, records, requests)
+            failure = self._end(journal, records, requests) if requests else None
         except BaseException as error:
-            self._give_up([request for _, request in begun])
+            self._give_up(requests)
             if isinstance(error, MPI.Exception):
-                raise communicator.failure("exchange", error) from error
+                raise self._communicator.failure("exchange", error) from error
             raise
         if failure is not None:
             raise failure
 
-    def _await(self, request: Any, index: int, status: MPI.Status) -> Exception | None:
-        """Wait for a message; return the error of one that was too long, after which the others still come."""
-        if index >= self._receives:
-            request.Wait()
-            return None
-        communicator, nbytes = self._communicator, self._messages[index][0].nbytes
-        communicator.receiving[get_ident()] = token = Token(request)
-        try:
-            request.Wait(status)
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            return communicator.failed_receive("exchange", error, status, nbytes)
-        finally:
-            del communicator.receiving[get_ident()]
-        token.check(status)
-        if status.Get_count(BYTE) > nbytes:
-            return communicator.too_long("exchange", status, nbytes, f"{status.Get_elements(BYTE):,}")
-        return None
+    def _begin(self, journal: Journal, records: list[tuple[Any, ...]], requests: list[Any]) -> None:
+        """Begin the messages, receives first, and add their records and requests."""
+        communicator, tag, push = self._communicator, self._tag, journal.push
+        receives, receive, send = communicator.receives, communicator.comm.Irecv, communicator.comm.Isend
+        for tensor, buffer, _, peer, shape, dtype in self._receives:
+            journal.messages = number = journal.messages + 1  # ``Journal.message`` without a call, for latency
+            records.append(record := (journal, number, "irecv", shape, dtype, peer))
+            push(record)
+            if buffer is not None and not receives.waiting:  # the short way, for latency
+                requests.append(receive(buffer, peer, tag))
+            else:
+                requests.append(receives.begin(tensor, peer, tag))
+        for _, buffer, peer, shape, dtype in self._sends:
+            journal.messages = number = journal.messages + 1
+            records.append(record := (journal, number, "isend", shape, dtype, peer))
+            push(record)
+            requests.append(send(buffer, peer, tag))
+
+    def _end(self, journal: Journal, records: list[tuple[Any, ...]], requests: list[Any]) -> Exception | None:
+        """Wait for the messages; return the error of one that was too long, after which the others still come."""
+        communicator, status, failure = self._communicator, MPI.Status(), None
+        for record, request, (_, _, nbytes, *_) in zip(records, requests, self._receives, strict=False):
+            try:
+                if not request.Test(status):  # once one has come, most others have
+                    communicator.receiving[get_ident()] = token = Token(request)
+                    try:
+                        journal.run(record, request.Wait, status)
+                    finally:
+                        del communicator.receiving[get_ident()]
+                    if token.reason:
+                        token.check(status)
+            except MPI.Exception as error:
+                if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                    raise
+                failure = communicator.failed_receive("exchange", error, status, nbytes)
+            else:
+                if status.Get_count(BYTE) > nbytes:
+                    length = f"{status.Get_elements(BYTE):,}"
+                    failure = communicator.too_long("exchange", status, nbytes, length)
+        for index in range(len(self._receives), len(requests)):
+            if not requests[index].Test():
+                journal.run(records[index], requests[index].Wait, None)
+        return failure
 
     def _give_up(self, requests: list[Any]) -> None:
         """Cancel the receives that have not ended, and keep the memory of all messages until they have."""
         for index, request in enumerate(requests):
             if request == MPI.REQUEST_NULL:
                 continue
-            tensor, is_receive = self._messages[index][0], index < self._receives
+            tensor, is_receive = [*self._receives, *self._sends][index][0], index < len(self._receives)
             if is_receive:
                 with suppress(MPI.Exception):
                     request.Cancel()

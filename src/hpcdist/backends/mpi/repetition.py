@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, ROOT, SIZES, size_of, with_size
+from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, ROOT, SIZES, counted, size_of, with_size
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_log import BLOCK
@@ -83,13 +83,12 @@ def repeated(
     known: tuple[Any, tuple[Any, ...] | None, int, int] = (None, None, fixed, with_size(first, fixed))
     last_size = -1
     board = None if check is None else check.board
-    is_checked = board is not None and not board.are_many
+    counts = None if 0 <= fixed < COUNTED else counted(call)
+    is_checked = board is not None and not board.are_many and counts is None
     checks: Any = check
     log = None if check is None else check.log
-    # counts that are to be written, or shares that MPI is to compare
-    if check is not None and (
-        not check.is_open or not 0 <= fixed < COUNTED or (check.compares_shares and call.row in EXCHANGES)
-    ):
+    # the first call opens the board, and some shares MPI is to compare
+    if check is not None and (not check.is_open or (check.compares_shares and call.row in EXCHANGES)):
         return lambda send, recv: check.run(call.on(send, recv), said)
     if board is not None:
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
@@ -156,6 +155,8 @@ def repeated(
                 if log is not None:
                     log.check()
 
+    if board is not None and counts is not None:  # which are to be written, and are the same again
+        return lambda send, recv: checks.make(first, fixed, partial(run, send, recv), counts)
     if board is not None and board.are_many:
         return lambda send, recv: checks.make(
             first, size_of(call.on(send, recv), communicator.rank, communicator.size), partial(run, send, recv)

@@ -8,7 +8,7 @@ a page for the first time can take longer than to copy it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove
 from operator import add, sub
 from typing import Any
@@ -78,8 +78,6 @@ class Vectors:
         row, send, recv, _, root, counts, *_ = call
         is_read = row is SCATTER
         one, each = (recv, send) if is_read else (send, recv)
-        if counts is not None:
-            return None
         itemsize, size = one.itemsize, self._size
         is_list = each.__class__ is TensorList
         parts = 2 if one.dtype.is_complex else 1
@@ -87,6 +85,9 @@ class Vectors:
         datatype = UNITS[unit]
         function = getattr(self._comm, row.mpi)
         last = () if root is None else (root,)
+        if counts is not None:
+            sizes = [count * itemsize for count in counts[1]]
+            return Prepared(function, by_counts(sizes, unit, parts, is_list, largest))
 
         def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
             count, own, *addresses = places
@@ -187,6 +188,37 @@ def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatyp
     return [
         address(low, span), [size // unit for size in sizes], [(place - low) // unit for place in addresses], datatype
     ]  # fmt: skip
+
+
+def by_counts(
+    sizes: list[int], unit: int, parts: int, is_list: bool, largest: int
+) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
+    """Return what makes the arguments of an all_gather of so many bytes from each rank (``repetition.Prepared``).
+
+    Args:
+        sizes: the bytes.
+        unit: of an element, as MPI moves it.
+        parts: such elements in one of the tensors'.
+        is_list: whether it is received into a list.
+        largest: bytes of all, from which on there is more to do.
+    """
+    datatype, is_easy = UNITS[unit], sum(sizes) <= largest and not (is_list and 0 in sizes)
+
+    def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
+        count, own, *addresses = places
+        nbytes = count * unit * parts
+        if not is_list:
+            addresses = shifted(addresses[0], sizes)
+        if not (
+            is_easy
+            and nbytes
+            and are_apart(addresses, sizes, own, nbytes)
+            and (not is_list or can_be_displaced(addresses, sizes, unit, False))
+        ):
+            return None, count
+        return ((address(own, nbytes), count * parts, datatype), described(addresses, sizes, unit, datatype)), count
+
+    return describe
 
 
 def even_shares(
