@@ -85,7 +85,11 @@ class Collectives:
             else:
                 plan = self.plans.of(row, send.dtype, op)
                 nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
-                is_shared = plan.is_shared(nbytes) and self._can_share(row, send.dtype, op, nbytes)
+                is_shared = (  # as the method says, without a call, for latency
+                    nbytes >= plan.shared_from
+                    and nbytes not in plan.gap
+                    and self._can_share(row, send.dtype, op, nbytes)
+                )
                 is_list = row.reduces and send.__class__ is TensorList
                 if is_list and not (is_shared and self.node.takes_list(send, recv)):
                     send = self._vectors.flatten(send)
@@ -111,7 +115,8 @@ class Collectives:
 
     def is_shared(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
         """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
-        return self.plans.of(row, dtype, op).is_shared(nbytes)
+        plan = self.plans.of(row, dtype, op)
+        return nbytes >= plan.shared_from and nbytes not in plan.gap
 
     def _can_share(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
         """Make what the first call through node-shared memory needs; tell whether one of so many bytes still is one."""

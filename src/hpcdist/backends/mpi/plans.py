@@ -31,10 +31,6 @@ class Plan(NamedTuple):
     gap: range  # bytes from there on with which it does not
     said: int  # what the call board has of it (``node.call_board``), without root
 
-    def is_shared(self, nbytes: int) -> bool:
-        """Tell whether a call of so many bytes goes through the memory of the nodes."""
-        return nbytes >= self.shared_from and nbytes not in self.gap
-
 
 class Plans:
     """The plans of one communicator, of so many ranks; the thresholds are the same on all of them."""
