@@ -66,6 +66,16 @@ CASES = {
     "sparse inputs": (TypeError, lambda n: dist.reduce_scatter(one(), [sparse() for _ in range(n)]), "dense"),
     "sparse exchange": (TypeError, lambda n: dist.all_to_all([sparse()] * n, [sparse()] * n), "dense"),
     "sparse, coalesced": (TypeError, lambda n: dist.all_gather_coalesced([[sparse()]] * n, [sparse()]), "dense"),
+    "compressed rows in a list": (
+        TypeError,
+        lambda n: dist.all_gather([torch.eye(2).to_sparse_csr()] * n, one()),
+        "dense",
+    ),
+    "compressed rows, coalesced": (
+        TypeError,
+        lambda n: dist.all_reduce_coalesced([torch.eye(2).to_sparse_csr()] * 2),
+        "dense",
+    ),
     "parts of a product": (
         ValueError,
         lambda n: dist.reduce_scatter_single(torch.ones(2), torch.ones(n) * 1j, dist.ReduceOp.PRODUCT),
@@ -162,6 +172,56 @@ def test_rows_that_do_not_divide_among_the_ranks(width, size):
     rows = torch.ones(size + 1, *width, dtype=torch.float32)  # on 2 and 4 ranks their bytes would divide
     with pytest.raises(RuntimeError):
         dist.all_to_all_single(rows.clone(), rows)
+
+
+def freed(count):
+    """Return a tensor whose storage was freed, as FSDP frees those of unsharded parameters."""
+    tensor = torch.ones(count)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# with tensors that a function makes
+WITHOUT_MEMORY = {
+    "all_reduce": lambda make, n: dist.all_reduce(make()),
+    "asynchronous": lambda make, n: dist.all_reduce(make(), async_op=True).wait(),
+    "broadcast": lambda make, n: dist.broadcast(make(), 0),
+    "reduce": lambda make, n: dist.reduce(make(), 0),
+    "all_gather": lambda make, n: dist.all_gather([make() for _ in range(n)], make()),
+    "reduce_scatter": lambda make, n: dist.reduce_scatter(make(), [make() for _ in range(n)]),
+    "all_to_all": lambda make, n: dist.all_to_all([make() for _ in range(n)], [make() for _ in range(n)]),
+    "all_to_all_single": lambda make, n: dist.all_to_all_single(make(), make()),
+    "coalesced": lambda make, n: dist.all_reduce_coalesced([make(), make()]),
+    "coalesced, asynchronous": lambda make, n: dist.all_reduce_coalesced([make(), make()], async_op=True).wait(),
+}
+
+
+@pytest.mark.parametrize("count", [24, 600_000])
+@pytest.mark.parametrize("call", WITHOUT_MEMORY)
+def test_tensors_whose_storage_was_freed(call, count, size):
+    for _ in range(40):  # until the group knows the call, which then checks less
+        with pytest.raises(ValueError, match="storage was freed"):
+            WITHOUT_MEMORY[call](lambda: freed(count), size)
+        if count < 1000:
+            WITHOUT_MEMORY[call](lambda: torch.ones(count), size)
+
+
+def test_a_strided_tensor_whose_storage_was_freed():
+    tensor = torch.ones(3, 2).t()
+    tensor.untyped_storage().resize_(0)
+    for call in (dist.all_reduce, lambda each: dist.broadcast(each, 0), lambda each: dist.isend(each, 0)):
+        with pytest.raises(ValueError, match="storage was freed"):
+            call(tensor)
+
+
+def test_a_list_of_which_one_tensor_has_no_memory(size):
+    with pytest.raises(ValueError, match="storage was freed"):
+        dist.all_gather([*(one() for _ in range(size - 1)), freed(2)], one())
+    with pytest.raises(ValueError, match="storage was freed"):
+        dist.all_gather([one() for _ in range(size)], freed(2))
+    with pytest.raises(ValueError, match="storage was freed"):
+        dist.all_reduce_coalesced([one(), freed(2)])
+    dist.all_reduce_coalesced([one(), freed(0)])  # has no elements
 
 
 def test_lists_on_the_wrong_ranks(rank, size):

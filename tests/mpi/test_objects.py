@@ -63,6 +63,23 @@ def test_gather_broadcast_scatter_with_every_root(rank, size):
         assert output[1] == "kept"
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_is_only_read_may_be_a_tuple(kind, rank, size):
+    root = size - 1
+    objects = kind((1, "text")) if rank == root else [None] * 2
+    dist.broadcast_object_list(objects, root)
+    assert [*objects] == [1, "text"]
+    output = [None]
+    dist.scatter_object_list(output, kind(range(size)) if rank == root else None, root)
+    assert output == [rank]
+    if size > 1 and rank == 0:
+        dist.send_object_list(kind((1, "text")), 1)
+    elif rank == 1:
+        received = [None] * 2
+        dist.recv_object_list(received, 0)
+        assert received == [1, "text"]
+
+
 def test_send_and_recv(rank, size):
     if size < 2:
         pytest.skip("needs two ranks")

@@ -150,6 +150,14 @@ def test_a_wrapper_is_unwrapped_by_its_class(door, world, rank, size):
     assert gathered.b.tolist() == [-each for each in range(size) for _ in range(2)]
 
 
+@pytest.mark.parametrize("call", ["send", "recv", "isend", "irecv"])
+def test_a_message_of_a_wrapper_says_what_to_send(call, world, rank, size):
+    if size == 1:
+        pytest.skip("needs another rank")
+    with pytest.raises(TypeError, match="TwoTensor, which wraps others"):
+        getattr(dist, call)(TwoTensor(torch.ones(2), torch.ones(2)), (rank + 1) % size)
+
+
 def test_fake_tensors_never_reach_a_library(world, rank, size):
     before = world.journal.sequence
     with FakeTensorMode():

@@ -101,6 +101,7 @@ def test_collections_are_as_before_after_a_look(is_enabled):
     [
         ("/venv/lib/python3.11/site-packages/nccl/core/communicator.py", False),
         ("/venv/lib/python3.11/site-packages/mpi4py/util/pkl5.py", False),
+        ("/venv/lib/python3.11/site-packages/hpcdist_autoload.py", False),
         ("/home/user/nccl/train.py", True),
     ],
 )

@@ -32,10 +32,10 @@ def carrier(pg: Group, call: str) -> Backend:
     return backend
 
 
-def check_list(value: Any, name: str, length: int, what: str) -> None:
-    """Raise if an argument is not a list, or is too short."""
-    if not isinstance(value, list):
-        raise TypeError(f"`{name}` is of type {type(value).__name__}; expected a list")
+def check_list(value: Any, name: str, length: int, what: str, is_read: bool = False) -> None:
+    """Raise if an argument is not a list, or is too short; what is only read may be a tuple, as c10d takes it."""
+    if not isinstance(value, list) and not (is_read and isinstance(value, tuple)):
+        raise TypeError(f"`{name}` is of type {type(value).__name__}; expected a list{' or a tuple' * is_read}")
     if len(value) < length:
         raise ValueError(f"`{name}` has {len(value)} entries; expected {length}, {what}")
 
@@ -127,7 +127,7 @@ def broadcast_object_list(
     if (target := rooted(group, "broadcast_object_list", src, group_src)) is None:
         return
     pg, root = target
-    check_list(object_list, "object_list", 0, "any number")
+    check_list(object_list, "object_list", 0, "any number", is_read=pg.rank() == root)
     backend = carrier(pg, "broadcast_object_list")
     with pg.journal.during("broadcast_object_list", root):
         objects = backend.objects.broadcast(object_list, root, weights_only)
@@ -136,7 +136,8 @@ def broadcast_object_list(
             f"broadcast_object_list: the source's list has {len(objects)} entries, `object_list` on rank "
             f"{pg.rank()} of the group has {len(object_list)}"
         )
-    object_list[:] = objects
+    if pg.rank() != root:
+        object_list[:] = objects
 
 
 def scatter_object_list(
@@ -167,7 +168,7 @@ def scatter_object_list(
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
     given = scatter_object_input_list
-    if pg.rank() == root and (not isinstance(given, list) or len(given) != len(pg.ranks)):
+    if pg.rank() == root and (not isinstance(given, (list, tuple)) or len(given) != len(pg.ranks)):
         raise ValueError(
             f"Argument ``scatter_object_input_list`` must be a list of {len(pg.ranks)} objects, one a rank, on source "
             f"rank {root}; got {given!r:.80}"
@@ -208,7 +209,7 @@ def send_object_list(
         raise ValueError(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
-    check_list(object_list, "object_list", 0, "any number")
+    check_list(object_list, "object_list", 0, "any number", is_read=True)
     backend = carrier(pg, "send_object_list")
     with pg.journal.during("send_object_list", peer):
         backend.objects.send(object_list, peer, weights_only)

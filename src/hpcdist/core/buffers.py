@@ -56,6 +56,8 @@ class TensorList:
         if 0 in self.sizes:  # memory that is not there has no address
             place = max(self.addresses)
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
+        if 0 in self.addresses:
+            check_memory(*tensors)
 
     def places(self) -> Iterable[tuple[int, int]]:
         """Return where each tensor lies, and its bytes."""
@@ -85,6 +87,7 @@ def as_list(values: Any, dtype: Any) -> TensorList | None:
         if (
             each.__class__ not in PLAIN_TYPES
             or each.dtype is not dtype
+            or each.layout is not torch.strided
             or not each.is_contiguous()
             or each.requires_grad
             or not each.is_cpu
@@ -252,6 +255,16 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
             )
 
 
+def check_memory(*tensors: torch.Tensor) -> None:
+    """Raise if a dense tensor has elements and no memory, which a library would read or write at address 0."""
+    for tensor in tensors:
+        if not tensor.data_ptr() and tensor.nbytes:
+            raise MismatchError(
+                f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as by "
+                "`untyped_storage().resize_(0)`; expected one whose storage holds its elements"
+            )
+
+
 def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
     """Raise if a list has not one tensor a rank."""
     if len(tensors) != size:
@@ -320,6 +333,7 @@ def counts_in(dtype: torch.dtype, tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the tensors' elements one after another, in the dtype that they travel in (``same_dtype``)."""
+    check_memory(*tensors)
     return torch.cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
 
 
@@ -328,6 +342,7 @@ def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.
 
     Raises c10d's error for tensors on several GPUs.
     """
+    check_memory(*tensors)
     device = tensors[0].device
     if device.type == "cuda" and any(tensor.device != device for tensor in tensors):
         found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))

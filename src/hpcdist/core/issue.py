@@ -24,6 +24,7 @@ from hpcdist.core.buffers import (
     as_real,
     as_tensor,
     check_dense,
+    check_memory,
     check_parts,
     for_reading,
     for_writing,
@@ -226,8 +227,10 @@ def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
             op = canonical(op)
         backend.check_reduction(row, either.dtype, op)
     for each in (given, output):
-        if each is not None and each.layout is not torch.strided:
-            check_dense(row.name, each)
+        if each is not None:
+            if each.layout is not torch.strided:
+                check_dense(row.name, each)
+            check_memory(each)
     if row is ALL_TO_ALL_SINGLE:
         assert given is not None
         assert output is not None

@@ -25,6 +25,7 @@ from hpcdist.core.buffers import (
     as_tensors,
     check_dense,
     check_length,
+    check_memory,
     check_parts,
     check_sizes,
     concatenate,
@@ -113,6 +114,7 @@ def to_write(
 def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype that a call's tensors travel in; raise c10d's error unless they have one and are dense."""
     check_dense(call, *tensors)
+    check_memory(*tensors)
     return same_dtype(*tensors)
 
 
@@ -282,6 +284,7 @@ def contiguous(pg: Group, call: Call, async_op: bool) -> Call:
                 return call._replace(send=concatenate(send.tensors, dtype))
             send = TensorList(send.tensors, dtype.to_real())
             counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
+    check_memory(*(each for each in (send, recv) if each.__class__ is not TensorList))
     if send.__class__ is not TensorList and not is_direct(send):
         if not async_op:
             backend.settle()  # a call that is queued may still write what is copied here

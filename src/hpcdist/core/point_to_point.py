@@ -12,7 +12,7 @@ import torch
 from hpcdist.core import hooks, profiling
 from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Message
-from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, on_memory, put
+from hpcdist.core.buffers import as_tensor, check_memory, for_reading, for_writing, is_plain, on_memory, put
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
@@ -62,9 +62,15 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; TypeError if it is sparse."""
+    """Return the tensor; raises if its values do not lie in memory of its own."""
+    if hooks.has_wrapper((tensor,)):
+        raise TypeError(
+            f"messages carry tensors that have memory; this one is a {type(tensor).__name__}, which wraps others: send "
+            "these"
+        )
     if tensor.layout is not torch.strided:
         raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
+    check_memory(tensor)
     return tensor
 
 

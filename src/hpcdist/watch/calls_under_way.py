@@ -30,6 +30,7 @@ FOREIGN = (
     os.path.dirname(torch.__file__) + os.sep,
     f"{os.sep}mpi4py{os.sep}",
     f"-packages{os.sep}nccl{os.sep}",  # nccl4py
+    f"-packages{os.sep}hpcdist_autoload.py",  # ours, and not beside the package in an editable installation
     contextlib.__file__,
     threading.__file__,
 )

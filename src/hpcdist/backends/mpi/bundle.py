@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, memory
+from hpcdist.core.buffers import check_memory
 
 
 class Bundler:
@@ -35,6 +36,7 @@ class Bundler:
         addresses, dtype = list(map(torch.Tensor.data_ptr, tensors)), tensors[0].dtype
         flat = self._flat
         if flat is None or self._seen != (addresses, sizes, dtype):
+            check_memory(*tensors)
             self._forget()
             self._datatype = BYTE.Create_hindexed(sizes, addresses).Commit()
             self._flat = flat = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device="cpu")

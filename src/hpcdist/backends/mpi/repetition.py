@@ -16,8 +16,9 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, ROOT, SIZES, counted, size_of, with_size
-from hpcdist.core.buffers import TensorList
+from hpcdist.core.buffers import TensorList, check_memory
 from hpcdist.core.call import Call, Run
+from hpcdist.core.call_cache import tensors_of
 from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
@@ -108,6 +109,8 @@ def repeated(
                 count, place = send.numel(), send.data_ptr()
                 places = (count, place) if is_one else (count, place, recv.data_ptr())
             if places != before:
+                if 0 in places:
+                    check_memory(*tensors_of(send, recv))
                 arguments, size = describe(places)
                 base = with_size(first, size)
                 known = places, arguments, size, base
