@@ -383,9 +383,17 @@ MUTANTS = [
     ),
     Mutant(
         f"{TCP}/session.py",
-        "        session.lock = threading.Lock()\n        session.close()\n",
+        "        session.lock = threading.Lock()\n        session.queue = deque()\n        session.close()\n",
         "        pass\n",
         "stores/test_tcp_store.py:fork",
+    ),
+    Mutant(f"{TCP}/session.py", "each.limit != limit or size", "size", "stores/test_shared_client.py:limits_of"),
+    Mutant(f"{TCP}/session.py", "isinstance(error, ServerClosed)", "False", "stores/test_shared_client.py:refuses"),
+    Mutant(
+        f"{TCP}/session.py",
+        "if threading.current_thread() is threading.main_thread():",
+        "if False:",
+        "stores/test_shared_client.py:interrupt",
     ),
     Mutant(
         f"{TCP}/session.py",

@@ -41,7 +41,14 @@ def as_key_list(keys: Iterable[Text]) -> list[bytes]:
     """Return a list of keys as bytes; a single str or bytes is not a list."""
     if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Sequence):
         raise wrong_kind("keys", keys, "a list of str or bytes")
-    return [key.encode() if isinstance(key, str) else as_bytes(key) for key in keys]
+    return _as_bytes_list(keys, "key")
+
+
+def _as_bytes_list(texts: Sequence[Text], name: str) -> list[bytes]:
+    try:
+        return list(map(str.encode, texts))  # type: ignore[arg-type]
+    except TypeError:  # not all are str, which is rare
+        return [as_bytes(text, name) for text in texts]
 
 
 def as_amount(amount: int) -> int:
@@ -173,8 +180,7 @@ class Store(KeptAlive, TorchStore):
         """Return keys and values as bytes; raises DistStoreError if their numbers differ."""
         if len(keys) != len(values):
             raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
-        given = [value.encode() if isinstance(value, str) else as_bytes(value, "value") for value in values]
-        return as_key_list(keys), given
+        return as_key_list(keys), _as_bytes_list(values, "value")
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue (queues live apart from keys)."""

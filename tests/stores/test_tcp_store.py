@@ -8,7 +8,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -386,7 +385,7 @@ def test_large_values_to_torchs_own_server(monkeypatch):
     client.multi_set(keys, values)
     assert client.multi_get(keys) == values
     sent = []
-    monkeypatch.setattr(client._session, "call", lambda *given: given[-1](SimpleNamespace(send=sent.append)))
+    monkeypatch.setattr(client._session, "call", lambda *given: sent.append(given[3]))
     client.multi_set(keys, values)
     one = wire.OPCODES[wire.Request.SET]
     pairs = zip([f"/{key}".encode() for key in keys], values, strict=True)

@@ -5,26 +5,36 @@ another one, so that a waiting thread does not block the others; the short reque
 been answered, so everything that this process wrote is in place by then. A connection that fell out of step
 is closed, and the next request opens a new one.
 
+Threads that find the connection in use put their requests in a queue. The next thread that has it sends what
+is queued with its own request, reads all answers, and hands each thread its own: one round trip and one
+change of threads for several requests. Only requests with the same limit go together, so that none fails
+before its time, and only to our server, of which it is known that it has done nothing of what follows a
+request at which it closes the connection: that is sent again.
+
 A session knows no timeout of its own: each call brings its limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpcdist_stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
-from hpcdist_stores.tcp.connection import Connection, connect, open_connection
+from hpcdist_stores.tcp.connection import Connection, ServerClosed, connect, open_connection
 from hpcdist_stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
 
 PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
 FIRST_ANSWER_S = 0.05  # the same for the first answer of a request with a deadline
 CANCEL_S, CANCEL_SHARE = 0.02, 0.05  # a canceled wait is confirmed within so long, or this share of its timeout
 IDLE_CONNECTIONS = 4
+SENT_TOGETHER = 16 * 1024  # bytes of several threads' requests in one send: the server reads them at once
+LATE_SHARE = 1 / 16  # a thread that has waited for this share of its limit sends only its own request
 
 T = TypeVar("T")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -49,6 +59,39 @@ def _until(deadline: float | None, least: float) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), least)
 
 
+class _Request:
+    """Holds the request of a thread that waits for the connection, and what became of it."""
+
+    __slots__ = ("answer", "error", "frame", "is_done", "is_sent", "limit", "read", "turn")
+
+    def __init__(self, frame: bytes, read: Callable[[Connection], Any], limit: float | None) -> None:
+        self.frame = frame
+        self.read = read
+        self.limit = limit
+        self.turn = threading.Lock()  # released once, by whoever takes the request off the queue
+        self.turn.acquire()
+        self.is_sent = False
+        self.is_done = False
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Let the thread raise this error."""
+        if not isinstance(error, Exception):
+            error = ConnectionAbortedError("the thread that sent the request was interrupted")
+        self.error = error
+        self.turn.release()
+
+
+def _fail(requests: list[_Request], error: BaseException) -> None:
+    """Let requests fail with the one that was sent before them, or be sent again if the server has not done them."""
+    for each in requests:
+        if isinstance(error, ServerClosed):
+            each.turn.release()
+        else:
+            each.fail(error)
+
+
 class Session:
     """Holds a store's connections to its server; the arguments are those of ``connect``."""
 
@@ -59,7 +102,8 @@ class Session:
         self.port = port
         self.secret = secret
         self.where = f"{host}:{port}"
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held by the thread that has the connection
+        self.queue: deque[_Request] = deque()  # requests of threads that wait for the lock's holder
         self.idle: list[Connection] = []  # connections for waiting
         self.connection: Connection | None = connect(host, port, secret, seconds, is_worth_it)
         self.is_ours = self.connection.is_ours
@@ -84,31 +128,107 @@ class Session:
             if len(value) > MAX_VALUE:
                 raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
 
-    def call(self, verb: str, keys: Sequence[bytes], limit: float | None, use: Callable[[Connection], T]) -> T:
-        """Return what ``use`` sends and reads on the connection for short requests, each within ``limit``.
+    def call(
+        self, verb: str, keys: Sequence[bytes], limit: float | None, frame: bytes, read: Callable[[Connection], T]
+    ) -> T:
+        """Send a request's frame on the connection for short requests, and return what ``read`` reads there.
 
-        Verb and keys are for messages.
+        The limit holds for the wait for the connection and for the answer. Verb and keys are for messages.
         """
         start = time.monotonic()
-        if not self.lock.acquire(timeout=-1 if limit is None else limit):
-            what = f"{verb} {name_keys(keys)} (another thread is waiting for its own answer)"
-            raise NoAnswerError(what, self.where, time.monotonic() - start)
+        left = limit
+        while not self.lock.acquire(blocking=False):
+            request = _Request(frame, read, limit)
+            is_woken = self._wait(request, left)
+            if request.error is not None:
+                self._explain(request.error, verb, keys, start)
+                raise request.error
+            if request.is_done:
+                return request.answer
+            waited = time.monotonic() - start
+            if not is_woken:
+                note = "" if request.is_sent else " (another thread is waiting for its own answer)"
+                raise NoAnswerError(f"{verb} {name_keys(keys)}{note}", self.where, waited)
+            left = None if limit is None else max(limit - waited, 0.0)
+        if left is not limit and limit is not None and left is not None and left < limit * (1 - LATE_SHARE):
+            limit = max(left, FIRST_ANSWER_S)  # a limit that no other has
         connection = self.connection
+        others: list[_Request] = []
         try:
             if connection is None:  # the last exchange failed, or this process was forked
                 connection = self.connection = open_connection(self.host, self.port, self.secret, limit)
             if connection.limit != limit:
                 connection.set_limit(limit)
-            return use(connection)
+            if self.queue and connection.is_ours:
+                others = self._take_others(limit, len(frame))
+                frame = b"".join((frame, *(each.frame for each in others)))
+            connection.send(frame)
+            answer = read(connection)
+            if others:
+                self._answer(others, connection)
+            return answer
         except BaseException as error:
             # also on an interrupt: the answer that is still to come would be taken for the next request's
             self.connection = None
             if connection is not None:
                 connection.close()
+            _fail([each for each in others if not each.is_done], error)
             self._explain(error, verb, keys, start)
             raise
         finally:
             self.lock.release()
+            if self.queue:
+                self._wake_next()
+
+    def _wait(self, request: _Request, seconds: float | None) -> bool:
+        """Wait until the thread that has the connection wakes this one; return False at the end of its time."""
+        is_woken = False
+        self.queue.append(request)
+        try:
+            if not self.lock.locked():  # it was released before the request was in the queue
+                self._wake_next()
+            is_woken = request.turn.acquire(timeout=-1 if seconds is None else seconds)
+            return is_woken
+        finally:
+            if not is_woken:  # also on an interrupt
+                try:
+                    self.queue.remove(request)
+                except ValueError:  # it has been sent; or it is woken just now, to send: another one does
+                    self._wake_next()
+
+    def _wake_next(self) -> None:
+        with contextlib.suppress(IndexError):
+            self.queue.popleft().turn.release()
+
+    def _take_others(self, limit: float | None, size: int) -> list[_Request]:
+        """Take waiting requests with this limit off the queue, as many as may be sent with one of this size."""
+        others: list[_Request] = []
+        # an interrupt, which reaches only the main thread, is not to cost the others their answers
+        if threading.current_thread() is threading.main_thread():
+            return others
+        for each in tuple(self.queue):
+            size += len(each.frame)
+            if each.limit != limit or size > SENT_TOGETHER:
+                break
+            with contextlib.suppress(ValueError):  # its time is over
+                self.queue.remove(each)
+                each.is_sent = True
+                others.append(each)
+        return others
+
+    def _answer(self, requests: list[_Request], connection: Connection) -> None:
+        """Read the answers to other threads' requests; what fails here fails there."""
+        for i, each in enumerate(requests):
+            try:
+                each.answer = each.read(connection)
+            except Exception as error:
+                self.connection = None
+                connection.close()
+                each.fail(error)
+                _fail(requests[i + 1 :], error)
+                break
+            each.is_done = True
+            each.turn.release()
 
     def _explain(self, error: BaseException, verb: str, keys: Sequence[bytes], start: float) -> None:
         """Raise torch's error class for a failed exchange; return for errors that explain themselves."""
@@ -184,6 +304,7 @@ def _forget_parents() -> None:
     # two processes on one connection would read each other's answers: a forked child opens its own
     for session in list(_sessions):
         session.lock = threading.Lock()
+        session.queue = deque()
         session.close()
 
 

@@ -51,6 +51,14 @@ def _wire_key(key: Text) -> bytes:
     return b"/" + (key.encode() if isinstance(key, str) else as_bytes(key))
 
 
+def _read_nothing(connection: Connection) -> None:
+    """Read the answer to a request that has none."""
+
+
+def _read_byte(connection: Connection) -> bytes:
+    return connection.read(1)
+
+
 class TCPStore(Store):
     """Keeps keys in a server process that all ranks reach over TCP (c10d's TCPStore); threads may share it.
 
@@ -140,7 +148,7 @@ class TCPStore(Store):
         return answer_limit(self._seconds)
 
     def _ask(self, frame: bytes, size: int, verb: str, keys: Sequence[bytes] = ()) -> bytes:
-        return self._session.call(verb, keys, self._limit, lambda connection: connection.exchange(frame, size))
+        return self._session.call(verb, keys, self._limit, frame, lambda connection: connection.read(size))
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value; the server does not confirm it, the next request that has an answer does."""
@@ -153,7 +161,7 @@ class TCPStore(Store):
     def _send(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
         self._session.check_sizes(key, value)
         frame = request + _pack(len(key)) + key + _pack(len(value)) + value
-        self._session.call(verb, (key,), self._limit, lambda connection: connection.send(frame))
+        self._session.call(verb, (key,), self._limit, frame, _read_nothing)
 
     def get(self, key: Text) -> bytes:
         """Return a value, waiting for the key up to the store's timeout.
@@ -164,69 +172,59 @@ class TCPStore(Store):
         """
         name = _wire_key(key)
         packed = _pack(len(name)) + name
-        session, both = self._session, _CHECK_ONE + packed + _GET + packed
-
-        def ask_once(connection: Connection) -> bytes | None:
-            if connection.is_ours or session.pipelines:
-                connection.send(both)
-                data = connection.recv(CHUNK)
-                value = connection.read_value(data[1:] if data else connection.read(1)[1:])
-                return value if data[:1] == PRESENT else None
-            if connection.exchange(_CHECK_ONE + packed, 1) != PRESENT:
-                return None
-            connection.send(_GET + packed)
-            return connection.read_value()
-
-        return self._when_there("get", (name,), _ONE + packed, ask_once)
+        return self._get("get", (name,), _ONE + packed, _GET + packed, Connection.read_value)
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Return several values, waiting for all keys."""
         names = [b"/" + key for key in as_key_list(keys)]
         body = pack_keys(names)
         count = len(names)
-        session = self._session
+        return self._get("multi_get", names, body, _MULTI_GET + body, lambda connection: connection.read_values(count))
 
-        def ask_once(connection: Connection) -> list[bytes] | None:
-            if (connection.is_ours or session.pipelines) and len(body) <= CHUNK:
-                connection.send(_CHECK + body + _MULTI_GET + body)
-                data = connection.recv(CHUNK) or connection.read(1)
-                values = connection.read_values(count, data[1:])
-                return values if data[:1] == PRESENT else None
-            if connection.exchange(_CHECK + body, 1) != PRESENT:
+    def _get(self, verb: str, keys: Sequence[bytes], body: bytes, frame: bytes, read: Callable[[Connection], T]) -> T:
+        """Return what a request's frame asks for once the keys (packed in ``body``) are there."""
+        session, check = self._session, _CHECK + body
+
+        def read_both(connection: Connection) -> T | None:
+            is_there = connection.read(1) == PRESENT
+            value = read(connection)
+            return value if is_there else None
+
+        def ask_once(limit: float | None) -> T | None:
+            if (session.is_ours or session.pipelines) and len(frame) <= CHUNK:
+                return session.call(verb, keys, limit, check + frame, read_both)
+            if session.call(verb, keys, limit, check, _read_byte) != PRESENT:
                 return None
-            connection.send(_MULTI_GET + body)
-            return connection.read_values(count)
+            return session.call(verb, keys, limit, frame, read)
 
-        return self._when_there("multi_get", names, body, ask_once)
+        return self._when_there(verb, keys, body, ask_once)
 
     def _when_there(
-        self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[Connection], T | None]
+        self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[float | None], T | None]
     ) -> T:
         """Return what ``ask_once`` returns, waiting for the keys (packed in ``body``) while it returns None."""
         seconds = self._seconds
         start = time.monotonic()
         try:
-            value = self._ask_first(verb, keys, first_answer_limit(seconds), ask_once)
+            value = self._ask_first(first_answer_limit(seconds), ask_once)
             while value is None:  # a key may be deleted between the wake-up and the second question
                 self._sleep(verb, keys, body, seconds, start)
                 left = -1.0 if seconds < 0 else max(start + seconds - time.monotonic(), 0.001)
-                value = self._session.call(verb, keys, first_answer_limit(left), ask_once)
+                value = ask_once(first_answer_limit(left))
         except NoAnswerError as error:
             raise wait_timeout(keys, seconds, time.monotonic() - start, self.where, f"; {error}") from error
         return value
 
-    def _ask_first(
-        self, verb: str, keys: Sequence[bytes], limit: float | None, ask_once: Callable[[Connection], T | None]
-    ) -> T | None:
+    def _ask_first(self, limit: float | None, ask_once: Callable[[float | None], T | None]) -> T | None:
         session = self._session
         try:
-            return session.call(verb, keys, limit, ask_once)
+            return ask_once(limit)
         except DistNetworkError as error:
             if session.is_ours or not session.pipelines or isinstance(error, NoAnswerError):
                 raise
         session.pipelines = False  # if this is torch's legacy server, two steps work, now and from now on
         try:
-            return session.call(verb, keys, limit, ask_once)
+            return ask_once(limit)
         except DistNetworkError:
             session.pipelines = True
             raise
@@ -243,7 +241,7 @@ class TCPStore(Store):
             return keys
         frame = b"".join(_CHECK_ONE + pack_string(key) for key in keys)
         try:
-            answers = self._session.call("check", keys, cancel_limit(0), lambda c: c.exchange(frame, len(keys)))
+            answers = self._session.call("check", keys, cancel_limit(0), frame, lambda c: c.read(len(keys)))
         except DistNetworkError:
             return keys
         return [key for key, answer in zip(keys, answers, strict=True) if bytes((answer,)) != PRESENT] or keys
@@ -272,7 +270,7 @@ class TCPStore(Store):
         start = time.monotonic()
         limit = first_answer_limit(seconds)
         try:
-            if self._session.call("wait for", names, limit, lambda c: c.exchange(_CHECK + body, 1)) != PRESENT:
+            if self._session.call("wait for", names, limit, _CHECK + body, _read_byte) != PRESENT:
                 self._sleep("wait for", names, body, seconds, start)
         except NoAnswerError as error:
             raise wait_timeout(names, seconds, time.monotonic() - start, self.where, f"; {error}") from error
@@ -283,12 +281,7 @@ class TCPStore(Store):
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
         self._session.check_sizes(name, before, after)
         frame = b"".join((_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after)))
-
-        def use(connection: Connection) -> bytes:
-            connection.send(frame)
-            return connection.read_value()
-
-        return self._session.call("compare_set", (name,), self._limit, use)
+        return self._session.call("compare_set", (name,), self._limit, frame, Connection.read_value)
 
     def delete_key(self, key: Text) -> bool:
         """Delete a key and return whether it was there."""
@@ -303,21 +296,21 @@ class TCPStore(Store):
     def list_keys(self) -> list[str]:
         """Return all keys."""
 
-        def use(connection: Connection) -> list[bytes]:
-            return connection.read_values(_i64(connection.exchange(_R[Request.LIST_KEYS], 8))[0])
+        def read(connection: Connection) -> list[bytes]:
+            return connection.read_values(_i64(connection.read(8))[0])
 
-        keys = self._session.call("list_keys", (), self._limit, use)
+        keys = self._session.call("list_keys", (), self._limit, _R[Request.LIST_KEYS], read)
         return [key[1:].decode() for key in keys if key.startswith(b"/")]
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values (not confirmed, as with set)."""
         names, given = self.as_lists(keys, values)
-        names = list(map(b"/".__add__, names))
+        names = [b"/" + name for name in names]
         self._session.check_pairs(names, given)
         frame = _R[Request.MULTI_SET] + _pack(len(names)) + pack_pairs(names, given)
         if len(frame) > _LARGE_FRAME and not self._session.is_ours:
             frame = b"".join(_SET + pack_strings(pair) for pair in zip(names, given, strict=True))
-        self._session.call("multi_set", names, self._limit, lambda c: c.send(frame))
+        self._session.call("multi_set", names, self._limit, frame, _read_nothing)
 
     # -- queues, barrier --------------------------------------------------------------------------------
 
@@ -347,13 +340,16 @@ class TCPStore(Store):
         name = self._queue_key(key)
         packed = pack_string(name)
 
-        def pop(connection: Connection) -> bytes | None:
-            length = _i64(connection.exchange(_R[Request.QUEUE_POP] + packed, 8))[0]
+        def read(connection: Connection) -> bytes | None:
+            length = _i64(connection.read(8))[0]
             return connection.read_value() if length else None
+
+        def pop(limit: float | None) -> bytes | None:
+            return self._session.call("queue_pop from", (name,), limit, _R[Request.QUEUE_POP] + packed, read)
 
         if block:
             return self._when_there("queue_pop from", (name,), _ONE + packed, pop)
-        if (value := self._session.call("queue_pop from", (name,), self._limit, pop)) is None:
+        if (value := pop(self._limit)) is None:
             raise queue_empty(name, self.where)
         return value
 
@@ -374,7 +370,7 @@ class TCPStore(Store):
         note = ""
         try:
             # what was written before is in place once this is answered; the barrier has a connection of its own
-            session.call("barrier", (name,), first_answer_limit(seconds), lambda c: c.exchange(ping, 4))
+            session.call("barrier", (name,), first_answer_limit(seconds), ping, lambda c: c.read(4))
             if session.sleep(frame, "barrier", (name,), seconds, deadline):
                 return
         except NoAnswerError as error:

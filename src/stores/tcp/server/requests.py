@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from struct import error as StructError
 
 from hpcdist_stores.integers import I64, U64, parse_i64, wrap_i64
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space, Wait
@@ -230,24 +231,26 @@ def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: l
 def set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
     """Store the pairs of a MULTI_SET that are complete; return the position behind them, -1 if there is none."""
     store, waits, begun, left = space.data, space.waits, pos, peer.pairs
-    while left:
-        start, stop = pos + 8, end + 1
-        if start <= end:
+    try:
+        while left:
+            start = pos + 8
             middle = start + _u64(data, pos)[0]
             value = middle + 8
-            if value <= end:
-                stop = value + _u64(data, middle)[0]
-        if stop > end or middle - start > MAX_KEY or stop - value > MAX_VALUE:
-            peer.pairs = left
-            at = set_pair(space, peer, data, pos, end, out)  # says how much is missing, or refuses
-            return at if pos == begun else pos
-        key = data[start:middle]
-        store[key] = data[value:stop]
-        if waits and key in waits:
-            space.tick_off(key)
-        left -= 1
-        pos = stop
-    peer.pairs = 0
+            stop = value + _u64(data, middle)[0]
+            if stop > end or middle - start > MAX_KEY or stop - value > MAX_VALUE:
+                break
+            key = data[start:middle]
+            store[key] = data[value:stop]
+            if waits and key in waits:
+                space.tick_off(key)
+            left -= 1
+            pos = stop
+    except (StructError, OverflowError):  # a length is not there yet, or is nonsense
+        pass
+    peer.pairs = left
+    if left:
+        at = set_pair(space, peer, data, pos, end, out)  # says how much is missing, or refuses
+        return at if pos == begun else pos
     return pos
 
 
