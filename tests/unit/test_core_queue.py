@@ -133,6 +133,17 @@ def test_a_wait_with_a_negative_limit_is_over_at_once(queue, limit):
     assert work.wait(limit)  # it has ended
 
 
+def test_a_wait_takes_a_timedelta_or_seconds_as_a_float(queue):
+    gate = Gate()
+    work = queue.put(gate, [])
+    with pytest.raises(DistBackendError, match="wait timeout after 1ms"):
+        work.wait(0.001)
+    with pytest.raises(TypeError, match="timeout is 3 of type int; expected a timedelta"):
+        work.wait(3)
+    gate.is_open.set()
+    assert work.wait(float("inf"))
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 def test_what_is_given_up_raises_and_is_never_carried_out_and_nothing_follows(is_large, queue):
     gate, seen, error = Gate(), [], DistBackendError("a rank died")

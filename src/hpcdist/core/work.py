@@ -130,6 +130,10 @@ class Work(KeptAlive, torch.distributed.Work):
         """
         # no CPU backend's Work has another: torch.compile, which would trace into what this runs, knows it by its code
         if not self._done and (timeout or not self._carry_out()):
+            if isinstance(timeout, float):  # pybind11 takes it for seconds
+                timeout = timedelta(seconds=min(timeout, LONGEST_TIMEOUT.total_seconds()))
+            elif not isinstance(timeout, timedelta):
+                raise TypeError(f"wait: timeout is {timeout!r} of type {type(timeout).__name__}; expected a timedelta")
             seconds = min(timeout, LONGEST_TIMEOUT).total_seconds() or None
             if not self._await(seconds if seconds is None else max(seconds, 0.0)):
                 text = (
