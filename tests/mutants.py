@@ -388,7 +388,9 @@ MUTANTS = [
         "stores/test_tcp_store.py:fork",
     ),
     Mutant(f"{TCP}/session.py", "each.limit != limit or size", "size", "stores/test_shared_client.py:limits_of"),
-    Mutant(f"{TCP}/session.py", "isinstance(error, ServerClosed)", "False", "stores/test_shared_client.py:refuses"),
+    Mutant(
+        f"{TCP}/session.py", "isinstance(error, ServerClosedError)", "False", "stores/test_shared_client.py:refuses"
+    ),
     Mutant(
         f"{TCP}/session.py",
         "if threading.current_thread() is threading.main_thread():",

@@ -38,6 +38,10 @@ class LostServerError(DistNetworkError):
     """Reports a connection that ended, or could not be opened again: the server has ended, or refused the request."""
 
 
+class ServerClosedError(ConnectionResetError):
+    """Reports a connection that the server ended in order: it has read, and not done, what it did not answer."""
+
+
 def explained(text: str, name: str) -> str:
     """Return a message with the command that prints its entry on the page of errors."""
     return f"{text} [python -m hpcdist explain {name}]"

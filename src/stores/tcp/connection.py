@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from hpcdist_stores.errors import DistNetworkError, connect_timeout
+from hpcdist_stores.errors import DistNetworkError, ServerClosedError, connect_timeout
 from hpcdist_stores.integers import U64
 from hpcdist_stores.tcp import wire
 
@@ -23,10 +23,6 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.25
 LONGEST_LIMIT_S = 2e6  # 23 days; Python takes milliseconds of more than 31 bits and cuts them off
 
 _u64 = U64.unpack_from
-
-
-class ServerClosed(ConnectionResetError):
-    """Reports a connection that the server ended in order: it has read, and not done, what it did not answer."""
 
 
 class Connection:
@@ -77,7 +73,7 @@ class Connection:
 
     def _receive(self, most: int) -> bytes:
         if not (data := self.recv(most)):
-            raise ServerClosed("the server closed the connection")
+            raise ServerClosedError("the server closed the connection")
         return data
 
     def read_value(self) -> bytes:

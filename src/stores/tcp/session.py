@@ -25,8 +25,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpcdist_stores.errors import DistNetworkError, DistStoreError, NoAnswerError, lost_server, name_keys
-from hpcdist_stores.tcp.connection import Connection, ServerClosed, connect, open_connection
+from hpcdist_stores.errors import (
+    DistNetworkError,
+    DistStoreError,
+    NoAnswerError,
+    ServerClosedError,
+    lost_server,
+    name_keys,
+)
+from hpcdist_stores.tcp.connection import Connection, connect, open_connection
 from hpcdist_stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
 
 PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
@@ -86,7 +93,7 @@ class _Request:
 def _fail(requests: list[_Request], error: BaseException) -> None:
     """Let requests fail with the one that was sent before them, or be sent again if the server has not done them."""
     for each in requests:
-        if isinstance(error, ServerClosed):
+        if isinstance(error, ServerClosedError):
             each.turn.release()
         else:
             each.fail(error)
