@@ -206,12 +206,25 @@ def test_tensors_whose_storage_was_freed(call, count, size):
             WITHOUT_MEMORY[call](lambda: torch.ones(count), size)
 
 
-def test_a_strided_tensor_whose_storage_was_freed():
-    tensor = torch.ones(3, 2).t()
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.ones(3, 2).t(), lambda: torch.ones(3, 2).bfloat16(), lambda: torch.ones(3, 2).bfloat16().t()],
+    ids=["strided", "half", "strided half"],
+)
+def test_a_copied_tensor_whose_storage_was_freed(make, size):
+    def gather(each):
+        dist.all_gather_into_tensor(each, torch.ones(each.numel() // size, dtype=each.dtype))
+
+    tensor = make()
     tensor.untyped_storage().resize_(0)
-    for call in (dist.all_reduce, lambda each: dist.broadcast(each, 0), lambda each: dist.isend(each, 0)):
-        with pytest.raises(ValueError, match="storage was freed"):
-            call(tensor)
+    for call in (dist.all_reduce, lambda each: dist.broadcast(each, 0), lambda each: dist.reduce(each, 0), gather):
+        for _ in range(20):  # until the group knows the call
+            with pytest.raises(ValueError, match="storage was freed"):
+                call(tensor)
+            if call is not gather or not tensor.numel() % size:
+                call(make())
+    with pytest.raises(ValueError, match="storage was freed|non-NULL address"):
+        dist.isend(tensor, 0)
 
 
 def test_a_list_of_which_one_tensor_has_no_memory(size):

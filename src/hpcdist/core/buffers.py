@@ -202,9 +202,17 @@ class Copies:
 
     def of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return a copy of a tensor, and what describes it."""
+        if not tensor.data_ptr():  # as ``like``, without a call, for latency
+            check_memory(tensor)
         found = self._kept.get(tensor.shape) or self.memory(tensor.shape)
         found[0].copy_(tensor)
         return found
+
+    def like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return memory for a copy of a tensor, which has some itself, and what describes it."""
+        if not tensor.data_ptr():
+            check_memory(tensor)
+        return self._kept.get(tensor.shape) or self.memory(tensor.shape)
 
     def memory(self, shape: torch.Size) -> tuple[torch.Tensor, Any]:
         """Return memory for a copy, and what describes it."""

@@ -309,7 +309,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     if 0 in given.stride() or given.requires_grad or given.is_inference() or buffer.is_inference():
         return None
     copies = Copies(given.dtype, describe)
-    return (copies.of if is_read else lambda tensor: copies.memory(tensor.shape)), True
+    return (copies.of if is_read else copies.like), True
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:

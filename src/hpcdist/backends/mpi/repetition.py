@@ -103,6 +103,8 @@ def repeated(
         else:
             if is_copied:
                 places = send.shape
+                if not send.data_ptr() or not (recv is None or recv.data_ptr()):
+                    check_memory(*tensors_of(send, recv))
             elif places_of is not None:
                 places = places_of(send, recv)
             else:
