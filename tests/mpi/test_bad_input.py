@@ -223,7 +223,7 @@ def test_a_copied_tensor_whose_storage_was_freed(make, size):
                 call(tensor)
             if call is not gather or not tensor.numel() % size:
                 call(make())
-    with pytest.raises(ValueError, match="storage was freed|non-NULL address"):
+    with pytest.raises(ValueError, match=r"storage was freed|non-NULL address"):
         dist.isend(tensor, 0)
 
 
