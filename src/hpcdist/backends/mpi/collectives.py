@@ -24,7 +24,7 @@ from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plans
 from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Reduction
-from hpcdist.backends.mpi.repetition import Prepared, repeated
+from hpcdist.backends.mpi.repetition import Prepared, repeated, run_again
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
@@ -216,7 +216,7 @@ class Collectives:
         """
         prepared = self._prepared(call)
         if prepared is None:
-            return lambda send, recv: self.run(call.on(send, recv))
+            return run_again(call, self.run)
         if self._communicator.is_checked:
             prepared = prepared._replace(function=self._followed_by_check(call.row, prepared.function))
         tensor = call.tensor

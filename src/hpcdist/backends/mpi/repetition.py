@@ -58,6 +58,16 @@ def where(call: Call) -> Callable[[Any, Any], Any] | None:
     return (lambda _, recv: (recv.numel(), recv.data_ptr())) if call.send is None else None
 
 
+def run_again(call: Call, run: Callable[[Call], None]) -> Run:
+    """Return what runs a collective again in the general way."""
+
+    def again(send: Any, recv: Any) -> None:
+        check_memory(*tensors_of(send, recv))
+        run(call.on(send, recv))
+
+    return again
+
+
 def repeated(
     call: Call,
     said: int,
@@ -90,7 +100,7 @@ def repeated(
     log = None if check is None else check.log
     # the first call opens the board, and some shares MPI is to compare
     if check is not None and (not check.is_open or (check.compares_shares and call.row in EXCHANGES)):
-        return lambda send, recv: check.run(call.on(send, recv), said)
+        return run_again(call, lambda made: check.run(made, said))
     if board is not None:
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
         begin_fence, end_fence, others = board.begin_fence, board.end_fence, [words for words, _ in board.others]
