@@ -303,7 +303,7 @@ class HaloExchange:
         """Return what sends layers to the neighbours before and after, and writes what they send for the same ends."""
         before, after = self._neighbours[dim]
         if before == after == self._group.rank():
-            return in_turn([write(targets[1], given[0]), write(targets[0], given[1])])
+            return one_after_another([write(targets[1], given[0]), write(targets[0], given[1])])
         # where both neighbours are one rank, what it sends first, its lower end, belongs to the upper one here
         ends = [(peer, target) for peer, target in ((after, targets[1]), (before, targets[0])) if peer is not None]
         buffer_for = contiguous_like if write is adding else for_writing  # the target itself, if it can be
@@ -319,10 +319,10 @@ class HaloExchange:
         copy = copying if write is copying else copying_once
         first = [copy(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
         last = [write(target, buffer) for buffer, _, target in received if buffer is not target]
-        return in_turn([*first, exchange, *last]) if first or last else exchange
+        return one_after_another([*first, exchange, *last]) if first or last else exchange
 
 
-def in_turn(steps: list[Step]) -> Step:
+def one_after_another(steps: list[Step]) -> Step:
     """Return what takes several steps."""
 
     def run() -> None:

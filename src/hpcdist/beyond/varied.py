@@ -329,7 +329,8 @@ def agree(
     if not is_known:
         raise misfit(pg, call, form, dim)
     if most > slots.nbytes or 8 * most < slots.nbytes:
-        needed = 1 << (most - 1).bit_length() if 8 < most <= SLOTS_MAX // len(sizes) else 8 if 0 < most <= 8 else 0
+        is_small = 0 < most <= max(8, SLOTS_MAX // len(sizes))
+        needed = max(8, 1 << (most - 1).bit_length()) if is_small else 0
         if needed != slots.nbytes:
             pg.kept[call] = Slots(pg, slots.row, needed)
     return sizes, is_recorded, slots if is_joined else None

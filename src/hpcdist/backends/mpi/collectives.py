@@ -357,7 +357,7 @@ class Collectives:
 def described_by_counts(
     counts: Counts, itemsize: int, datatype: MPI.Datatype, last: tuple[Any, ...], limit: int
 ) -> Callable[[tuple[int, int, int]], tuple[tuple[Any, ...] | None, int]]:
-    """Return the same for a reduce_scatter of shares of some counts."""
+    """Return what describes a reduce_scatter of shares of some counts (``repetition.Prepared``)."""
     sent, received = (sum(each) * itemsize for each in counts)
 
     def describe(places: tuple[int, int, int]) -> tuple[tuple[Any, ...] | None, int]:
