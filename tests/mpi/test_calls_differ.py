@@ -91,6 +91,27 @@ def test_repeated_calls_of_other_sizes(sizes, group, rank, size):
     refused(f"of {sizes[0]} elements.*of {sizes[1]} elements", dist.all_reduce, torch.ones(own), group=group)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("before", [0, 200], ids=["first", "repeated"])
+def test_several_tensors_of_other_sizes_and_as_many_elements(before, is_async, group, rank, size):
+    """Tensors that are reduced as one are compared one by one."""
+
+    def reduce(*sizes):
+        tensors = [torch.ones(each) for each in sizes]
+        work = dist.all_reduce_coalesced(tensors, group=group, async_op=is_async)
+        if work is not None:
+            work.wait()
+        assert all(bool((each == size).all()) for each in tensors)
+
+    for _ in range(before):
+        reduce(3, 1, 4)
+    refused(
+        "of 8 elements, float32, SUM, of several tensors.*of 8 elements, float32, SUM, of several tensors",
+        reduce, *((3, 4, 1) if rank == size - 1 else (3, 1, 4)),
+    )  # fmt: skip
+    refused("of 8 elements, float32, SUM(;|.*of several)", reduce, *((8,) if rank == size - 1 else (3, 1, 4)))
+
+
 def test_asynchronous_calls(group, rank, size):
     works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(3)]
     works.append(dist.all_reduce(torch.ones(4 if rank else 5), group=group, async_op=True))

@@ -26,7 +26,8 @@ class Call(NamedTuple):
     recv: Any = None  # the tensor to write; None if this rank does not receive
     op: Any = None  # how values are combined, for rows that reduce
     root: int | None = None  # a rank of the group, for rooted rows
-    counts: Counts | None = None  # elements to and from each rank, for rows of shape COUNTED
+    # elements to and from each rank, for rows of shape COUNTED; those of each tensor if several are reduced as one
+    counts: Counts | None = None
     finish: Callable[[], None] | None = None  # runs when ``recv`` holds the result, such as a copy to the caller's
     result: list[torch.Tensor] | None = None  # what the Work of the call shows; None for the output
     limit: float | None = None  # the seconds that it may take; None for the group's timeout

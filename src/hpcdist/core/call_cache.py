@@ -50,7 +50,7 @@ class CachedCall:
 
     Attributes:
         op: how values are combined, for rows that reduce.
-        counts: as the caller gave them.
+        counts: as ``issue`` was given them.
         in_place: whether one tensor is input and output.
         is_like: tells whether what a call reads and writes looks like what this one did: class, dtype, device, layout,
             and nothing lazy about it. It takes one tensor if the call is in place, else what both sides are.

@@ -81,7 +81,8 @@ def issue(
         op: how values are combined, for rows that reduce; None for others.
         root: a rank of the group, for rooted rows; None for others.
         async_op: begin only, and return a Work.
-        counts: elements to and from each rank; of all_to_all_single rows of dimension 0.
+        counts: elements to and from each rank, of all_to_all_single rows of dimension 0; of an all_reduce of several
+            tensors as one those of each.
 
     Returns:
         The Work if ``async_op``, else None; None too if this rank is not in the group.

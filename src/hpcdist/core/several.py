@@ -20,13 +20,21 @@ import torch
 from hpcdist.core import hooks, profiling, reduction
 from hpcdist.core.buffers import as_list, check_dense, concatenate, make_unpack, put, real, same_dtype
 from hpcdist.core.call import Call
-from hpcdist.core.call_cache import Likeness
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
 from hpcdist.core.lists import check_lengths, flatten
 from hpcdist.core.reduction import canonical, is_done_by_parts
-from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER_SINGLE, Row
+from hpcdist.core.table import (
+    ALL_GATHER,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER_SINGLE,
+    Counts,
+    Row,
+)
 from hpcdist.core.work import AllWork, Work
 
 BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
@@ -37,10 +45,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Bundle(NamedTuple):
-    """What a group's small tensors looked like when it saw them twice, and the bytes of each."""
+    """Contiguous CPU tensors of one dtype that fit one bucket.
 
-    is_like: Likeness
+    Attributes:
+        sizes: the bytes of each.
+        counts: the elements of each, for the call that reduces them all.
+    """
+
     sizes: list[int]
+    counts: Counts | None
 
 
 def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[int]]:
@@ -79,17 +92,24 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[in
     return made
 
 
-def sizes_of_plain(pg: Group, tensors: list[Any]) -> list[int] | None:
-    """Return the bytes of each tensor; None unless they are contiguous CPU tensors of one dtype and fit one bucket."""
-    for known in pg.known.get(COALESCED, ()):
-        if len(known.sizes) == len(tensors) and known.is_like(*tensors):
-            return known.sizes
+def counts_of(sizes: list[int], itemsize: int) -> Counts | None:
+    """Return the elements of several tensors of so many bytes, which a call has of them; None of a single tensor."""
+    return None if len(sizes) == 1 else ([size // itemsize for size in sizes],) * 2
+
+
+def bundle_of(pg: Group, tensors: list[Any]) -> Bundle | None:
+    """Return tensors as a bundle; None unless they are contiguous CPU tensors of one dtype and fit one bucket."""
+    known: Bundle
+    for is_like, known in pg.known.get(COALESCED, ()):
+        if len(known.sizes) == len(tensors) and is_like(*tensors):
+            return known
     listed = as_list(tensors, getattr(tensors[0], "dtype", None)) if tensors else None
     if listed is None or listed.nbytes > BUCKET_BYTES:
         return None
+    bundle = Bundle(listed.sizes, counts_of(listed.sizes, listed.itemsize))
     if hooks.likeness is not None and pg.known.is_again(COALESCED, listed.sizes):
-        pg.known.keep(COALESCED, Bundle(hooks.likeness(*tensors), listed.sizes))
-    return listed.sizes
+        pg.known.keep(COALESCED, (hooks.likeness(*tensors), bundle))
+    return bundle
 
 
 def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
@@ -100,11 +120,11 @@ def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
     # a library that makes many calls one needs no copies for it; an event of the profiler has the shape of each
     if pg.cpu is None or pg.cpu.has_groups or hooks.is_profiled():
         return False
-    if (sizes := sizes_of_plain(pg, tensors)) is None:
+    if (bundle := bundle_of(pg, tensors)) is None:
         return False
     pg.cpu.settle()  # an asynchronous call may still write what is read here
-    flat, copy = pg.cpu.bundle(tensors, sizes)
-    issue(ALL_REDUCE, pg, flat, flat, op)
+    flat, copy = pg.cpu.bundle(tensors, bundle.sizes)
+    issue(ALL_REDUCE, pg, flat, flat, op, counts=bundle.counts)
     copy()
     return True
 
@@ -123,8 +143,8 @@ def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) 
             yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, begins)
             continue
         flat = flatten(pg, together, same_dtype(*together), begins)
-        then = make_unpack(flat, together)
-        yield issue_any(Call(ALL_REDUCE, flat, flat, op, finish=then, result=together), pg, begins)
+        counts, then = counts_of([each.nbytes for each in together], flat.itemsize), make_unpack(flat, together)
+        yield issue_any(Call(ALL_REDUCE, flat, flat, op, None, counts, then, together), pg, begins)
 
 
 def is_begun(pg: Group, tensor: torch.Tensor, async_op: bool) -> bool:

@@ -29,7 +29,7 @@ from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
-from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, ROWS, Counts, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER, ROWS, Counts, Row, Shape
 
 Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
@@ -160,10 +160,10 @@ class Collectives:
         recvbuf = None if recv is None else [address(recv.data_ptr(), recv.nbytes), how.datatype]
         if row.rooted:
             function(sendbuf, recvbuf, how.op, root)
-        elif counts is None:
-            function(sendbuf, recvbuf, how.op)
-        else:
+        elif row is REDUCE_SCATTER:
             function(sendbuf, recvbuf, counts[0], how.op)
+        else:
+            function(sendbuf, recvbuf, how.op)
 
     def _reduce_large(self, call: Call, how: Reduction) -> None:
         """Reduce more elements than MPI's int counts, piece by piece; a reduce_scatter is one reduce to each rank."""
@@ -251,7 +251,7 @@ class Collectives:
         if how is None:
             return Prepared(function, described(call, BYTE, last, size, limit))
         last = (how.op, *last)
-        if counts is not None:
+        if row is REDUCE_SCATTER:
             if send.__class__ is TensorList or not how.is_direct:
                 return None
             return Prepared(function, described_by_counts(counts, send.itemsize, how.datatype, last, limit))

@@ -15,7 +15,16 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, ROOT, SIZES, counted, size_of, with_size
+from hpcdist.backends.mpi.node.call_board import (
+    COUNTED,
+    LAST,
+    NUMBER,
+    SIZES,
+    counted,
+    size_of,
+    with_root,
+    with_size,
+)
 from hpcdist.core.buffers import TensorList, check_memory
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_cache import tensors_of
@@ -90,7 +99,7 @@ def repeated(
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
     fixed = size_of(call, communicator.rank, communicator.size)
-    first = said if call.root is None else said + call.root * ROOT
+    first = with_root(said, call)
     known: tuple[Any, tuple[Any, ...] | None, int, int] = (None, None, fixed, with_size(first, fixed))
     last_size = -1
     board = None if check is None else check.board

@@ -29,7 +29,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, CallLog
 from hpcdist.core.ranks import by_value
 from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
-from hpcdist.core.table import ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
 from hpcdist.launch.environment import NODE_KEY
 
 # Calls of each rank that can be read. A rank may be almost 2 blocks ahead: a root may block in MPI if it is 66 ahead,
@@ -81,6 +81,8 @@ class Said(NamedTuple):
             text += f" of {elements}, {str(self.dtype).removeprefix('torch.')}"
         if self.op:
             text += f", {self.op}"
+        if self.name == ALL_REDUCE.name and self.root:
+            text += f", of several tensors (their sizes have the digest {self.root})"
         row = ROWS.get(self.name)
         if self.name in OBJECTS[1:] or (row is not None and row.rooted):
             text += f", root {self.root}"
@@ -94,6 +96,15 @@ def what(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int 
     code = CODES[name] << DTYPE_BITS | DTYPE_CODES[dtype]
     code = code << OP_BITS | (0 if op is None else OPS.index(name_of(op)))
     return (code << ROOT_BITS | (root or 0) & ((1 << ROOT_BITS) - 1)) * ROOT
+
+
+def with_root(word: int, call: Call) -> int:
+    """Return the first word of a call with its root, or with a digest of the sizes of the tensors that it reduces."""
+    if call.root is not None:
+        return word + call.root * ROOT
+    if call.counts is not None and call.row is ALL_REDUCE:
+        return word + (1 + hash(tuple(call.counts[0])) % ((1 << ROOT_BITS) - 1)) * ROOT
+    return word
 
 
 def with_size(word: int, size: int) -> int:
@@ -119,7 +130,7 @@ def read(word: int, size: int) -> Said:
 def size_of(call: Call, rank: int, ranks: int) -> int:
     """Return the second word of a call: the elements of a rank's share, or of the whole tensor if all have it."""
     row, send, recv, op, _, counts, *_ = call
-    if counts is not None:
+    if counts is not None and row.shape is not Shape.SAME:
         if row not in EXCHANGES:
             shares = tuple(counts[0] if row.reduces else counts[1])
             return COUNTED + (hash(shares) & (COUNTED - 1))
