@@ -166,7 +166,7 @@ class CallCheck:
         communicator = self._communicator
         size = size_of(call, communicator.rank, communicator.size)
         counts = counted(call) if size < 0 or size >= COUNTED else None
-        first = base if call.root is call.counts is None else with_root(base, call)  # most have neither
+        first = base if call.root is None and call.counts is None else with_root(base, call)
         self.make(first, size, partial(self._carry_out, call), counts)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:

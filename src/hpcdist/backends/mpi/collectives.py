@@ -161,6 +161,7 @@ class Collectives:
         if row.rooted:
             function(sendbuf, recvbuf, how.op, root)
         elif row is REDUCE_SCATTER:
+            assert counts is not None
             function(sendbuf, recvbuf, counts[0], how.op)
         else:
             function(sendbuf, recvbuf, how.op)
@@ -252,6 +253,7 @@ class Collectives:
             return Prepared(function, described(call, BYTE, last, size, limit))
         last = (how.op, *last)
         if row is REDUCE_SCATTER:
+            assert counts is not None
             if send.__class__ is TensorList or not how.is_direct:
                 return None
             return Prepared(function, described_by_counts(counts, send.itemsize, how.datatype, last, limit))
