@@ -343,6 +343,28 @@ def test_functions_of_python_in_a_call(group, size):
     assert (general <= 1 + 20, cached) == (True, 1 + 3), general  # the lambda; all_reduce, issue and what was prepared
 
 
+@pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")
+def test_what_was_prepared_before_the_nodes_were_known(group, size):
+    """The least threshold of any layout holds until then; those of a larger one are then prepared calls too."""
+    from mpi4py import MPI
+
+    from hpcdist.backends.mpi.node.threshold_file import SEVERAL
+    from hpcdist.backends.mpi.node.thresholds import Thresholds
+
+    if not 1 < size <= FEW:
+        pytest.skip("has no window, or the call board compares many ranks in another way")
+    plans, library = group.cpu.collectives.plans, MPI.get_vendor()[0]
+    plans.thresholds = Thresholds(
+        "", "a file", {(library, size): {"all_reduce": 1 << 20}, (library, SEVERAL): {"all_reduce": 1 << 16}}
+    )
+    all_reduce_often(group, size)
+    assert plans.nodes == 0
+    tensor = torch.ones(1 << 16)
+    dist.all_reduce(tensor, group=group)
+    assert plans.nodes == 1
+    assert min(frames(lambda: dist.all_reduce(tensor, group=group)) for _ in range(10)) == 1 + 3
+
+
 def forms(rank, size):
     """Calls of every form: (call, outputs, what is written to them before, expected)."""
     last, total, length = size - 1, size * (size - 1) / 2, 3

@@ -87,29 +87,6 @@ def test_plans_are_made_once_and_know_the_window():
     assert plans.of(ALL_REDUCE, torch.float32, ReduceOp.SUM).shared_from == NEVER
 
 
-@pytest.mark.parametrize("library", ["MPICH", "an MPI that was not measured"])
-def test_sizes_that_two_ranks_leave_to_mpi(monkeypatch, library):
-    mpi = pytest.importorskip("mpi4py.MPI", reason="no MPI library")
-    from hpcdist.backends.mpi.node.thresholds import MIB, Thresholds
-    from hpcdist.backends.mpi.plans import Plans
-
-    monkeypatch.setattr(mpi, "get_vendor", lambda: (library, (1, 0, 0)))
-    sizes = [8 * MIB, 8 * MIB + 4, 16 * MIB, 32 * MIB - 4, 32 * MIB]
-
-    def shared(size, thresholds, dtype=torch.float32, nodes=1):
-        plans = Plans(size, thresholds)
-        plans.locate(nodes, size // nodes)
-        made = plans.of(ALL_REDUCE, dtype, ReduceOp.SUM)
-        return [each >= made.shared_from and each not in made.gap for each in sizes]
-
-    assert shared(2, Thresholds()) == [True, False, False, False, True]
-    everything = [True] * len(sizes)
-    assert shared(2, Thresholds(), torch.bfloat16) == everything  # MPI has no sum of it
-    assert shared(4, Thresholds()) == shared(4, Thresholds(), nodes=2) == everything
-    assert shared(2, Thresholds("64K")) == everything
-    assert shared(2, Thresholds("", "a file", {(library, 2): {"all_reduce": 1 << 16}})) == everything
-
-
 def test_blocks_between_nodes_have_a_least_size():
     pytest.importorskip("mpi4py.MPI", reason="no MPI library")
     from hpcdist.backends.mpi.node.thresholds import LEAST_BLOCK, Thresholds

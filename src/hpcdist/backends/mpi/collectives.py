@@ -22,7 +22,7 @@ from hpcdist.backends.mpi.exchange import COPY_MAX, Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
-from hpcdist.backends.mpi.plans import Plans
+from hpcdist.backends.mpi.plans import Plan, Plans
 from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Reduction
 from hpcdist.backends.mpi.repetition import Prepared, repeated, run_again
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
@@ -85,11 +85,7 @@ class Collectives:
             else:
                 plan = self.plans.of(row, send.dtype, op)
                 nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
-                is_shared = (  # as the method says, without a call, for latency
-                    nbytes >= plan.shared_from
-                    and nbytes not in plan.gap
-                    and self._can_share(row, send.dtype, op, nbytes)
-                )
+                is_shared = nbytes >= plan.shared_from and self._can_share(plan, nbytes)
                 is_list = row.reduces and send.__class__ is TensorList
                 if is_list and not (is_shared and self.node.takes_list(send, recv)):
                     send = self._vectors.flatten(send)
@@ -115,10 +111,9 @@ class Collectives:
 
     def is_shared(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
         """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
-        plan = self.plans.of(row, dtype, op)
-        return nbytes >= plan.shared_from and nbytes not in plan.gap
+        return nbytes >= self.plans.of(row, dtype, op).shared_from
 
-    def _can_share(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
+    def _can_share(self, plan: Plan, nbytes: int) -> bool:
         """Make what the first call through node-shared memory needs; tell whether one of so many bytes still is one."""
         if self.node.shared is not None:
             return True
@@ -128,7 +123,7 @@ class Collectives:
             return True
         else:
             self.plans.give_up_window()
-        return self.is_shared(row, dtype, op, nbytes) and self._can_share(row, dtype, op, nbytes)
+        return nbytes >= plan.shared_from and self._can_share(plan, nbytes)
 
     # -- reducing ------------------------------------------------------------------------------------
 
@@ -246,27 +241,25 @@ class Collectives:
             return self._exchange.prepared(send, recv, counts)
         plan = self.plans.of(row, send.dtype, op)
         function, how, size = self._calls[row], plan.reduction, self._size
-        # from there on the general way decides (when the nodes are known, a window is used from this size on or later)
-        limit = min(plan.shared_from, COUNT_MAX + 1)
         last = () if root is None else (root,)
         if how is None:
-            return Prepared(function, described(call, BYTE, last, size, limit))
+            return Prepared(function, described(call, BYTE, last, size, plan))
         last = (how.op, *last)
         if row is REDUCE_SCATTER:
             assert counts is not None
             if send.__class__ is TensorList or not how.is_direct:
                 return None
-            return Prepared(function, described_by_counts(counts, send.itemsize, how.datatype, last, limit))
+            return Prepared(function, described_by_counts(counts, send.itemsize, how.datatype, last, plan))
         if send.__class__ is TensorList:
-            return self._flattened(call, how, last, limit)
+            return self._flattened(call, how, last, plan)
         if how.is_direct:
-            return Prepared(function, described(call, how.datatype, last, size, limit))
+            return Prepared(function, described(call, how.datatype, last, size, plan))
         if how.factor is not None or how.flips or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
         divide = self._division(how.wide or send.dtype) if how.averages else None
         if not how.in_memory:
-            return self._widened(call, how, last, divide, limit)
-        return Prepared(function, described(call, how.datatype, last, size, limit), None if recv is None else divide)
+            return self._widened(call, how, last, divide, plan)
+        return Prepared(function, described(call, how.datatype, last, size, plan), None if recv is None else divide)
 
     def _division(self, dtype: torch.dtype) -> Divide:
         """Return what divides a sum by the number of ranks; by a tensor it takes half the time."""
@@ -276,7 +269,7 @@ class Collectives:
         divisor = torch.tensor(size, dtype=dtype, device="cpu")
         return lambda total: total.div_(divisor)
 
-    def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...], limit: int) -> Prepared | None:
+    def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...], plan: Plan) -> Prepared | None:
         """Return what reduces the tensors of a list, copied to memory that is kept."""
         if not how.is_direct:
             return None
@@ -287,7 +280,7 @@ class Collectives:
         def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
             count, *addresses = places
             nbytes = count * itemsize
-            if ranks * nbytes >= limit or nbytes > COPY_MAX:
+            if ranks * nbytes >= plan.shared_from or nbytes > COPY_MAX:
                 return None, count
             own, *sources = [address(place, nbytes) for place in addresses]
             return (own, sources, nbytes, count), count
@@ -302,20 +295,21 @@ class Collectives:
         return Prepared(run, describe)
 
     def _widened(
-        self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None, limit: int
+        self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None, plan: Plan
     ) -> Prepared:
         """Return what reduces a tensor in memory of a wider dtype, which is kept for small ones."""
         row, send, recv, wide = call.row, call.send, call.recv, how.wide
         assert wide is not None
         function, size, datatype, is_float = self._calls[row], self._size, how.datatype, wide.is_floating_point
         is_alone, ranks = recv is None or row.shape is Shape.SAME, 1 if row.shape is Shape.SAME else self._size
-        largest = min(COPY_KEPT // wide.itemsize, (limit - 1) // send.itemsize)
+        itemsize, largest = send.itemsize, COPY_KEPT // wide.itemsize
 
         widened = Copies(wide, lambda values: (address(values.data_ptr(), values.nbytes), datatype))
 
         def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
             count = shape.numel()
-            return (widened.memory(shape) if count <= largest else None), count // ranks
+            is_small = count <= largest and count * itemsize < plan.shared_from
+            return (widened.memory(shape) if is_small else None), count // ranks
 
         def run(values: torch.Tensor, buffer: Any, send: Any, recv: Any) -> None:
             total = values.copy_(send)
@@ -356,15 +350,20 @@ class Collectives:
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
 
 
+def is_general(nbytes: int, plan: Plan) -> bool:
+    """Tell whether a call of so many bytes takes the general way, which alone knows windows and counts above an int."""
+    return nbytes >= plan.shared_from or nbytes > COUNT_MAX
+
+
 def described_by_counts(
-    counts: Counts, itemsize: int, datatype: MPI.Datatype, last: tuple[Any, ...], limit: int
+    counts: Counts, itemsize: int, datatype: MPI.Datatype, last: tuple[Any, ...], plan: Plan
 ) -> Callable[[tuple[int, int, int]], tuple[tuple[Any, ...] | None, int]]:
     """Return what describes a reduce_scatter of shares of some counts (``repetition.Prepared``)."""
     sent, received = (sum(each) * itemsize for each in counts)
 
     def describe(places: tuple[int, int, int]) -> tuple[tuple[Any, ...] | None, int]:
         count, one, other = places
-        if sent >= limit or (one < other + received and other < one + sent):
+        if is_general(sent, plan) or (one < other + received and other < one + sent):
             return None, count
         return ((address(one, sent), datatype), (address(other, received), datatype), counts[0], *last), count
 
@@ -372,7 +371,7 @@ def described_by_counts(
 
 
 def described(
-    call: Call, datatype: MPI.Datatype, last: tuple[Any, ...], ranks: int, limit: int
+    call: Call, datatype: MPI.Datatype, last: tuple[Any, ...], ranks: int, plan: Plan
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
     """Return what makes the arguments of a function of MPI of where a call's tensors lie (``repetition.Prepared``).
 
@@ -381,7 +380,7 @@ def described(
         datatype: of its elements.
         last: the arguments that follow.
         ranks: of the group.
-        limit: the bytes of a tensor from which on the call takes the general way.
+        plan: of the call.
     """
     row, send, recv, op, *_ = call
     itemsize, shape = send.itemsize, row.shape
@@ -392,7 +391,7 @@ def described(
         def describe_one(places: tuple[int, int]) -> tuple[tuple[Any, ...] | None, int]:
             count, place = places
             nbytes = count * itemsize
-            if nbytes >= limit:
+            if is_general(nbytes, plan):
                 return None, count * parts
             buffer = address(place, nbytes), datatype
             if is_alone:
@@ -410,7 +409,7 @@ def described(
             received //= ranks
             count //= ranks
         count *= parts
-        if max(sent, received) >= limit or (one < other + received and other < one + sent):
+        if is_general(max(sent, received), plan) or (one < other + received and other < one + sent):
             return None, count
         return ((address(one, sent), datatype), (address(other, received), datatype), *last), count
 

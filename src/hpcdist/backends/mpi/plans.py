@@ -7,7 +7,8 @@ enters it, so ranks never make different calls (``core.call_cache`` keeps what f
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -23,13 +24,22 @@ from hpcdist.core.table import Row
 RedOpType = ReduceOp.RedOpType
 
 
-class Plan(NamedTuple):
-    """How a row, dtype and op are carried out."""
+@dataclass(eq=False, slots=True)
+class Plan:
+    """How a row, dtype and op are carried out.
 
-    reduction: Reduction | None  # MPI's datatype and op, and what surrounds the call; None for rows that move
-    shared_from: int  # bytes of the larger buffer from which on the call goes through the memory of the nodes
-    gap: range  # bytes from there on with which it does not
-    said: int  # what the call board has of it (``node.call_board``), without root
+    Attributes:
+        kind: row, dtype and op.
+        reduction: MPI's datatype and op, and what surrounds the call; None for rows that move.
+        said: what the call board has of it (``node.call_board``), without root.
+        shared_from: bytes of the larger buffer from which on the call goes through the memory of the nodes. It grows
+            when the nodes are known.
+    """
+
+    kind: tuple[Row, torch.dtype, Any]
+    reduction: Reduction | None
+    said: int
+    shared_from: int
 
 
 class Plans:
@@ -48,25 +58,29 @@ class Plans:
 
     def _make(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
         reduction = plan(row, dtype, op) if row.reduces else None
+        made = Plan((row, dtype, op), reduction, what(row.name, dtype, op), NEVER)
         # only the members of RedOpType live for ever; the address of any other object may be used again
-        lasts = op is None or (op.__class__ is RedOpType and op is getattr(RedOpType, op.name))
-        shared_from = NEVER
-        if lasts and self._has_window:
-            name = None if op is None else name_of(op)
-            library = MPI.get_vendor()[0]
-            shared_from = self.thresholds.of(row.name, dtype, name, self.nodes, self.ranks_per_node, self.size, library)
-        gap = self.thresholds.gap(row.name, dtype, self.nodes, self.size, MPI.get_vendor()[0])
-        made = Plan(reduction, shared_from, gap, what(row.name, dtype, op))
-        if lasts:
+        if op is None or (op.__class__ is RedOpType and op is getattr(RedOpType, op.name)):
+            made.shared_from = self._shared_from(*made.kind)
             self._made[row, dtype, id(op)] = made
         return made
+
+    def _shared_from(self, row: Row, dtype: torch.dtype, op: Any) -> int:
+        if not self._has_window:
+            return NEVER
+        name, library = None if op is None else name_of(op), MPI.get_vendor()[0]
+        return self.thresholds.of(row.name, dtype, name, self.nodes, self.ranks_per_node, self.size, library)
+
+    def _update(self) -> None:
+        for each in self._made.values():
+            each.shared_from = self._shared_from(*each.kind)
 
     def locate(self, nodes: int, ranks_per_node: int) -> None:
         """Take note of the number of nodes, and of ranks on each (0 if they differ), the same on all ranks."""
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
-        self._made.clear()
+        self._update()
 
     def give_up_window(self) -> None:
         """Take note that some node cannot share memory: MPI carries out all calls."""
         self._has_window = False
-        self._made.clear()
+        self._update()

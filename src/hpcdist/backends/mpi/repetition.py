@@ -129,7 +129,7 @@ def repeated(
             else:
                 count, place = send.numel(), send.data_ptr()
                 places = (count, place) if is_one else (count, place, recv.data_ptr())
-            if places != before:
+            if places != before or arguments is None:
                 if 0 in places:
                     check_memory(*tensors_of(send, recv))
                 arguments, size = describe(places)

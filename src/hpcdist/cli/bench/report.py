@@ -101,11 +101,9 @@ def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figur
     return made
 
 
-def least(nbytes: int, gap: range = range(0)) -> str:
-    """Say in words from which size on shared memory is used, and which sizes are MPI's all the same."""
-    if nbytes == threshold_file.NEVER:
-        return "never"
-    return f"from {sized(nbytes)}" + (f", not {sized(gap.start - 1)} to {sized(gap.stop)}" if gap else "")
+def least(nbytes: int) -> str:
+    """Say in words from which size on shared memory is used."""
+    return "never" if nbytes == threshold_file.NEVER else f"from {sized(nbytes)}"
 
 
 def explain(bench: Bench) -> None:
@@ -125,10 +123,7 @@ def explain(bench: Bench) -> None:
     for name in thresholds.COLLECTIVES:
         op = "SUM" if "reduce" in name else None
         cells = (
-            least(
-                found.of(name, dtype, op, nodes, places.ranks_per_node, bench.size, vendor),
-                found.gap(name, dtype, nodes, bench.size, vendor),
-            )
+            least(found.of(name, dtype, op, nodes, places.ranks_per_node, bench.size, vendor))
             for dtype in (torch.float32, torch.bfloat16)
         )
         made.add_row(name, *cells)

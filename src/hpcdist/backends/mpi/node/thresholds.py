@@ -40,11 +40,11 @@ STAND_IN = "MPICH"
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 HALF = " of half types"  # reduced; a table without them says nothing of them
 
-HALF_ROWS = {"all_reduce of half types": 16 * KIB, "reduce_scatter_single of half types": 16 * KIB}
+HALF_ROWS = {"all_reduce of half types": 48 * KIB, "reduce_scatter_single of half types": 48 * KIB}
 HALF_BETWEEN = {"all_reduce of half types": 256 * KIB, "reduce_scatter_single of half types": 256 * KIB}
 
 BYTES: Measured = {
-    ("Open MPI", 2): {"all_reduce": 64 * MIB, "reduce_scatter_single": 256 * KIB},
+    ("Open MPI", 2): {"all_reduce": 64 * MIB, "reduce_scatter_single": 1 * MIB},
     ("Open MPI", 4): {
         "all_reduce": 1 * MIB,
         "broadcast": 128 * KIB,
@@ -57,7 +57,7 @@ BYTES: Measured = {
         "all_gather_single": 1 * MIB,
         "reduce_scatter_single": 2 * MIB,
     },
-    ("MPICH", 2): {"all_reduce": 16 * KIB, "reduce_scatter_single": 64 * MIB, **HALF_ROWS},
+    ("MPICH", 2): {"all_reduce": 64 * MIB, "reduce_scatter_single": 64 * MIB, **HALF_ROWS},
     ("MPICH", 4): {
         "all_reduce": 1 * MIB,
         "broadcast": 16 * KIB,
@@ -80,11 +80,6 @@ BYTES: Measured = {
         "reduce_scatter_single": 4 * MIB,
     },
 }
-
-# Sizes of float32 and its like that two ranks of MPICH leave to MPI: 16 MiB takes 1.5 times as long through the window
-# if they do not share an L3 cache, and 1.07 on the Xeon. By then the tensors lie in no cache, but the window does; from
-# 32 MiB on glibc gives MPI's own buffer new pages in each call
-LEFT_TO_MPI = {("MPICH", 2, "all_reduce"): range(8 * MIB + 1, 32 * MIB)}
 
 # Between nodes smaller blocks, and shares of half types, are MPI's: each goes to every other node. On 32 nodes of 2
 # ranks at 100 Mbit/s a reduce_scatter took 3.1 times as long as MPI's with blocks of 16 KiB, 0.7 times with 64 KiB
@@ -182,13 +177,6 @@ class Thresholds:
         if name.endswith("_single") or op in ("MIN", "MAX") or (op is not None and dtype.itemsize < 4) or is_half:
             least_between = ranks * LEAST_BLOCK  # goes by blocks from each node to each other
         return min((self._at(place, name, is_half, least_between, library) for place in places), default=NEVER)
-
-    def gap(self, name: str, dtype: torch.dtype, nodes: int, ranks: int, library: str) -> range:
-        """Return the sizes that MPI carries out although they are above what ``of`` returns."""
-        if self._everywhere is not None or self._table is not BYTES or nodes > 1 or dtype in WIDER:
-            return range(0)
-        known = library if any(library == each for each, _ in BYTES) else STAND_IN
-        return LEFT_TO_MPI.get((known, ranks, name), range(0))
 
     def _at(self, place: int | str, name: str, is_half: bool, least_between: int, library: str) -> int:
         if place == FLAT and not is_half:
