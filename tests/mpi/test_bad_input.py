@@ -36,7 +36,13 @@ CASES = {
     "no output": (TypeError, lambda n: dist.all_gather_single(None, one()), "torch.Tensor"),
     "no input": (TypeError, lambda n: dist.reduce_scatter_single(one(), None), "torch.Tensor"),
     "no exchange": (TypeError, lambda n: dist.all_to_all_single(torch.ones(n), None), "torch.Tensor"),
-    "a word for a rank": (TypeError, lambda n: dist.broadcast(one(), "0"), "integer"),
+    "a word for a rank": (TypeError, lambda n: dist.broadcast(one(), "0"), "a rank is '0'"),
+    "a float for a rank": (TypeError, lambda n: dist.broadcast(one(), 0.0), "a rank is 0.0 of type float"),
+    "a float for a rank of the group": (TypeError, lambda n: dist.reduce(one(), group_dst=0.0), "a rank is 0.0"),
+    "a message to a float": (TypeError, lambda n: dist.isend(one(), 0.0), "a rank is 0.0"),
+    "a message from a float": (TypeError, lambda n: dist.irecv(one(), 0.0), "a rank is 0.0"),
+    "halos of a float": (TypeError, lambda n: dist.exchange({0.0: one()}, {0.0: one()}), "a rank is 0.0"),
+    "floats to split": (TypeError, lambda n: dist.split_group(None, [[0.0]]), "a rank is 0.0"),
     "no whole splits": (TypeError, lambda n: dist.all_to_all_single(one(), one(), [1.0] * n, [1.0] * n), "integer"),
     "no op": (TypeError, lambda n: dist.all_reduce(one(), "sum"), "ReduceOp"),
     "no source": (ValueError, lambda n: dist.broadcast(one()), "Must specify"),
@@ -227,8 +233,9 @@ def test_a_copied_tensor_whose_storage_was_freed(make, size):
                 call(tensor)
             if call is not gather or not tensor.numel() % size:
                 call(make())
-    with pytest.raises(ValueError, match=r"storage was freed|non-NULL address"):
-        dist.isend(tensor, 0)
+    for message in (dist.isend, dist.irecv):
+        with pytest.raises(ValueError, match="storage was freed"):
+            message(tensor, 0)
 
 
 @pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")

@@ -285,7 +285,7 @@ WRONG = [
     (lambda w, n: w.put(torch.zeros(3), 0, -1), ValueError, "3 elements from offset -1"),
     (lambda w, n: w.put(torch.zeros(3).int(), 0), ValueError, "the tensor is torch.int32 on cpu; expected torch.fl"),
     (lambda w, n: w.put([1.0], 0), TypeError, "Expected parameter `tensor` of type torch.Tensor"),
-    (lambda w, n: w.put(torch.zeros(3), "0"), TypeError, "integer"),
+    (lambda w, n: w.put(torch.zeros(3), "0"), TypeError, "a rank is '0'"),
     (lambda w, n: w.get(torch.zeros(9), 0), ValueError, "9 elements from offset 0"),
     (
         lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.AVG),

@@ -90,7 +90,7 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
     found: list[Message] = []
     are_plain = True
     for rank, tensor in given.items():
-        if (peer := pg.group_ranks.get(rank)) is None:
+        if rank.__class__ is not int or (peer := pg.group_ranks.get(rank)) is None:
             peer = world.group_rank(pg, rank, None)
         if tensor.__class__ is np.ndarray:
             tensor = on_memory(tensor)

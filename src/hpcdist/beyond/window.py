@@ -22,7 +22,7 @@ from hpcdist.core.agreement import attempt
 from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import by_value
+from hpcdist.core.ranks import as_rank, by_value
 from hpcdist.launch import environment
 
 
@@ -188,7 +188,7 @@ class Window:
             raise ValueError(f"Window.{call}: the window is closed, or its group was destroyed")
         if cpu is not self._backend:
             cpu.settle()  # which raises: this is a forked child
-        if not 0 <= operator.index(rank) < len(self.sizes):
+        if not 0 <= as_rank(rank) < len(self.sizes):
             raise MismatchError(f"Window.{call}: there is no rank {rank} in the group (0 to {len(self.sizes) - 1})")
 
     def _place(self, call: str, data: torch.Tensor, rank: Any, offset: Any) -> int:

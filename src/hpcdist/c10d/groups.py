@@ -6,8 +6,7 @@ the default group calls, also those that will not be members.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.ranks import by_value
+from hpcdist.core.ranks import as_rank, by_value
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.logs import LOG, of
@@ -209,8 +208,8 @@ def split_group(
         raise ValueError("split_ranks cannot be None or empty")
     check_timeout(timeout)
     parent = world.resolve(parent_pg)
-    seen: set[int] = set()
-    for ranks in split_ranks:
+    chosen, seen = [[as_rank(rank) for rank in ranks] for ranks in split_ranks], set[int]()
+    for ranks in chosen:
         if len(ranks) == 0:
             raise ValueError("the split group cannot be empty")
         if len(ranks) > parent.size():
@@ -221,12 +220,12 @@ def split_group(
             raise ValueError(f"the split group cannot have duplicate ranks, got {ranks}")
         wrong = [rank for rank in ranks if not 0 <= rank < parent.size() or rank in seen]
         if wrong:
-            raise ValueError(f"ranks {wrong} of {split_ranks} are in two subgroups, or not ranks of {parent}")
+            raise ValueError(f"ranks {wrong} of {chosen} are in two subgroups, or not ranks of {parent}")
         seen.update(ranks)
     if backend is not None:
         check_kept(parent, backend)
     description = group_desc if group_desc is not None else f"{parent.group_desc}:split"
-    subgroups = [sorted(ranks) for ranks in split_ranks]
+    subgroups = [sorted(ranks) for ranks in chosen]
     return make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
 
 
@@ -248,11 +247,9 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
     """Return the ranks of a new group, checked; None stands for all."""
     if ranks is None:
         return list(range(size))
-    try:
-        chosen = [operator.index(rank) for rank in ranks]
-    except TypeError:
-        wrong = next((rank for rank in ranks if not hasattr(rank, "__index__")), ranks)
-        raise TypeError(f"a rank is {wrong!r} of type {type(wrong).__name__}; expected an int") from None
+    if not isinstance(ranks, Iterable):
+        raise TypeError(f"ranks is {ranks!r} of type {type(ranks).__name__}; expected a list of ints")
+    chosen = [as_rank(rank) for rank in ranks]
     if is_sorted:
         chosen.sort()
     if len(set(chosen)) != len(chosen):

@@ -110,6 +110,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     if (
         isinstance(pg, Group)
         and group_peer is None
+        and peer.__class__ is int
         and (rank := pg.group_ranks.get(peer)) is not None
         and hooks.check_message is None
     ):

@@ -1,12 +1,20 @@
-"""Sets of ranks: the ranks that have each of several values, and the text that errors, reports and the doctor print."""
+"""Ranks: as callers give them, those that have each of several values, and the text of errors and reports."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 RUNS_SHOWN = 16
 Value = TypeVar("Value", bound=Hashable)
+
+
+def as_rank(value: Any) -> int:
+    """Return a caller's rank as an int, also of a tensor of one number; TypeError of what is no integer."""
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"a rank is {value!r} of type {type(value).__name__}; expected an int")
+    return operator.index(value)
 
 
 def by_value(values: Iterable[Value]) -> dict[Value, list[int]]:

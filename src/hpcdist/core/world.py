@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import warnings
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch.distributed
 
 from hpcdist.core import errors, hooks
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import as_rank, listed
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -202,8 +201,14 @@ def member_group(group: Any, call: str) -> Group | None:
 def route(group: Any, call: str, peer: int | None, group_peer: int | None) -> tuple[Group, int] | None:
     """Return the group and the peer's or root's rank in it; None if this rank is not in the group."""
     pg = WORLD.default if group is None else group
-    if isinstance(pg, Group) and pg.backends and group_peer is None and peer in pg.group_ranks:
-        return pg, pg.group_ranks[peer]
+    if (
+        peer.__class__ is int
+        and group_peer is None
+        and isinstance(pg, Group)
+        and pg.backends
+        and (rank := pg.group_ranks.get(peer)) is not None
+    ):
+        return pg, rank
     if (pg := member_group(group, call)) is None:
         return None
     return pg, group_rank(pg, peer, group_peer)
@@ -222,16 +227,14 @@ def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None)
     if rank_in_group is None:
         if global_rank is None:
             raise ValueError("Must specify global_rank or group_rank")
-        if (rank := group.group_ranks.get(global_rank)) is None:
-            rank = group.group_ranks.get(operator.index(global_rank))  # a tensor of one number, too
-        if rank is None:
+        if (rank := group.group_ranks.get(as_rank(global_rank))) is None:
             raise errors.MismatchError(
                 f"Global rank {global_rank} is not part of group {group} (it has global {listed(group.ranks)})"
             )
         return rank
     if global_rank is not None:
         raise ValueError("Can't specify both group_rank and global_rank")
-    rank_in_group = operator.index(rank_in_group)
+    rank_in_group = as_rank(rank_in_group)
     if not 0 <= rank_in_group < len(group.ranks):
         raise errors.MismatchError(
             f"Group rank {rank_in_group} is not part of group {group} (its ranks: 0 to {len(group.ranks) - 1})"

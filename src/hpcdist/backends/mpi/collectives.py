@@ -300,35 +300,44 @@ class Collectives:
         """Return what reduces a tensor in memory of a wider dtype, which is kept for small ones."""
         row, send, recv, wide = call.row, call.send, call.recv, how.wide
         assert wide is not None
-        function, size, datatype, is_float = self._calls[row], self._size, how.datatype, wide.is_floating_point
-        is_alone, ranks = recv is None or row.shape is Shape.SAME, 1 if row.shape is Shape.SAME else self._size
-        itemsize, largest = send.itemsize, COPY_KEPT // wide.itemsize
+        function, size, datatype, itemsize = self._calls[row], self._size, how.datatype, send.itemsize
+        is_float, ranks, largest = (
+            wide.is_floating_point,
+            1 if row.shape is Shape.SAME else size,
+            COPY_KEPT // wide.itemsize,
+        )
 
-        widened = Copies(wide, lambda values: (address(values.data_ptr(), values.nbytes), datatype))
+        def buffer_of(values: torch.Tensor) -> Any:
+            return address(values.data_ptr(), values.nbytes), datatype
+
+        read, written = Copies(wide, buffer_of), Copies(wide, buffer_of)
 
         def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
             count = shape.numel()
-            is_small = count <= largest and count * itemsize < plan.shared_from
-            return (widened.memory(shape) if is_small else None), count // ranks
-
-        def run(values: torch.Tensor, buffer: Any, send: Any, recv: Any) -> None:
-            total = values.copy_(send)
+            if count > largest or count * itemsize >= plan.shared_from:
+                return None, count // ranks
+            values, buffer = read.memory(shape)
             if recv is None:
-                function(buffer, None, *last)
-                return
-            if is_alone:
-                function(IN_PLACE, buffer, *last)
-            else:
-                total = torch.empty(recv.shape, dtype=wide, device="cpu")
-                function(buffer, (address(total.data_ptr(), total.nbytes), datatype), *last)
+                return (values, None, (buffer, None, *last)), count
+            if ranks == 1:
+                return (values, values, (IN_PLACE, buffer, *last)), count
+            total, target = written.memory(torch.Size([count // ranks]))
+            return (values, total, (buffer, target, *last)), count // ranks
+
+        def round_to(total: torch.Tensor, recv: torch.Tensor) -> None:
+            if total.shape != recv.shape:
+                total = total.view(recv.shape)
             if is_float:
-                if divide is not None:
-                    divide(total)
-                recv.copy_(total)
+                recv.copy_(total if divide is None else divide(total))
             else:
                 how.after(total, recv, size)
 
-        return Prepared(run, describe, is_copied=True)
+        follow: Callable[..., Any] | None = round_to
+        if recv is None:
+            follow = no_result
+        elif ranks == 1 and divide is None and is_float:
+            follow = None  # as above, without a call, for latency
+        return Prepared(function, describe, follow, is_copied=True)
 
     def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run a collective through node-shared memory."""
@@ -348,6 +357,10 @@ class Collectives:
         """Leave the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
+
+
+def no_result(total: None, recv: None) -> None:
+    """Do nothing, on a rank that gets no result."""
 
 
 def is_general(nbytes: int, plan: Plan) -> bool:

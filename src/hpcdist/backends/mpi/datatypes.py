@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.process import runtime
-from hpcdist.core.buffers import TensorList
+from hpcdist.core.buffers import TensorList, check_memory
 
 runtime.load()  # refuses by name an mpi4py that lacks what is used here
 BYTE = MPI.BYTE
@@ -46,8 +46,9 @@ def memory(tensor: torch.Tensor) -> MPI.buffer:
 def message(tensor: torch.Tensor) -> list[Any]:
     """Return the bytes of a contiguous CPU tensor as the buffer of an MPI call, of any size."""
     nbytes = tensor.nbytes
-    if nbytes <= COUNT_MAX:
-        return [address(tensor.data_ptr(), nbytes), BYTE]
+    if nbytes <= COUNT_MAX and (place := tensor.data_ptr()):
+        return [address(place, nbytes), BYTE]
+    check_memory(tensor)
     return buffer_of_runs(tensor, nbytes)
 
 
@@ -65,7 +66,9 @@ def landing(tensor: torch.Tensor) -> list[Any]:
     nbytes = tensor.nbytes
     if CUTS:
         return message(tensor)
-    return [address(tensor.data_ptr(), nbytes), 2, folded(nbytes)] if nbytes else [_nowhere, 2, folded(1)]
+    if not (place := tensor.data_ptr()):
+        check_memory(tensor)
+    return [address(place, nbytes), 2, folded(nbytes)] if nbytes else [_nowhere, 2, folded(1)]
 
 
 @cache

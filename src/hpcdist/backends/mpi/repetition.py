@@ -42,13 +42,14 @@ class Prepared(NamedTuple):
         describe: makes its arguments of where the call's tensors lie (``where``), or None if these have to take the
             general way, as those that share memory, and the elements of a rank's share. None for a barrier.
         follow: what is then done to what the call writes.
-        is_copied: whether the function works on copies: it is described by the shape of what the call reads, and takes
-            what the call reads and writes too.
+        is_copied: whether the function works on copies, which are kept. It is described by the shape of what the call
+            reads: as a copy of that, a copy of what the call writes, and the arguments. ``follow`` takes the second,
+            and what the call writes; without it the one is copied to the other.
     """
 
     function: Callable[..., Any]
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
-    follow: Callable[[Any], Any] | None = None
+    follow: Callable[..., Any] | None = None
     is_copied: bool = False
 
 
@@ -122,7 +123,7 @@ def repeated(
         else:
             if is_copied:
                 places = send.shape
-                if not send.data_ptr() or not (recv is None or recv.data_ptr()):
+                if not send.data_ptr() or not (recv is send or recv is None or recv.data_ptr()):
                     check_memory(*tensors_of(send, recv))
             elif places_of is not None:
                 places = places_of(send, recv)
@@ -136,7 +137,8 @@ def repeated(
                 base = with_size(first, size)
                 known = places, arguments, size, base
             if is_copied and arguments is not None:
-                arguments = *arguments, send, recv
+                values, result, arguments = arguments
+                values.copy_(send)
         if is_checked:
             if log is not None and (size != last_size or log.failure is not None):
                 last_size = size
@@ -163,7 +165,12 @@ def repeated(
                 carry_out(call.on(send, recv))
             else:
                 function(*arguments)
-                if follow is not None:
+                if is_copied:
+                    if follow is None:
+                        recv.copy_(result)
+                    else:
+                        follow(result, recv)
+                elif follow is not None:
                     follow(recv)
         except BaseException as error:
             translated = failure(name, error) if isinstance(error, MPI.Exception) else error
