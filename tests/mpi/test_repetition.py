@@ -235,6 +235,19 @@ def test_messages_again_and_again(group, rank, size):
         assert tensors[0].tolist() == [8] * 5
 
 
+def test_many_sets_of_tensors_leave_what_is_prepared_for_one(group, size):
+    all_reduce_often(group, size)
+    prepared = group.known[ALL_REDUCE]
+    for length in [*range(2 * KEPT)] * ENOUGH:
+        dist.all_reduce_coalesced([torch.ones(3), torch.ones(length)], group=group)
+    assert group.known[ALL_REDUCE] == prepared
+    for _ in range(ENOUGH):
+        tensors = [torch.ones(3), torch.ones(4)]
+        dist.all_reduce_coalesced(tensors, group=group)
+        assert all(bool((each == size).all()) for each in tensors)
+    assert group.cpu.has_groups or 0 < len(group.known[ALL_REDUCE, None]) <= KEPT
+
+
 def test_small_tensors_together_again_and_again(group, rank, size):
     shapes = [(3,), (), (0,), (2, 5), (1, 1)]
     kept = [torch.empty(shape) for shape in shapes]

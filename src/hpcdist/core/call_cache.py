@@ -85,7 +85,7 @@ class CachedMessage(NamedTuple):
 
 
 class CallCache(dict[Any, tuple[Any, ...]]):
-    """The calls of one group that came again, by collective, of rooted ones with the root.
+    """The calls of one group that came again, by collective, of rooted ones with the root; those with counts apart.
 
     Attributes:
         seen: what it last saw of other calls.
@@ -142,7 +142,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
             sent, received = (None if each is None else list(each) for each in counts)  # either of splits may be None
             counts = sent, received
         looks = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors]
-        kind = row if root is None else (row, root)
+        kind = row if root is None and counts is None else (row, root)
         if tensors and not any_size and not self.is_again(kind, (op, counts, looks)):
             return
         run, start = backend.prepare(made)

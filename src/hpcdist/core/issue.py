@@ -103,7 +103,7 @@ def issue(
         and not hooks.is_profiled()
         and not (journal := pg.journal).asked
     ):
-        kind = row if root is None else (row, root)
+        kind = row if root is None and counts is None else (row, root)
         kept = pg.known.get(kind, ())
         for known in kept:
             if (
