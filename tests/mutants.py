@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(ISSUE, "known.op is op\n                and known.in_place", "known.in_place", BESIDE_CACHE),
     Mutant(
         ISSUE,
-        "kind = row if root is None else (row, root)\n",
-        "kind = row if root is None else (row, 0)\n",
+        "kind = row if root is None and counts is None else (row, root)\n",
+        "kind = row if root is None and counts is None else (row, 0)\n",
         BESIDE_CACHE,
     ),
     Mutant(f"{CORE}/call_cache.py", "            and fits(send.numel(), recv.numel(), ranks)\n", "", BESIDE_CACHE),
@@ -165,6 +165,12 @@ MUTANTS = [
         "((seen := theirs[at]) != word or wide)",
         "(seen := theirs[at]) != word",
         "mpi/test_calls_differ.py",
+    ),
+    Mutant(
+        f"{MPI_BACKEND}/node/call_board.py",
+        "    if call.counts is not None and call.row is ALL_REDUCE:\n",
+        "    if False:\n",
+        "mpi/test_calls_differ.py:several",
     ),
     Mutant(
         f"{MPI_BACKEND}/call_check.py",
