@@ -301,11 +301,8 @@ class Collectives:
         row, send, recv, wide = call.row, call.send, call.recv, how.wide
         assert wide is not None
         function, size, datatype, itemsize = self._calls[row], self._size, how.datatype, send.itemsize
-        is_float, ranks, largest = (
-            wide.is_floating_point,
-            1 if row.shape is Shape.SAME else size,
-            COPY_KEPT // wide.itemsize,
-        )
+        ranks = 1 if row.shape is Shape.SAME else size
+        is_float, largest = wide.is_floating_point, COPY_KEPT // wide.itemsize
 
         def buffer_of(values: torch.Tensor) -> Any:
             return address(values.data_ptr(), values.nbytes), datatype
@@ -332,12 +329,8 @@ class Collectives:
             else:
                 how.after(total, recv, size)
 
-        follow: Callable[..., Any] | None = round_to
-        if recv is None:
-            follow = no_result
-        elif ranks == 1 and divide is None and is_float:
-            follow = None  # as above, without a call, for latency
-        return Prepared(function, describe, follow, is_copied=True)
+        is_copy = recv is None or (ranks == 1 and divide is None and is_float)  # which needs no call, for latency
+        return Prepared(function, describe, None if is_copy else round_to, is_copied=True)
 
     def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run a collective through node-shared memory."""
@@ -357,10 +350,6 @@ class Collectives:
         """Leave the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
-
-
-def no_result(total: None, recv: None) -> None:
-    """Do nothing, on a rank that gets no result."""
 
 
 def is_general(nbytes: int, plan: Plan) -> bool:

@@ -165,12 +165,12 @@ def repeated(
                 carry_out(call.on(send, recv))
             else:
                 function(*arguments)
-                if is_copied:
-                    if follow is None:
+                if follow is None:
+                    if is_copied and recv is not None:
                         recv.copy_(result)
-                    else:
-                        follow(result, recv)
-                elif follow is not None:
+                elif is_copied:
+                    follow(result, recv)
+                else:
                     follow(recv)
         except BaseException as error:
             translated = failure(name, error) if isinstance(error, MPI.Exception) else error
