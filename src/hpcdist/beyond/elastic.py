@@ -34,7 +34,6 @@ from hpcdist.core.ranks import listed
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD, default_group
-from hpcdist.torch_bridge import mirror
 from hpcdist.watch.liveness import ProofOfDeath
 from hpcdist.watch.logs import LOG
 from hpcdist.watch.meeting import Meeting
@@ -363,9 +362,8 @@ class ElasticJob:
         """Make the default group on a communicator; every rank of it calls."""
         bootstrap = Bootstrap(own.rank, own.size, self._timeout, device_id=self._device)
         backends = registry.connect_all(self._carriers, bootstrap, own)
-        group = make_default_group(backends, self._config, WORLD.next_name(), self._timeout, self._device, None)
-        if self._is_shown:
-            mirror.show([group])
+        name, timeout = WORLD.next_name(), self._timeout
+        make_default_group(backends, self._config, name, timeout, self._device, None, self._is_shown)
 
     def _take_over(self, group: Group, source: int) -> None:
         """Bring the state to that of one rank, and make what belongs to the ranks that there are."""

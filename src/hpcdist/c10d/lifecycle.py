@@ -160,7 +160,7 @@ def make_default_group(
         if group.rank() == 0:
             topology.warn_if_spread()
         if is_shown:
-            mirror.show([group])
+            mirror.show(group)
     except BaseException as error:
         hooks.reproducible = before
         if isinstance(error, errors.DistBackendError):

@@ -13,7 +13,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -211,9 +211,9 @@ def unpickled(data: torch.Tensor, weights_only: bool) -> Any:
     return unpacked(data.cpu().numpy().data, weights_only=weights_only)
 
 
-def packed_list(values: list[Any], rank: int, *, weights_only: bool) -> tuple[list[Packed], Exception | None]:
-    """Pickle the objects of a scatter; if one cannot be, nobody gets an object."""
-    made = [packed(value, rank, weights_only=weights_only) for value in values]
+def packed_list(values: list[Any], rank: int, **how: bool) -> tuple[list[Packed], Exception | None]:
+    """Pickle the objects of a scatter as ``packed`` does; if one cannot be, nobody gets an object."""
+    made = [packed(value, rank, **how) for value in values]
     bad = next((each for each in made if each[2] is not None), None)
     return [(bad or each)[:2] for each in made], None if bad is None else bad[2]
 
@@ -250,57 +250,32 @@ class Objects(ABC):
         """Receive an object; return it and its sender."""
 
 
-class TensorCalls(Protocol):
-    """The calls on tensors that objects can travel by: those of a backend."""
-
-    rank: int
-    size: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes of objects travel."""
-
-    def run(self, call: Call) -> None:
-        """Run one collective to its end."""
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Send a tensor."""
-
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive into a tensor and return the sender."""
-
-
 class TensorObjects(Objects):
-    """Object calls composed from a backend's calls on tensors.
+    """Object calls composed from the calls of a ``Backend`` on tensors; the bytes travel on its device."""
 
-    The bytes travel on the backend's device.
-    """
-
-    def __init__(self, calls: TensorCalls) -> None:
-        self._calls = calls
-        self.rank, self.size = calls.rank, calls.size
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes travel."""
-        return self._calls.device
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.rank, self.size = backend.rank, backend.size
 
     def _packed(self, value: Any, weights_only: bool) -> tuple[torch.Tensor, Exception | None]:
         data, _, failure = packed(value, self.rank, is_whole=True, weights_only=weights_only)
-        return as_bytes(data).to(self.device), failure
+        return as_bytes(data).to(self._backend.device), failure
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device)
 
     def _lengths(self, length: int) -> list[int]:
-        mine = torch.tensor([length], device=self.device)
-        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self._calls.run(Call(ALL_GATHER_SINGLE, mine, lengths))
+        mine = torch.tensor([length], device=self._backend.device)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self._backend.device)
+        self._backend.run(Call(ALL_GATHER_SINGLE, mine, lengths))
         return lengths.tolist()
 
     def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
         """Gather every rank's object on all ranks."""
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
-        everything = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
-        self._calls.run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
+        everything = self._memory(sum(lengths))
+        self._backend.run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
         if failure is not None:
             raise failure
         return [unpickled(part, weights_only) for part in everything.split(lengths)]
@@ -310,11 +285,11 @@ class TensorObjects(Objects):
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         longest = max(lengths)  # GATHER moves equal shares
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded = self._memory(longest).zero_()
         padded[: data.numel()] = data
         is_root = self.rank == root
-        everything = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device) if is_root else None
-        self._calls.run(Call(GATHER, padded, everything, root=root))
+        everything = self._memory(self.size * longest) if is_root else None
+        self._backend.run(Call(GATHER, padded, everything, root=root))
         if failure is not None:
             raise failure
         if everything is None:
@@ -326,11 +301,11 @@ class TensorObjects(Objects):
         """Hand the root's object to all ranks."""
         is_root = self.rank == root
         data, failure = self._packed(value, weights_only) if is_root else (None, None)
-        length = torch.tensor([data.numel() if data is not None else 0], device=self.device)
-        self._calls.run(Call(BROADCAST, length, length, root=root))
+        length = torch.tensor([data.numel() if data is not None else 0], device=self._backend.device)
+        self._backend.run(Call(BROADCAST, length, length, root=root))
         if data is None:
-            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self._calls.run(Call(BROADCAST, data, data, root=root))
+            data = self._memory(int(length))
+        self._backend.run(Call(BROADCAST, data, data, root=root))
         if failure is not None:
             raise failure
         return value if is_root else unpickled(data, weights_only)
@@ -339,22 +314,20 @@ class TensorObjects(Objects):
         """Hand each rank its object of the root's list."""
         parts, failure = None, None
         if values is not None and self.rank == root:
-            made = [self._packed(value, weights_only) for value in values]
-            bad = next((each for each in made if each[1] is not None), None)  # nobody gets an object then
-            failure = bad[1] if bad is not None else None
-            parts = [(bad or each)[0] for each in made]
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+            made, failure = packed_list(values, root, is_whole=True, weights_only=weights_only)
+            parts = [as_bytes(data).to(self._backend.device) for data, _ in made]
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self._backend.device)
         if parts is not None:
-            lengths = torch.tensor([part.numel() for part in parts], device=self.device)
-        self._calls.run(Call(BROADCAST, lengths, lengths, root=root))
+            lengths = torch.tensor([part.numel() for part in parts], device=self._backend.device)
+        self._backend.run(Call(BROADCAST, lengths, lengths, root=root))
         longest = int(lengths.max())
         everything = None
         if parts is not None:
-            everything = torch.zeros((self.size, longest), dtype=torch.uint8, device=self.device)
+            everything = self._memory(self.size * longest).zero_().view(self.size, longest)
             for row, part in zip(everything, parts, strict=True):
                 row[: part.numel()] = part
-        mine = torch.empty(longest, dtype=torch.uint8, device=self.device)
-        self._calls.run(Call(SCATTER, everything, mine, root=root))
+        mine = self._memory(longest)
+        self._backend.run(Call(SCATTER, everything, mine, root=root))
         if failure is not None:
             raise failure
         return unpickled(mine[: int(lengths[self.rank])], weights_only)
@@ -364,13 +337,13 @@ class TensorObjects(Objects):
         data, failure = self._packed(value, weights_only)
         if failure is not None:
             raise failure
-        self._calls.send(torch.tensor([data.numel()], device=self.device), dst, TAG)
-        self._calls.send(data, dst, TAG)
+        self._backend.send(torch.tensor([data.numel()], device=self._backend.device), dst, TAG)
+        self._backend.send(data, dst, TAG)
 
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
-        length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        sender = self._calls.recv(length, src, TAG)
-        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self._calls.recv(data, sender, TAG)
+        length = torch.zeros(1, dtype=torch.int64, device=self._backend.device)
+        sender = self._backend.recv(length, src, TAG)
+        data = self._memory(int(length))
+        self._backend.recv(data, sender, TAG)
         return unpickled(data, weights_only), sender

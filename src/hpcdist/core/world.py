@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
@@ -22,25 +22,6 @@ if TYPE_CHECKING:
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
-class Mirror(Protocol):
-    """Someone else who must know the groups of this process (``hpcdist.torch_bridge``)."""
-
-    def next_index(self, made: int) -> int:
-        """Return the number of the next group, where ``made`` were made here."""
-
-    def count(self) -> int:
-        """Return how many groups it knows to have been made by all ranks together, other people's among them."""
-
-    def add(self, group: Any) -> None:
-        """Take note of a group."""
-
-    def remove(self, group: Any) -> None:
-        """Forget a group."""
-
-    def clear(self) -> None:
-        """Forget all groups."""
-
-
 class World:
     """The default group, every other group, and how many were ever made."""
 
@@ -50,7 +31,7 @@ class World:
         self.made = 0  # by all ranks together
         self.made_locally: dict[tuple[int, ...], int] = {}  # by their members only, per set of ranks
         self.store: Store | None = None
-        self.mirror: Mirror | None = None
+        self.mirror: Any = None  # who else must know these groups: ``torch_bridge.mirror.TorchWorld``
         self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
 
     def add(self, group: Group, is_shown: bool = True) -> None:

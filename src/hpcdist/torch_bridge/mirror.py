@@ -15,7 +15,6 @@ pg_coalesce_state)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch._C._distributed_c10d as bindings
@@ -32,7 +31,7 @@ NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group take
 
 
 class TorchWorld:
-    """torch.distributed's tables of groups, as a mirror of ours (``core.world.Mirror``)."""
+    """torch.distributed's tables of groups, as a mirror of ours (``World.mirror``)."""
 
     def next_index(self, made: int) -> int:
         """Return a number that neither we nor torch have given to a group."""
@@ -81,14 +80,11 @@ class TorchWorld:
             dist.destroy_process_group()
 
 
-def show(groups: Iterable[Any]) -> None:
-    """Make our world torch's too; a torch.distributed that is initialised already is left as it is."""
-    if dist.is_initialized():
-        return
-    mirror = TorchWorld()
-    for group in groups:
-        mirror.add(group)
-    WORLD.mirror = mirror
+def show(group: ProcessGroup) -> None:
+    """Make our world torch's too, by its first group; a torch.distributed that is initialised is left as it is."""
+    if not dist.is_initialized():
+        WORLD.mirror = TorchWorld()
+        WORLD.mirror.add(group)
 
 
 def join() -> None:

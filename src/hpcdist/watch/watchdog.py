@@ -514,8 +514,8 @@ def after_fork() -> None:
 def leave_to_parent() -> None:
     """After a fork, in the child: it is not a rank, and has no watchdog."""
     try:
-        hooks.explain = hooks.explain_nothing
-        hooks.compare_calls = hooks.compare_nothing
+        hooks.explain = hooks.nothing
+        hooks.compare_calls = hooks.nothing
         for watchdog in RUNNING:
             watchdog.leave_to_parent()
         RUNNING.clear()
