@@ -242,7 +242,7 @@ MUTANTS = [
     # -- backends.mpi: messages under way
     Mutant(
         f"{MPI_BACKEND}/requests.py",
-        "        requests.unfinished.hold(self)\n",
+        "        communicator.unfinished.hold(self)\n",
         "",
         "mpi/test_point_to_point.py mpi/test_async.py torch/test_lifetimes.py",
     ),

@@ -14,8 +14,8 @@ import hpcdist as dist
 from hpcdist.backends.mpi import cuda as staging
 from hpcdist.backends.mpi import retired
 from hpcdist.core import hooks
-from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.waiting import wait_until
+from hpcdist.core.work import Unfinished
 from hpcdist.watch.watchdog import RUNNING
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")

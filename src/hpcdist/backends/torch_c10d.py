@@ -28,8 +28,7 @@ from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape
-from hpcdist.core.unfinished import Unfinished
-from hpcdist.core.work import DoneWork, Work
+from hpcdist.core.work import DoneWork, Unfinished, Work
 from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
 

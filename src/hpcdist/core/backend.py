@@ -24,9 +24,8 @@ from hpcdist.core.buffers import concatenate
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.queue import LARGE_BYTES, Queue
-from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.waiting import wait_until
-from hpcdist.core.work import Work
+from hpcdist.core.work import Unfinished, Work
 
 if TYPE_CHECKING:
     from torch.distributed import ReduceOp

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 SHORTEST_TIMEOUT = timedelta(microseconds=1)
+ASKED_FROM = 16  # messages under way before they are asked whether they have ended: asking costs an MPI call each
 LONGEST_TIMEOUT = timedelta(seconds=1e9)  # 31 years: Python's locks and timers do not hold ``timedelta.max``
 
 init_torch_work = torch.distributed.Work.__init__
@@ -327,3 +328,22 @@ class HeldWork(AllWork):
     def get_future(self) -> torch.futures.Future:
         """Return a future of the call; a wait for it inside of the manager's block would not end."""
         return Work.get_future(self) if self._is_held or self._future is not None else super().get_future()
+
+
+class Unfinished(dict[Work, None]):
+    """Works of the messages under way on a communicator, kept with their buffers though the caller may drop them.
+
+    Whoever notices the end of one takes it out; another thread may have done so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = ASKED_FROM  # from how many on they are asked whether they have ended
+
+    def hold(self, work: Work) -> None:
+        """Keep one, and ask all if they are twice as many as were left the last time."""
+        if len(self) >= self.limit:
+            for each in list(self):
+                each.is_completed()  # which releases it
+            self.limit = max(ASKED_FROM, 2 * len(self))
+        self[work] = None

@@ -19,8 +19,6 @@ from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, CheckedObjects, is_wanted
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.faults import MPIFaults
-from hpcdist.backends.mpi.membership import MPIMembership
 from hpcdist.backends.mpi.node.threshold_file import VARIABLE
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
@@ -29,11 +27,11 @@ from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
 from hpcdist.backends.mpi.retired import keep, retire
 from hpcdist.backends.mpi.windows import MPIWindows
 from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.backend_parts import Membership
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import end_all
 from hpcdist.core.queue import Queue
-from hpcdist.core.unfinished import Unfinished
 
 
 class MPIBackend(Backend):
@@ -57,18 +55,16 @@ class MPIBackend(Backend):
     between: Any = None
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
-        self.communicator = Communicator(comm)
-        self.comm = comm
+        self.communicator = self.faults = Communicator(comm)
+        self.comm, self.unfinished = comm, self.communicator.unfinished
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
-        self.unfinished = Unfinished()
         self.collectives = Collectives(self.communicator, thresholds, self._is_background)
-        self.point_to_point = PointToPoint(self.communicator, self.unfinished)
+        self.point_to_point = PointToPoint(self.communicator)
         objects = MPIObjects(self.communicator)
         self.check = CallCheck(self.communicator, self.collectives.carry_out, objects, checks_calls)
         self.collectives.check = self.check if self.size > 1 else None
         self.objects = CheckedObjects(objects, self.check)
-        self.faults = MPIFaults(self.communicator, self.unfinished)
         self.membership = MPIMembership(self.communicator, self.over)
         self.windows = MPIWindows(self.communicator)
         self._bundler: Bundler | None = None
@@ -175,3 +171,34 @@ class MPIBackend(Backend):
                 steps.append(self._bundler.close)
             steps.append(partial(retire, self.comm, self.unfinished))
         end_all(steps)
+
+
+class MPIMembership(Membership):
+    """Membership of the job, by a communicator of all its ranks; ``over`` makes the backend of another communicator."""
+
+    def __init__(self, communicator: Communicator, over: Callable[[MPI.Intracomm], Backend]) -> None:
+        self._communicator, self._over = communicator, over
+
+    def survivors(self) -> Backend:
+        """Make a communicator of the ranks that live (MPI_Comm_shrink)."""
+        return self._over(self._communicator.survivors())
+
+    def agree(self, flag: bool) -> bool:
+        """Agree by MPI_Comm_agree."""
+        return self._communicator.agree(flag)
+
+    def leave_launcher(self) -> bool:
+        """Leave Slurm's PMIx, if hpcdist started MPI and so ends it."""
+        return bool(runtime.OWNED) and ulfm.leave_launcher(self._communicator.comm)
+
+    def exit_barrier(self) -> Callable[[], bool] | None:
+        """Begin the exit barrier."""
+        return runtime.exit_barrier()
+
+    def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
+        """Leave without MPI_Finalize, which waits for all ranks, and under which a call of another thread crashes."""
+        runtime.skip_finalize()
+        if ends_well:
+            ulfm.leave_pmix()
+        if seconds is not None:
+            runtime.limit_end(seconds)

@@ -1,8 +1,8 @@
 """Communicator of one group: an MPI communicator, and what all calls on it share.
 
-MPI's errors are translated here, and here is decided how a call that blocks is ended: under ULFM
-(``process.ulfm``) by revoking the communicator and all that were made from it, which raises in every rank's call on
-them; elsewhere only a receive can be made to raise, by cancelling it.
+MPI's errors are translated here, and here calls that block are ended: under ULFM (``process.ulfm``) by revoking the
+communicator and all that were made from it, which raises in every rank's call on them; elsewhere only a receive can be
+made to raise, by cancelling it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.receives import PROBES, Receives
 from hpcdist.core.agreement import subgroups_differ
+from hpcdist.core.backend_parts import Faults
 from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.ranks import listed
 from hpcdist.core.waiting import wait_until
+from hpcdist.core.work import Unfinished
 
 NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
@@ -86,8 +88,8 @@ class Token:
             raise DistBackendError(self.reason)
 
 
-class Communicator:
-    """An MPI communicator that belongs to one process group."""
+class Communicator(Faults):
+    """An MPI communicator that belongs to one process group, and its ``Faults``."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -98,6 +100,7 @@ class Communicator:
         self.private: MPI.Intracomm | None = None
         self.interruption: str | None = None  # why the communicator was revoked
         self.receives = Receives(comm)
+        self.unfinished = Unfinished()  # its messages under way
         self.receiving: dict[int, Token] = {}  # the receives that block now, by their threads
         self.is_checked = ulfm.is_tolerant()  # whether success is checked for a death that MPI did not report
         self.left_by: str | None = None  # what ended a call through shared memory in its middle: an exception's class
@@ -187,16 +190,12 @@ class Communicator:
 
     # -- receives ------------------------------------------------------------------------------------
 
-    def check_length(self, call: str, status: MPI.Status, nbytes: int) -> None:
-        """Raise if a message that was received is longer than the tensor of so many bytes."""
+    def too_long(self, call: str, status: MPI.Status, nbytes: int) -> MismatchError:
+        """Return the error of a message that is longer than its tensor of so many bytes."""
         length = status.Get_elements(BYTE)
-        if length > nbytes:
-            raise self.too_long(call, status, nbytes, f"{length:,}")
-
-    def too_long(self, call: str, status: MPI.Status, nbytes: int, length: str = "more") -> MismatchError:
-        """Return the error of a message that is longer than its tensor."""
+        found = f"{length:,}" if length > nbytes else "more"
         text = (
-            f"{call} on rank {self.rank} of {self.size}: rank {status.Get_source()} sent {length} bytes with tag "
+            f"{call} on rank {self.rank} of {self.size}: rank {status.Get_source()} sent {found} bytes with tag "
             f"{status.Get_tag()}, the tensor has {nbytes:,}; expected one that is at least as large. Nothing was "
             "written past it, and the group can be used"
         )
@@ -205,8 +204,7 @@ class Communicator:
     def failed_receive(self, call: str, error: MPI.Exception, status: MPI.Status, nbytes: int) -> Exception:
         """Return c10d's error for MPI's of a receive."""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            length = status.Get_elements(BYTE)
-            return self.too_long(call, status, nbytes, f"{length:,}" if length > nbytes else "more")
+            return self.too_long(call, status, nbytes)
         return self.failure(call, error)
 
     def match(self, src: int | None, tag: int) -> tuple[MPI.Message, MPI.Status]:
@@ -240,13 +238,46 @@ class Communicator:
             token.cancel(reason)  # the wait's own, so that no other call raises
         return bool(found)
 
-    def revoke(self) -> None:
-        """Make every call on the group's communicators raise, on all ranks (MPI_Comm_revoke, if this MPI has it)."""
+    def drive(self) -> bool:
+        """Drive MPI if a message is under way; tell whether one is."""
+        if self.receives.waiting:  # one may stand behind a message at which ``any`` stops
+            self.receives.match()
+        return any(work._is_under_way() for work in list(self.unfinished))  # type: ignore[attr-defined]  # RequestWork
+
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
+        """Cancel a blocked receive, or revoke the communicator (ULFM); False if this MPI can do neither."""
+        return self.cancel(reason, thread) or (self.comm != MPI.COMM_NULL and self.revoke(reason))
+
+    def interrupts_all(self) -> bool:
+        """Tell whether an interrupted collective raises on all ranks: by MPI_Comm_revoke."""
+        return ulfm.is_tolerant()
+
+    def end_receives(self, reason: str) -> None:
+        """Cancel the receives that wait for a message; under a revocation they end by themselves."""
+        if MPI.Is_finalized() or self.is_revoked():
+            return
+        self.cancel(reason)
+        for work in list(self.unfinished):
+            if not work.is_completed():
+                with suppress(MPI.Exception):  # it has just ended
+                    work._interrupt(reason)
+                work.is_completed()
+
+    def set_revoke_reason(self, reason: str) -> None:
+        """Raise with this reason when the communicator is revoked (ULFM)."""
         if ulfm.is_tolerant():
-            self._has_revoked = True
-            for comm in (self.comm, *self.derived):
-                if comm != MPI.COMM_NULL:
-                    comm.Revoke()
+            self.interruption = reason
+
+    def revoke(self, reason: str = "") -> bool:
+        """Make every call on the group's communicators raise, on all ranks (MPI_Comm_revoke); False without ULFM."""
+        if not ulfm.is_tolerant():
+            return False
+        self.interruption = reason or self.interruption
+        self._has_revoked = True
+        for comm in (self.comm, *self.derived):
+            if comm != MPI.COMM_NULL:
+                comm.Revoke()
+        return True
 
     def survivors(self) -> MPI.Intracomm:
         """Return a communicator of the ranks that live (MPI_Comm_shrink).
@@ -277,8 +308,12 @@ class Communicator:
         return bool(self.comm.Is_revoked())
 
     def failed(self) -> list[int]:
-        """Return the ranks that MPI knows to have died."""
+        """Return the ranks that MPI knows to have died (ULFM's MPI_Comm_get_failed)."""
         return ulfm.failed(self.comm)
+
+    def knows_death(self) -> bool:
+        """Ask MPI for the dead of its world (ULFM)."""
+        return bool(ulfm.failed(MPI.COMM_WORLD))
 
     # -- communicators of some of its ranks ------------------------------------------------------------
 

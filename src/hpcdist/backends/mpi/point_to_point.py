@@ -13,58 +13,33 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator, Token
 from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message
+from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.receives import LARGE
-from hpcdist.backends.mpi.requests import Requests, RequestWork
+from hpcdist.backends.mpi.requests import RequestWork
 from hpcdist.core.backend import Message
 from hpcdist.core.journal import Journal
-from hpcdist.core.unfinished import Unfinished
 from hpcdist.core.work import Work
 
 
 class PointToPoint:
     """Sends and receives on one communicator."""
 
-    def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._begun = partial(RequestWork, Requests(communicator, unfinished))
+        self._begun = partial(RequestWork, communicator)
         self.between = partial(MessageSet, communicator, self._begun)
         self._comm = communicator.comm
+        PROGRESS.follow(communicator)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send by MPI_Send (MPI 3.2.1)."""
-        self._send(message(tensor), dst, tag)
-
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
-        return self._recv(tensor, src, tag)
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        """Begin to send by MPI_Isend (MPI 3.7.2)."""
         try:
-            request = self._comm.Isend(message(tensor), dst, tag)
-        except MPI.Exception as error:
-            raise self._communicator.failure("isend", error) from error
-        return self._begun(request, tensor, [])
-
-    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
-        """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
-        receives = self._communicator.receives
-        try:
-            if src is not None and not receives.waiting and tensor.nbytes <= LARGE:  # the short way, for latency
-                request = self._comm.Irecv(landing(tensor), src, tag)
-            else:
-                request = receives.begin(tensor, src, tag)
-        except MPI.Exception as error:
-            raise self._communicator.failure("irecv", error) from error
-        return self._begun(request, tensor, [tensor], finish)
-
-    def _send(self, buffer: list[Any], dst: int, tag: int) -> None:
-        try:
-            self._comm.Send(buffer, dst, tag)
+            self._comm.Send(message(tensor), dst, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("send", error) from error
 
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
+        """Receive by MPI_Irecv and MPI_Wait (MPI 3.7): unlike MPI_Recv, past the timeout it can be cancelled."""
         communicator, nbytes = self._communicator, tensor.nbytes
         receives, status, request = communicator.receives, MPI.Status(), None
         try:
@@ -87,8 +62,28 @@ class PointToPoint:
         if token.reason:
             token.check(status)
         if status.Get_count(BYTE) > nbytes:
-            communicator.check_length("recv", status, nbytes)
+            raise communicator.too_long("recv", status, nbytes)
         return status.Get_source()
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Begin to send by MPI_Isend (MPI 3.7.2)."""
+        try:
+            request = self._comm.Isend(message(tensor), dst, tag)
+        except MPI.Exception as error:
+            raise self._communicator.failure("isend", error) from error
+        return self._begun(request, tensor, [])
+
+    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
+        """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
+        receives = self._communicator.receives
+        try:
+            if src is not None and not receives.waiting and tensor.nbytes <= LARGE:  # the short way, for latency
+                request = self._comm.Irecv(landing(tensor), src, tag)
+            else:
+                request = receives.begin(tensor, src, tag)
+        except MPI.Exception as error:
+            raise self._communicator.failure("irecv", error) from error
+        return self._begun(request, tensor, [tensor], finish)
 
 
 class MessageSet:
@@ -170,8 +165,7 @@ class MessageSet:
                 failure = communicator.failed_receive("exchange", error, status, nbytes)
             else:
                 if status.Get_count(BYTE) > nbytes:
-                    length = f"{status.Get_elements(BYTE):,}"
-                    failure = communicator.too_long("exchange", status, nbytes, length)
+                    failure = communicator.too_long("exchange", status, nbytes)
         for index in range(len(self._receives), len(requests)):
             if not requests[index].Test():
                 journal.run(records[index], requests[index].Wait, None)

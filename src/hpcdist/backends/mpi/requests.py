@@ -15,46 +15,18 @@ from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.receives import MatchedReceive
-from hpcdist.core.errors import DistBackendError, MismatchError
-from hpcdist.core.unfinished import Unfinished
+from hpcdist.core.errors import DistBackendError
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Work, init_torch_work
-
-
-class Requests:
-    """What the messages of one communicator share.
-
-    Attributes:
-        communicator: translates their errors.
-        unfinished: the Works of those under way.
-    """
-
-    __slots__ = ("__weakref__", "communicator", "unfinished")
-
-    def __init__(self, communicator: Communicator, unfinished: Unfinished) -> None:
-        self.communicator, self.unfinished = communicator, unfinished
-        PROGRESS.follow(self)
-
-    def drive(self) -> bool:
-        """Drive MPI if a message is under way; tell whether one is."""
-        receives = self.communicator.receives
-        if receives.waiting:  # one may stand behind a message at which ``any`` stops
-            receives.match()
-        return any(work._is_under_way() for work in list(self.unfinished))  # type: ignore[attr-defined]  # RequestWork
 
 
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete.
 
-    Args:
-        requests: of its communicator.
-        request: MPI's, or in place of it.
-        buffer: the memory.
-        result: the tensor, of a receive; nothing, of a send.
-        finish: what follows when the message has arrived.
+    The result is a receive's tensor, empty of a send; ``finish`` follows when the message has arrived.
     """
 
-    __slots__ = ("_buffer", "_request", "_requests", "_status", "_turn", "_when_done")
+    __slots__ = ("_buffer", "_communicator", "_request", "_status", "_turn", "_when_done")
 
     _has_ended = False  # though nobody has completed the request
     _is_driven = False  # by the progress thread, which has the turn meanwhile
@@ -62,7 +34,7 @@ class RequestWork(Work):
 
     def __init__(
         self,
-        requests: Requests,
+        communicator: Communicator,
         request: MPI.Request | MatchedReceive,
         buffer: torch.Tensor,
         result: list[torch.Tensor],
@@ -71,13 +43,13 @@ class RequestWork(Work):
         init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
         self._result, self._call = result, None
         self._done, self._error = False, None
-        self._requests = requests
+        self._communicator = communicator
         self._request = request
         self._buffer: torch.Tensor | None = buffer
         self._when_done = finish
         self._status: Any = MPI.Status() if result else None  # of a receive
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
-        requests.unfinished.hold(self)
+        communicator.unfinished.hold(self)
         if PROGRESS.is_asleep:
             PROGRESS.wake()
 
@@ -135,7 +107,7 @@ class RequestWork(Work):
         return True
 
     def _complete(self, call: Callable[..., bool]) -> None:
-        requests, buffer = self._requests, self._buffer
+        communicator, buffer = self._communicator, self._buffer
         error: Exception | None = None
         try:
             if not call(self._status):
@@ -143,16 +115,14 @@ class RequestWork(Work):
             if self._reason is not None and self._status.Is_cancelled():
                 error = DistBackendError(self._reason)
             elif self._result and self._status.Get_count(BYTE) > (nbytes := self._result[0].nbytes):
-                requests.communicator.check_length("irecv", self._status, nbytes)
+                error = communicator.too_long("irecv", self._status, nbytes)
             if error is None and self._when_done is not None:
                 self._when_done()
-        except MismatchError as failure:
-            error = failure
         except MPI.Exception as failure:
             if self._result:
-                error = requests.communicator.failed_receive("irecv", failure, self._status, self._result[0].nbytes)
+                error = communicator.failed_receive("irecv", failure, self._status, self._result[0].nbytes)
             else:
-                error = requests.communicator.failure("isend", failure)
+                error = communicator.failure("isend", failure)
             error.__cause__ = failure
             if isinstance(self._request, MPI.Request):
                 ulfm.settle(self._request, buffer)
@@ -161,7 +131,7 @@ class RequestWork(Work):
         if self._is_asked:
             self._end_event()
         self._done = True
-        requests.unfinished.pop(self, None)
+        communicator.unfinished.pop(self, None)
         if self._is_asked:
             self._tell()
 

@@ -15,7 +15,7 @@ from collections import deque
 
 from mpi4py import MPI
 
-from hpcdist.core.unfinished import Unfinished
+from hpcdist.core.work import Unfinished
 
 KEPT = 64  # communicators; MPICH has 2,048 in all
 PROBES = 10  # one may not see all that has come; each takes 0.2 µs
