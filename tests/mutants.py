@@ -57,8 +57,8 @@ class Mutant(NamedTuple):
 
 CORE, MPI_BACKEND, NODE = "hpcdist/core", "hpcdist/backends/mpi", "hpcdist/backends/mpi/node"
 C10D, WATCH, TCP = "hpcdist/c10d", "hpcdist/watch", "stores/tcp"
-QUEUE, WORK, ISSUE, BUFFERS, MODES, CACHE = (
-    f"{CORE}/{each}.py" for each in ("queue", "work", "issue", "buffers", "autograd_modes", "call_cache")
+QUEUE, WORK, ISSUE, BUFFERS, CACHE = (
+    f"{CORE}/{each}.py" for each in ("queue", "work", "issue", "buffers", "call_cache")
 )
 IN_QUEUE = "unit/test_core_queue.py mpi/test_async_order.py"
 BESIDE_CACHE = "mpi/test_repetition.py mpi/test_collectives.py"
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(QUEUE, "        if self.broken is not None:  # also", "        if False:  # also", IN_QUEUE),
     Mutant(QUEUE, "            self._thread.join()\n", "            pass\n", IN_QUEUE),
     Mutant(QUEUE, "        for work in self.pending():\n            work._finish(error)\n", "", IN_QUEUE),
-    Mutant(MODES, "    if modes == (is_inf", "    if True or modes == (is_inf", IN_QUEUE),
+    Mutant(QUEUE, "    if modes == (is_inf", "    if True or modes == (is_inf", IN_QUEUE),
     Mutant(
         CACHE,
         "if any(each.is_inference() for each in tensors) else run",

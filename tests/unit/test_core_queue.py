@@ -18,12 +18,11 @@ from hpcdist.backends.gloo import GlooBackend
 from hpcdist.core import backend as backend_module
 from hpcdist.core import queue as queue_module
 from hpcdist.core import work as work_module
-from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
-from hpcdist.core.queue import Queue
+from hpcdist.core.queue import Queue, in_modes_of_caller
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import AllWork, DoneWork, Work

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from hpcdist.core import reduction
-from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend_parts import Faults, Membership, Windows
 from hpcdist.core.buffers import concatenate
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.queue import LARGE_BYTES, Queue
+from hpcdist.core.queue import LARGE_BYTES, Queue, in_modes_of_caller
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished, Work
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -28,9 +28,6 @@ from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.reduction import PRODUCT, SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
-
-if TYPE_CHECKING:
-    from hpcdist.core.table import Row
 
 Tensors = list[torch.Tensor]
 # options with an op, which C++ copies for each question: the usual one is known by its value
@@ -107,32 +104,12 @@ class C10dMethods(Group):
     _held: Sequence[Work] = ()
     _together: AbstractContextManager[Sequence[Work]] | None = None
 
-    def _issue(
-        self,
-        row: Row,
-        send: Any,
-        recv: Any,
-        result: Tensors,
-        op: Any = None,
-        root: int | None = None,
-        is_async: bool = True,
-        counts: Any = None,
-    ) -> Work:
-        """Issue a call; the result is never None for C++."""
-        if (work := issue(row, self, send, recv, op, root, is_async, counts)) is None:
-            work = DoneWork(result)
-        if self._begun is not None:
-            self._begun.append(work)
-        return work
-
-    def _note(self, work: Work) -> Work:
-        if self._begun is not None:
-            self._begun.append(work)
-        return work
-
     def _begin(self, issued: Work | None, result: Tensors) -> Work:
         """Return a Work for C++, which takes no None: the one that was issued, or one that has ended."""
-        return self._note(issued if issued is not None else DoneWork(result))
+        work = DoneWork(result) if issued is None else issued
+        if self._begun is not None:
+            self._begun.append(work)
+        return work
 
     # -- reducing ------------------------------------------------------------------------------------
 
@@ -141,7 +118,7 @@ class C10dMethods(Group):
         given = [tensors] if tensors.__class__ is not list and isinstance(tensors, torch.Tensor) else tensors
         how, is_async = parse_options("allreduce", given[0] if len(given) else None, opts, op)
         if len(given) == 1:
-            return self._issue(table.ALL_REDUCE, given[0], given[0], given, how, None, is_async)
+            return self._begin(issue(table.ALL_REDUCE, self, given[0], given[0], how, None, is_async), given)
         return self._begin(several.all_reduce(self, list(given), how, is_async), list(given))
 
     @as_torch
@@ -150,7 +127,7 @@ class C10dMethods(Group):
         given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
-        return self._note(several.reduce_together(self, given, op, is_async))
+        return self._begin(several.reduce_together(self, given, op, is_async), given)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
@@ -159,7 +136,7 @@ class C10dMethods(Group):
         check_root_tensor("reduce", opts, 1)
         how, is_async = parse_options("reduce", tensor, None if isinstance(opts, int) else opts, op)
         recv = tensor if self.rank() == target else None
-        return self._issue(table.REDUCE, tensor, recv, [tensor], how, target, is_async)
+        return self._begin(issue(table.REDUCE, self, tensor, recv, how, target, is_async), [tensor])
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
@@ -171,7 +148,9 @@ class C10dMethods(Group):
         how, is_async = parse_options("reduce_scatter", output_tensors[0], opts, op)
         if len(output_tensors) == 1:
             output = output_tensors[0]
-            return self._issue(table.REDUCE_SCATTER, list(input_tensors[0]), output, [output], how, None, is_async)
+            return self._begin(
+                issue(table.REDUCE_SCATTER, self, list(input_tensors[0]), output, how, None, is_async), [output]
+            )
         check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
         return self._begin(
             several.reduce_scatter(self, output_tensors, input_tensors, how, is_async), list(output_tensors)
@@ -181,7 +160,9 @@ class C10dMethods(Group):
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks and leave each rank its share."""
         op, is_async = parse_options("reduce_scatter_single", inputTensor, opts)
-        return self._issue(table.REDUCE_SCATTER_SINGLE, inputTensor, outputTensor, [outputTensor], op, None, is_async)
+        return self._begin(
+            issue(table.REDUCE_SCATTER_SINGLE, self, inputTensor, outputTensor, op, None, is_async), [outputTensor]
+        )
 
     @as_torch
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -198,7 +179,7 @@ class C10dMethods(Group):
         source, is_async = self._root("broadcast", opts, root), getattr(opts, "asyncOp", True)
         chosen = check_root_tensor("broadcast", opts, len(given))
         if len(given) == 1:
-            return self._issue(table.BROADCAST, given[0], given[0], given, None, source, is_async)
+            return self._begin(issue(table.BROADCAST, self, given[0], given[0], None, source, is_async), given)
         return self._begin(several.broadcast(self, given, source, chosen, is_async), given)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -210,7 +191,7 @@ class C10dMethods(Group):
         is_async = getattr(opts, "asyncOp", True)
         if len(input_tensors) == 1:
             outputs = list(output_tensors[0])
-            return self._issue(table.ALL_GATHER, input_tensors[0], outputs, outputs, None, None, is_async)
+            return self._begin(issue(table.ALL_GATHER, self, input_tensors[0], outputs, None, None, is_async), outputs)
         everything = [each for outputs in output_tensors for each in outputs]
         return self._begin(several.all_gather(self, output_tensors, input_tensors, is_async), everything)
 
@@ -218,13 +199,13 @@ class C10dMethods(Group):
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
         is_async = getattr(opts, "asyncOp", True)
-        return self._note(several.gather_together(self, output_lists, list(input_list), is_async))
+        return self._begin(several.gather_together(self, output_lists, list(input_list), is_async), [])
 
     @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one."""
         is_async = getattr(opts, "asyncOp", True)
-        return self._issue(table.ALL_GATHER_SINGLE, input, output, [output], None, None, is_async)
+        return self._begin(issue(table.ALL_GATHER_SINGLE, self, input, output, None, None, is_async), [output])
 
     @as_torch
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -241,14 +222,14 @@ class C10dMethods(Group):
         given = only("gather", input_tensors, "input tensor list")
         outputs = self._only_list("gather", output_tensors, "output", target)
         recv = outputs if self.rank() == target else None
-        return self._issue(table.GATHER, given, recv, outputs, None, target, is_async)
+        return self._begin(issue(table.GATHER, self, given, recv, None, target, is_async), outputs)
 
     @as_torch
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one on the root; ``output`` is not looked at elsewhere."""
         target, is_async = self._root("gather_single", opts, None), getattr(opts, "asyncOp", True)
         recv = output if self.rank() == target else None
-        return self._issue(table.GATHER, input, recv, [output], None, target, is_async)
+        return self._begin(issue(table.GATHER, self, input, recv, None, target, is_async), [output])
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
@@ -258,13 +239,13 @@ class C10dMethods(Group):
         output = only("scatter", output_tensors, "output tensor list")
         inputs = self._only_list("scatter", input_tensors, "input", target)
         send = inputs if self.rank() == target else None
-        return self._issue(table.SCATTER, send, output, [output], None, target, is_async)
+        return self._begin(issue(table.SCATTER, self, send, output, None, target, is_async), [output])
 
     @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
         outputs, is_async = list(output_tensors), getattr(opts, "asyncOp", True)
-        return self._issue(table.ALL_TO_ALL, list(input_tensors), outputs, outputs, None, None, is_async)
+        return self._begin(issue(table.ALL_TO_ALL, self, list(input_tensors), outputs, None, None, is_async), outputs)
 
     def all_to_all_single(
         self,
@@ -278,11 +259,11 @@ class C10dMethods(Group):
         """Send a share to every rank and receive one from each; empty splits stand for equal shares."""
         is_async = getattr(opts, "asyncOp", True)
         splits = splits_of(output_split_sizes, input_split_sizes)
-        return self._issue(table.ALL_TO_ALL_SINGLE, input, output, [output], None, None, is_async, splits)
+        return self._begin(issue(table.ALL_TO_ALL_SINGLE, self, input, output, None, None, is_async, splits), [output])
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait until every rank has called this."""
-        return self._issue(table.BARRIER, None, None, [], None, None, getattr(opts, "asyncOp", True))
+        return self._begin(issue(table.BARRIER, self, None, None, None, None, getattr(opts, "asyncOp", True)), [])
 
     def _root(self, call: str, opts: Any, root: int | None) -> int:
         """Return the root that an options object or a number names, a rank of the group."""
@@ -316,15 +297,15 @@ class C10dMethods(Group):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:
         """Begin to send a tensor to a rank of the group."""
-        return self._note(isend(tensors[0], None, self, tag, dstRank) or DoneWork([]))
+        return self._begin(isend(tensors[0], None, self, tag, dstRank), [])
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:
         """Begin to receive a tensor from a rank of the group."""
-        return self._note(irecv(tensors[0], None, self, tag, srcRank) or DoneWork(tensors))
+        return self._begin(irecv(tensors[0], None, self, tag, srcRank), tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Begin to receive a tensor from any rank of the group."""
-        return self._note(irecv(tensors[0], None, self, tag) or DoneWork(tensors))
+        return self._begin(irecv(tensors[0], None, self, tag), tensors)
 
     # -- several at once -----------------------------------------------------------------------------
 

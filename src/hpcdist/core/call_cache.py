@@ -46,34 +46,22 @@ PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own i
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedCall:
-    """A call that came again, and what need not be asked of the next one.
-
-    Attributes:
-        op: how values are combined, for rows that reduce.
-        counts: as ``issue`` was given them.
-        in_place: whether one tensor is input and output.
-        is_like: tells whether what a call reads and writes looks like what this one did: class, dtype, device, layout,
-            and nothing lazy about it. It takes one tensor if the call is in place, else what both sides are.
-        row, shape, dtype: for the record; of the input. The shape is None if a call may have another.
-        large_from: the bytes of a tensor from which on the worker is woken at once if the call is asynchronous.
-        backend: carries the call.
-        run: runs the call on what looks the same.
-        run_queued: does so on a thread that may be in other modes of autograd; plain tensors do without.
-        start: begins it and returns its Work, if the library queues calls on its device; else None.
-    """
+    """A call that came again, and what need not be asked of the next one."""
 
     op: Any
-    counts: Counts | None
-    in_place: bool
-    is_like: Likeness
-    row: Row | str
-    shape: torch.Size | None
+    counts: Counts | None  # as ``issue`` was given them
+    in_place: bool  # whether one tensor is input and output
+    is_like: (
+        Likeness  # compares all looks with this call's: takes one tensor if it is in place, else what both sides are
+    )
+    row: Row | str  # with the next two for the record; of the input
+    shape: torch.Size | None  # None if a call may have another
     dtype: torch.dtype | None
-    large_from: int
+    large_from: int  # the bytes of a tensor from which on the worker is woken at once if the call is asynchronous
     backend: Backend
     run: Run
-    run_queued: Run
-    start: Start | None
+    run_queued: Run  # on a thread that may be in other modes of autograd; plain tensors do without
+    start: Start | None  # begins it and returns its Work, if the library queues calls on its device
 
 
 class CachedMessage(NamedTuple):
@@ -85,15 +73,11 @@ class CachedMessage(NamedTuple):
 
 
 class CallCache(dict[Any, tuple[Any, ...]]):
-    """The calls of one group that came again, by collective, of rooted ones with the root; those with counts apart.
-
-    Attributes:
-        seen: what it last saw of other calls.
-    """
+    """The calls of one group that came again, by collective, of rooted ones with the root; those with counts apart."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[Any, list[Any]] = {}
+        self.seen: dict[Any, list[Any]] = {}  # the last looks of other calls
 
     def is_again(self, kind: Any, looks: Any) -> bool:
         """Tell whether a call with these looks was seen before; remember that it was."""
@@ -119,13 +103,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         self.seen.clear()
 
     def look(self, given: Call, made: Call, backend: Backend) -> None:
-        """Look at a call that a backend has been given, and prepare for it if it was seen before.
-
-        Args:
-            given: with what the caller gave.
-            made: with what the backend got.
-            backend: carries it.
-        """
+        """Look at a call, with what the caller gave and with what the backend got; prepare if it was seen before."""
         row, send, recv, op, root, counts, *_ = given
         if hooks.likeness is None or op.__class__ not in PLAIN_OPS:
             return
@@ -215,16 +193,13 @@ def one_like(tensor: torch.Tensor) -> Likeness:
 
 
 def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness:
-    """Return what tells whether what a call reads and writes looks like this.
+    """Return what tells whether a call reads and writes what looks like this one's tensors.
 
-    Args:
-        call: with what the caller gave.
-        tensors: all of it.
-        ranks: of the group, if the sizes may be others that fit; else 0.
+    If the sizes may be others that fit, it needs the number of ranks of the group, else 0.
     """
     row, send, recv, *_ = call
     if not tensors:
-        return is_unobserved
+        return lambda _: not hooks.has_modes()  # which look at calls without tensors too
     assert hooks.likeness is not None
     check = one_like(tensors[0]) if ranks and len(tensors) == 1 else hooks.likeness(*tensors, any_size=bool(ranks))
     if send is None:
@@ -268,22 +243,12 @@ def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
     return is_like
 
 
-def is_unobserved(_: None) -> bool:
-    """Tell whether a call without tensors may skip what looks at calls: the modes of torch's dispatcher."""
-    return not hooks.has_modes()
-
-
 # what makes of a caller's tensor the values that stand for it and the backend's buffer of them; whether they are a copy
 Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
 
 def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] | None:
-    """Return how the backend's buffers are made of a call's tensors; empty if they are these, None if that is not easy.
-
-    Args:
-        send, recv: what the caller gave.
-        made: with what the backend got.
-    """
+    """Return how the backend's buffers are made of a caller's tensors; empty if they are, None if that is not easy."""
     tensors, buffers = tensors_of(send, recv), tensors_of(made.send, made.recv)
     if len(tensors) != len(buffers):
         return None
@@ -302,7 +267,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     is_real = given.is_complex() and not buffer.is_complex()
     if buffer.nbytes != given.nbytes:
         return None
-    describe = torch.view_as_real if is_real else as_it_is
+    describe: Any = torch.view_as_real if is_real else lambda tensor: tensor
     if buffer.data_ptr() == given.data_ptr():
         return (lambda tensor: (tensor, describe(tensor.detach()))), False
     # values that share memory are written once; what autograd sees is not copied as it is
@@ -310,11 +275,6 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
         return None
     copies = Copies(given.dtype, describe)
     return (copies.of if is_read else copies.like), True
-
-
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor."""
-    return tensor
 
 
 def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:

@@ -14,7 +14,7 @@ import threading
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core import hooks
@@ -195,7 +195,12 @@ class Journal:
         call = self.message(what, None, None, root) if what in MESSAGES else self.collective(what, None, root)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
         blocking = self.blocking(call)
-        return blocking if event is None else Profiled(blocking, event)
+        if event is None:
+            return blocking
+        both = ExitStack()  # the last one ends first
+        both.callback(event.__exit__, None, None, None)
+        both.push(blocking)
+        return both
 
     def blocking(
         self, call: tuple[Any, ...], work: Any = None, limit: float | None = None
@@ -236,19 +241,3 @@ class Journal:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Blocks no longer."""
         self.current = None
-
-
-class Profiled:
-    """A call without a tensor, while it blocks and a profiler looks on."""
-
-    def __init__(self, blocking: AbstractContextManager[object], event: hooks.Event) -> None:
-        self._blocking = blocking
-        self._event = event
-
-    def __enter__(self) -> None:
-        """Begin to block."""
-
-    def __exit__(self, *_: object) -> None:
-        """Blocks no longer."""
-        self._blocking.__exit__(None, None, None)
-        self._event.__exit__(None, None, None)

@@ -264,14 +264,10 @@ ARRANGED: dict[Row, Callable[[Group, Call, bool], Call]] = {
 
 def arranged(pg: Group, call: Call, async_op: bool) -> Call:
     """Check a call on lists, and return it on what the library takes: lists of memory, or one tensor of all."""
-    made = ARRANGED[call.row](pg, call, async_op)
-    is_taken = made.send.__class__ is TensorList or made.recv.__class__ is TensorList
-    return contiguous(pg, made, async_op) if is_taken else made
-
-
-def contiguous(pg: Group, call: Call, async_op: bool) -> Call:
-    """Return a call of which one side is a list that the library takes, with the other side as the library takes it."""
+    call = ARRANGED[call.row](pg, call, async_op)
     row, send, recv, op, _, counts, then, result, _ = call
+    if send.__class__ is not TensorList and recv.__class__ is not TensorList:
+        return call
     if result is None:
         result = [recv]
     backend = pg.backend("cpu")

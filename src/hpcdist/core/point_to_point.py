@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from hpcdist.core import hooks, profiling
-from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Message
 from hpcdist.core.buffers import as_tensor, check_memory, for_reading, for_writing, is_plain, on_memory, put
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
+from hpcdist.core.queue import in_modes_of_caller
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD, origin, route
 

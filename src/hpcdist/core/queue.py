@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 from hpcdist.core.errors import CallsDifferError, DistBackendError
 from hpcdist.core.work import Work, init_torch_work
@@ -328,3 +329,22 @@ class Queue:
             self.running = None
         self._carrier = None
         self._turn.release()
+
+
+def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a call that runs in this thread's modes of autograd wherever it is carried out.
+
+    Writing to an inference tensor raises outside ``torch.inference_mode()``, and writing to a parameter outside
+    ``torch.no_grad()``. Both modes belong to a thread.
+    """
+    modes = is_inference_mode_enabled(), is_grad_enabled()
+
+    def run() -> None:
+        if modes == (is_inference_mode_enabled(), is_grad_enabled()):
+            call()
+            return
+        is_inference, has_grad = modes
+        with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
+            call()
+
+    return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import hooks, reduction
+from hpcdist.core import reduction
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
@@ -84,8 +84,8 @@ def folded(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
 
 
 def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
-    """Return what carries out a call: the backend, or what makes the reduction repeatable, if that can be done."""
-    if not hooks.reproducible or not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
+    """Return what carries out a call that is to repeat: the backend, or what makes a reduction of floats repeatable."""
+    if not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
         return backend
     dtype = call.tensor.dtype
     if not (dtype.is_floating_point or dtype.is_complex):

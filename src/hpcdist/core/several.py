@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,18 +42,6 @@ ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it
 COALESCED = "all_reduce_coalesced"
 
 Tensors = Sequence[torch.Tensor]
-
-
-class Bundle(NamedTuple):
-    """Contiguous CPU tensors of one dtype that fit one bucket.
-
-    Attributes:
-        sizes: the bytes of each.
-        counts: the elements of each, for the call that reduces them all.
-    """
-
-    sizes: list[int]
-    counts: Counts | None
 
 
 def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[int]]:
@@ -97,19 +85,21 @@ def counts_of(sizes: list[int], itemsize: int) -> Counts | None:
     return None if len(sizes) == 1 else ([size // itemsize for size in sizes],) * 2
 
 
-def bundle_of(pg: Group, tensors: list[Any]) -> Bundle | None:
-    """Return tensors as a bundle; None unless they are contiguous CPU tensors of one dtype and fit one bucket."""
-    known: Bundle
-    for is_like, known in pg.known.get(COALESCED, ()):
-        if len(known.sizes) == len(tensors) and is_like(*tensors):
-            return known
+def bundle_of(pg: Group, tensors: list[Any]) -> tuple[list[int], Counts | None] | None:
+    """Return the bytes of each tensor, and the counts of the call that reduces all, if one bucket holds them.
+
+    None unless they are contiguous CPU tensors of one dtype.
+    """
+    for is_like, sizes, counts in pg.known.get(COALESCED, ()):
+        if len(sizes) == len(tensors) and is_like(*tensors):
+            return sizes, counts
     listed = as_list(tensors, getattr(tensors[0], "dtype", None)) if tensors else None
     if listed is None or listed.nbytes > BUCKET_BYTES:
         return None
-    bundle = Bundle(listed.sizes, counts_of(listed.sizes, listed.itemsize))
-    if hooks.likeness is not None and pg.known.is_again(COALESCED, listed.sizes):
-        pg.known.keep(COALESCED, (hooks.likeness(*tensors), bundle))
-    return bundle
+    sizes, counts = listed.sizes, counts_of(listed.sizes, listed.itemsize)
+    if hooks.likeness is not None and pg.known.is_again(COALESCED, sizes):
+        pg.known.keep(COALESCED, (hooks.likeness(*tensors), sizes, counts))
+    return sizes, counts
 
 
 def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
@@ -120,11 +110,12 @@ def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
     # a library that makes many calls one needs no copies for it; an event of the profiler has the shape of each
     if pg.cpu is None or pg.cpu.has_groups or hooks.is_profiled():
         return False
-    if (bundle := bundle_of(pg, tensors)) is None:
+    if (found := bundle_of(pg, tensors)) is None:
         return False
+    sizes, counts = found
     pg.cpu.settle()  # an asynchronous call may still write what is read here
-    flat, copy = pg.cpu.bundle(tensors, bundle.sizes)
-    issue(ALL_REDUCE, pg, flat, flat, op, counts=bundle.counts)
+    flat, copy = pg.cpu.bundle(tensors, sizes)
+    issue(ALL_REDUCE, pg, flat, flat, op, counts=counts)
     copy()
     return True
 

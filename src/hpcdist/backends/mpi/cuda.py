@@ -21,11 +21,10 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.process.libraries import loaded_libraries
 from hpcdist.backends.mpi.process.runtime import short_name
-from hpcdist.core.autograd_modes import in_modes_of_caller
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import put
 from hpcdist.core.call import Call
-from hpcdist.core.queue import Queue
+from hpcdist.core.queue import Queue, in_modes_of_caller
 from hpcdist.core.table import Row
 from hpcdist.core.work import Work
 

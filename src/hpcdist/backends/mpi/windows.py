@@ -35,9 +35,8 @@ from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPIN
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, is_compared_as_signed, mpi_op, wide
 from hpcdist.core import reduction
-from hpcdist.core.backend_parts import Windows
+from hpcdist.core.backend_parts import RemoteMemory, Windows
 from hpcdist.core.errors import DistBackendError, end_all
-from hpcdist.core.remote_memory import RemoteMemory
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
