@@ -27,7 +27,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
-from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape, scaled
 from hpcdist.core.work import DoneWork, Unfinished, Work
 from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
@@ -190,7 +190,7 @@ class C10dBackend(Backend):
             send = send.clone()
         sent = as_bytes(send) if send is not None else None
         received = as_bytes(recv) if recv is not None else None
-        shares = tuple([count * itemsize for count in side] for side in counts) if counts else None
+        shares = counts and scaled(counts, itemsize)
         MOVES[row](self, sent, received, root, shares)
 
     # -- point to point ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hpcdist.core.errors import explained
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import name_of
-from hpcdist.core.table import EXCHANGES
+from hpcdist.core.table import EXCHANGES, scaled
 from hpcdist.watch.report import label
 
 
@@ -71,7 +71,7 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         counts = [call.send.numel() // pg.size()] * pg.size(), [call.recv.numel() // pg.size()] * pg.size()
     if tensor.is_complex() and not row.reduces:  # moved as its real and imaginary parts, which another rank may give
         tensor = torch.view_as_real(tensor)
-        counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
+        counts = counts and scaled(counts, 2)
     # only the root of a scatter sends: the other ranks receive one share of it
     elements: int | None = tensor.numel() * (1 if call.send is not None else pg.size())
     if counts is not None:

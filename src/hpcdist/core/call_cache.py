@@ -51,9 +51,7 @@ class CachedCall:
     op: Any
     counts: Counts | None  # as ``issue`` was given them
     in_place: bool  # whether one tensor is input and output
-    is_like: (
-        Likeness  # compares all looks with this call's: takes one tensor if it is in place, else what both sides are
-    )
+    is_like: Likeness  # compares looks with this call's: takes one tensor if it is in place, else what both sides are
     row: Row | str  # with the next two for the record; of the input
     shape: torch.Size | None  # None if a call may have another
     dtype: torch.dtype | None

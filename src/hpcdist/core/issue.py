@@ -52,7 +52,7 @@ from hpcdist.core.reduction import (
 )
 from hpcdist.core.reproducible import Reproducible, carrier
 from hpcdist.core.sparse import all_reduce_sparse
-from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row
+from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row, scaled
 from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, member_group
 
@@ -266,7 +266,7 @@ def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
             sendbuf, op = torch.view_as_real(terms(sendbuf, op).to(dtype)), multiplied_by(1.0)
         else:
             sendbuf = recvbuf if in_place and recvbuf is not None else torch.view_as_real(sendbuf)
-        counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
+        counts = counts and scaled(counts, 2)
     if sendbuf is send and recvbuf is recv and op is call.op and counts is call.counts:
         return backend, call
     return backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result)

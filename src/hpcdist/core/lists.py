@@ -52,6 +52,7 @@ from hpcdist.core.table import (
     SCATTER,
     Counts,
     Row,
+    scaled,
 )
 
 IS_CPU = attrgetter("is_cpu")
@@ -279,7 +280,7 @@ def arranged(pg: Group, call: Call, async_op: bool) -> Call:
             if op == PREMUL_SUM and is_complex(factor_of(op)):
                 return call._replace(send=concatenate(send.tensors, dtype))
             send = TensorList(send.tensors, dtype.to_real())
-            counts = None if counts is None else ([2 * each for each in counts[0]], [2 * each for each in counts[1]])
+            counts = counts and scaled(counts, 2)
     check_memory(*(each for each in (send, recv) if each.__class__ is not TensorList))
     if send.__class__ is not TensorList and not is_direct(send):
         if not async_op:

@@ -15,6 +15,11 @@ from enum import Enum
 Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
 
 
+def scaled(counts: Counts, parts: int) -> tuple[list[int], list[int]]:
+    """Return counts of elements as counts of so many parts of each."""
+    return [parts * each for each in counts[0]], [parts * each for each in counts[1]]
+
+
 class Shape(Enum):
     """How many elements are received for those sent, among n ranks."""
 

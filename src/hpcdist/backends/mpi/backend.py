@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi import call_check
 from hpcdist.backends.mpi.bundle import Bundler
-from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, CheckedObjects, is_wanted
+from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, is_wanted
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.threshold_file import VARIABLE
@@ -43,7 +43,7 @@ class MPIBackend(Backend):
     name: ClassVar[str] = "mpi"
     has_lists: ClassVar[bool] = True
     begins_at_once: ClassVar[bool] = True
-    objects: CheckedObjects
+    objects: MPIObjects
     windows: MPIWindows
     # of the parts; each backend has its own
     run: Any = None
@@ -61,10 +61,10 @@ class MPIBackend(Backend):
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
         self.collectives = Collectives(self.communicator, thresholds, self._is_background)
         self.point_to_point = PointToPoint(self.communicator)
-        objects = MPIObjects(self.communicator)
-        self.check = CallCheck(self.communicator, self.collectives.carry_out, objects, checks_calls)
+        self.objects = MPIObjects(self.communicator)
+        ways = self.collectives.carry_out, self.objects.stand_in
+        self.objects.check = self.check = CallCheck(self.communicator, *ways, checks_calls)
         self.collectives.check = self.check if self.size > 1 else None
-        self.objects = CheckedObjects(objects, self.check)
         self.membership = MPIMembership(self.communicator, self.over)
         self.windows = MPIWindows(self.communicator)
         self._bundler: Bundler | None = None

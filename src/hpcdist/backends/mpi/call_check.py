@@ -50,13 +50,11 @@ from hpcdist.backends.mpi.node.call_board import (
     NUMBER_BITS,
     OBJECTS,
     RING,
-    ROOT,
     SIZES,
     SPLIT,
     STOP,
     WIDE,
     CallBoard,
-    Said,
     counted,
     is_wide,
     open_board,
@@ -69,7 +67,6 @@ from hpcdist.core import hooks
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, TELLS, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
-from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
 from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, row
@@ -97,31 +94,27 @@ def is_wanted() -> bool:
 
 
 class CallCheck:
-    """The check of one group's collectives over MPI.
+    """The check of one group's collectives over MPI, unless some rank does not want it.
 
-    Args:
-        communicator: the group's.
-        carry_out: runs a collective, unchecked.
-        objects: the object collectives, unchecked.
-        is_wanted: whether calls are checked; if not on all ranks, none are.
+    ``carry_out`` runs a collective that was checked; ``stand_in`` takes part in one on objects, of a name and a root.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         carry_out: Callable[[Call], None],
-        objects: Objects,
+        stand_in: Callable[[str, int], None],
         is_wanted: bool,
     ) -> None:
         self._communicator = communicator
-        self._carry_out, self._objects = carry_out, objects
+        self._carry_out, self._stand_in_for_objects = carry_out, stand_in
         self.is_asked_for = self.is_wanted = is_wanted
         self.number = 0  # of the last call
         self.handled = 0  # how many decisions were followed
         self._is_leaving = self._has_decided = False
         self._start = 0  # the number of the first call after the last error
         self.is_open = communicator.size == 1
-        self.board: CallBoard | None = None
+        self.board: CallBoard = None  # type: ignore[assignment]  # until it is open, or if some rank does not want it
         self.log: CallLog | None = None  # of a group on several boards
 
     def _open(self) -> None:
@@ -130,7 +123,7 @@ class CallCheck:
             board, self.is_wanted, token, nodes = open_board(communicator.comm, self.is_wanted)
         if board is not None and len(nodes) > 1:
             self.log = board.log(token, nodes, communicator.rank, self._last)
-        self.board = board
+        self.board = board  # type: ignore[assignment]
         self.is_open = True
 
     @property
@@ -146,18 +139,12 @@ class CallCheck:
     def _last(self) -> int:
         """Return the number of the last call whose words are written."""
         number, board = self.number, self.board
-        assert board is not None
         return number if board.has(board.own, number) else number - 1
 
     # -- calls ---------------------------------------------------------------------------------------
 
     def run(self, call: Call, base: int) -> None:
-        """Run a collective on tensors.
-
-        Args:
-            call: the collective.
-            base: its first word without root.
-        """
+        """Run a collective on tensors, whose first word without root is ``base``."""
         if not self.is_open:
             self._open()
         if self.board is None:
@@ -229,7 +216,6 @@ class CallCheck:
         word that was written before it. So this rank looks again when it has said that it goes on.
         """
         board = self.board
-        assert board is not None
         board.failing[board.own] = number
         hooks.compare_calls(log, NEW_SECONDS)
         log.check()
@@ -268,14 +254,13 @@ class CallCheck:
         """Give the board's memory back; there are no more calls."""
         if self.log is not None:
             self.log.close()
-        self.board = None
+        self.board = None  # type: ignore[assignment]
 
     # -- looking at the others -----------------------------------------------------------------------
 
     def is_clear(self, number: int) -> bool:
         """Tell whether no other rank that has come has made another call."""
         board = self.board
-        assert board is not None
         if not number % BLOCK and not self._is_leaving:
             self._keep_pace(max(number - BLOCK + 1, self._start))
         if board.are_many and board.are_equal(number):
@@ -291,7 +276,6 @@ class CallCheck:
     def _begun(self, number: int) -> list[int]:
         """Return the other ranks that have begun a call."""
         board = self.board
-        assert board is not None
         return [r for r in range(len(board.ranks)) if r != board.own and board.has(r, number)]
 
     def _keep_pace(self, number: int) -> None:
@@ -300,7 +284,6 @@ class CallCheck:
         A decision ends the wait: ranks that have carried it out begin none of these calls any more.
         """
         board = self.board
-        assert board is not None
         for r in range(len(board.ranks)):
             if r != board.own and not board.has_come_to(r, number):
                 self._wait(partial(self._has_come_to, r, number))
@@ -308,13 +291,11 @@ class CallCheck:
     def _has_come_to(self, index: int, number: int) -> bool:
         """Tell whether a rank has begun a call, or something was decided that this one has not carried out."""
         board = self.board
-        assert board is not None
         return board.has_come_to(index, number) or board.decided[0] != self.handled
 
     def _have_all_followed(self) -> bool:
         """Tell whether all ranks have carried out the last decision, and so read what it is about."""
         board = self.board
-        assert board is not None
         return all(followed >= self.handled for followed in board.followed)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
@@ -329,7 +310,6 @@ class CallCheck:
     def fail(self, number: int, make: Callable[[], Any]) -> None:
         """Have it decided what becomes of a call that differs from another rank's, do that, and raise."""
         board = self.board
-        assert board is not None
         if self._communicator.is_revoked():
             return  # MPI refuses the call
         board.failing[board.own] = number
@@ -347,7 +327,6 @@ class CallCheck:
 
     def _decide(self, index: int, number: int) -> None:
         board = self.board
-        assert board is not None
         # until then a slower rank may read what the words are about to replace
         self._wait(self._have_all_followed)
         board.stop(number)
@@ -375,21 +354,13 @@ class CallCheck:
 
     def look_back(self, number: int) -> None:
         """Raise after a call that others have found to differ from theirs."""
-        assert self.board is not None
         index = self.handled + 1
         if self.board.decision(index)[0] <= number:
             self._follow(index, number, None)
 
     def _follow(self, index: int, number: int, make: Callable[[], Any] | None) -> None:
-        """Carry out what was decided, and raise.
-
-        Args:
-            index: of the decision.
-            number: of this rank's call.
-            make: makes it; None if it was made.
-        """
+        """Carry out a decision, given this rank's call and what makes it (None if it was made), and raise."""
         board = self.board
-        assert board is not None
         differs, last, leader = board.decision(index)
         board.stopped[board.own] = number
         error = self._error(differs, number)
@@ -415,7 +386,6 @@ class CallCheck:
     def _makers(self, leader: int, number: int) -> list[int]:
         """Return the ranks that carry out a call by themselves, while others take part in it by ``_stand_in``."""
         board = self.board
-        assert board is not None
         if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # whose shares are those of two ranks
             differs = board.decision(self.handled + 1)[0]
             for r in range(len(board.ranks)):
@@ -430,10 +400,9 @@ class CallCheck:
     def _stand_in(self, leader: int, number: int) -> None:
         """Take part in a call of another rank's with memory of its own, so that the ranks in it return."""
         board, communicator = self.board, self._communicator
-        assert board is not None
         said, rank, ranks = board.said(leader, number), communicator.rank, communicator.size
         if said.name in OBJECTS:
-            stand_in_for_object(self._objects, said, ranks)
+            self._stand_in_for_objects(said.name, said.root)
         elif said.name == SPLIT:
             communicator.split([])
         elif said.name in ROWS:
@@ -461,7 +430,6 @@ class CallCheck:
     def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]] | None:
         """Return what this rank sends and receives to take part in an exchange; None if it does not know."""
         board, me, ranks = self.board, self._communicator.rank, self._communicator.size
-        assert board is not None
         sent, received = [0] * ranks, [0] * ranks
         for maker in self._makers(leader, number):
             theirs = board.counts(maker, number)
@@ -473,7 +441,6 @@ class CallCheck:
     def _error(self, number: int, own: int) -> CallsDifferError:
         """Return the error that names who makes which call."""
         board = self.board
-        assert board is not None
         calls: dict[str, list[int]] = {}
         for index, rank in enumerate(board.ranks):
             if board.has(index, number) and (said := board.said(index, number)).name != STOP:
@@ -488,52 +455,3 @@ class CallCheck:
         if own != number and board.has(board.own, own):
             ways.append(f"this rank, {self._communicator.rank}, is in {board.said(board.own, own)}")
         return CallsDifferError(calls_differ(self._communicator.size, ways))
-
-
-def stand_in_for_object(objects: Objects, said: Said, ranks: int) -> None:
-    """Take part in an object collective of so many ranks with nothing."""
-    name, root = said.name.removesuffix("_object"), said.root
-    if name == "all_gather":
-        objects.all_gather(None)
-    elif name == "gather":
-        objects.gather(None, root)
-    elif name == "broadcast":
-        objects.broadcast(None, root)
-    else:
-        objects.scatter([None] * ranks, root)  # read on the root, which others wait for
-
-
-class CheckedObjects(Objects):
-    """The object calls on one communicator, checked: every collective is a call like those on tensors."""
-
-    def __init__(self, objects: Objects, check: CallCheck) -> None:
-        self._objects, self._make = objects, check.make
-        self._said = {name: what(name) for name in OBJECTS}
-
-    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
-        """Gather every rank's object on all ranks."""
-        said = self._said["all_gather_object"]
-        return self._make(said, 0, lambda: self._objects.all_gather(value, weights_only))
-
-    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
-        """Gather every rank's object on the root."""
-        said = self._said["gather_object"] + root * ROOT
-        return self._make(said, 0, lambda: self._objects.gather(value, root, weights_only))
-
-    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
-        """Hand the root's object to all ranks."""
-        said = self._said["broadcast_object"] + root * ROOT
-        return self._make(said, 0, lambda: self._objects.broadcast(value, root, weights_only))
-
-    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
-        """Hand each rank its object of the root's list."""
-        said = self._said["scatter_object"] + root * ROOT
-        return self._make(said, 0, lambda: self._objects.scatter(values, root, weights_only))
-
-    def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
-        """Send an object; no other rank makes the same call."""
-        self._objects.send(value, dst, weights_only)
-
-    def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
-        """Receive an object; likewise."""
-        return self._objects.recv(src, weights_only)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, apart, buffer_of_runs, message
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, buffer_of_runs, message
 from hpcdist.backends.mpi.exchange import COPY_MAX, Exchange
 from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
@@ -37,13 +37,7 @@ BARRIER_SAID = what(BARRIER.name)
 
 
 class Collectives:
-    """The collectives of one communicator.
-
-    Args:
-        communicator: the group's.
-        thresholds: the same on all of its ranks.
-        is_background: tells whether the call under way runs beside the rank's own computation.
-    """
+    """The collectives of one communicator; ``is_background`` tells whether one runs beside what the rank computes."""
 
     def __init__(self, communicator: Communicator, thresholds: Thresholds, is_background: Callable[[], bool]) -> None:
         comm = communicator.comm
@@ -197,11 +191,8 @@ class Collectives:
                 assert check is not None
                 check.differ(ways)
             return
-        buffers: Any = apart(send, recv, BYTE)
-        if buffers is None:  # of more bytes than MPI counts; MPI_IN_PLACE would be a call that only this rank makes
-            given = send.clone() if overlap(send, recv) else send
-            buffers = buffer_of_runs(given, send.nbytes), buffer_of_runs(recv, send.nbytes)
-        self._calls[row](*buffers)
+        given = send.clone() if overlap(send, recv) else send  # MPI_IN_PLACE would be a call that only this rank makes
+        self._calls[row](buffer_of_runs(given, send.nbytes), buffer_of_runs(recv, send.nbytes))
 
     # -- calls that come again -------------------------------------------------------------------------
 
@@ -213,18 +204,16 @@ class Collectives:
         prepared = self._prepared(call)
         if prepared is None:
             return run_again(call, self.run)
-        if self._communicator.is_checked:
-            prepared = prepared._replace(function=self._followed_by_check(call.row, prepared.function))
-        tensor = call.tensor
-        said = BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
-        return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
+        function, name, tensor = prepared.function, call.row.name, call.tensor
 
-    def _followed_by_check(self, row: Row, function: Callable[..., Any]) -> Callable[..., None]:
         def run_and_check(*args: Any) -> None:
             function(*args)
-            self._communicator.check(row.name)
+            self._communicator.check(name)
 
-        return run_and_check
+        if self._communicator.is_checked:
+            prepared = prepared._replace(function=run_and_check)
+        said = BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
+        return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
 
     def _prepared(self, call: Call) -> Prepared | None:
         """Return what carries a call out by one function of MPI and little else; None if there is more to do."""
@@ -375,14 +364,9 @@ def described_by_counts(
 def described(
     call: Call, datatype: MPI.Datatype, last: tuple[Any, ...], ranks: int, plan: Plan
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
-    """Return what makes the arguments of a function of MPI of where a call's tensors lie (``repetition.Prepared``).
+    """Return what makes the arguments of MPI's function of where a call's tensors lie (``repetition.Prepared``).
 
-    Args:
-        call: on two tensors or one.
-        datatype: of its elements.
-        last: the arguments that follow.
-        ranks: of the group.
-        plan: of the call.
+    It is on one tensor or two of this datatype, and the arguments end with the last ones.
     """
     row, send, recv, op, *_ = call
     itemsize, shape = send.itemsize, row.shape

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.datatypes import memory
 from hpcdist.backends.mpi.process.libraries import loaded_libraries
 from hpcdist.backends.mpi.process.runtime import short_name
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.buffers import put
+from hpcdist.core.buffers import overlap, put
 from hpcdist.core.call import Call
 from hpcdist.core.queue import Queue, in_modes_of_caller
 from hpcdist.core.table import Row
@@ -103,17 +104,12 @@ def passes_probe() -> bool:
         received = torch.zeros_like(sent)
         getattr(torch, OWN.device).current_stream().synchronize()
         try:
-            MPI.COMM_SELF.Sendrecv([at(sent), MPI.BYTE], 0, 0, [at(received), MPI.BYTE], 0, 0)
+            MPI.COMM_SELF.Sendrecv([memory(sent), MPI.BYTE], 0, 0, [memory(received), MPI.BYTE], 0, 0)
         except MPI.Exception:
             return False
         if not bool((sent == received).all()):
             return False
     return True
-
-
-def at(tensor: torch.Tensor) -> MPI.buffer:
-    """Return a tensor's memory as mpi4py takes it."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 AWARE: list[bool] = []  # what was found, once a process
@@ -191,10 +187,7 @@ class StagedBackend(Backend):
         nbytes = max(0 if each is None else each.nbytes for each in (send, recv))
         if send is not None and self._is_shared(row, send.dtype, op, nbytes):
             return False
-        if send is None or recv is None or send is recv:
-            return True
-        first, second = send.data_ptr(), recv.data_ptr()
-        return first + send.nbytes <= second or second + recv.nbytes <= first
+        return send is None or recv is None or send is recv or not overlap(send, recv)
 
     # -- calls -----------------------------------------------------------------------------------------
 

@@ -81,19 +81,6 @@ def folded(nbytes: int) -> MPI.Datatype:
     return made
 
 
-def apart(
-    send: torch.Tensor, recv: torch.Tensor, datatype: MPI.Datatype
-) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """Return two contiguous CPU tensors as the buffers of an MPI call, which divides them among the ranks itself.
-
-    None if they share memory, or if MPI's int does not count them.
-    """
-    first, second, sent, received = send.data_ptr(), recv.data_ptr(), send.nbytes, recv.nbytes
-    if (first < second + received and second < first + sent) or sent > COUNT_MAX or received > COUNT_MAX:
-        return None
-    return (address(first, sent), datatype), (address(second, received), datatype)
-
-
 def buffer_of_runs(tensor: torch.Tensor, nbytes: int) -> list[Any]:
     """Return the memory of a tensor as the buffer of an MPI call that moves ``nbytes`` to or from each rank."""
     return [memory(tensor), *run(nbytes)]
@@ -114,11 +101,6 @@ def block(nbytes: int) -> MPI.Datatype:
     return made
 
 
-def starts(counts: Sequence[int]) -> list[int]:
-    """Return where each share begins."""
-    return [0, *accumulate(counts)][:-1]
-
-
 def starts_of(tensor: torch.Tensor | TensorList, sizes: Sequence[int]) -> list[int]:
     """Return the address of each share of so many bytes: one after another in a tensor, or the tensors of a list."""
     return tensor.addresses if isinstance(tensor, TensorList) else shifted(tensor.data_ptr(), sizes)
@@ -126,4 +108,4 @@ def starts_of(tensor: torch.Tensor | TensorList, sizes: Sequence[int]) -> list[i
 
 def shifted(place: int, sizes: Sequence[int]) -> list[int]:
     """Return the address of each share of so many bytes, one after another from a place on."""
-    return [place + start for start in starts(sizes)]
+    return list(accumulate(sizes[:-1], initial=place))

@@ -17,7 +17,6 @@ from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from ctypes import memmove
-from functools import lru_cache
 from operator import add, setitem, sub
 from typing import Any
 
@@ -25,18 +24,15 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, memory, run, shifted, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, run, shifted, starts_of
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList, do_overlap
 from hpcdist.core.errors import MismatchError
-from hpcdist.core.table import Counts
+from hpcdist.core.table import Counts, scaled
 
-LAYOUTS = 64  # of equal shares, kept
 TAG = 1  # on the private duplicate, where objects travel with 0
 COPY_MAX = 1 << 18  # bytes that are copied without releasing the GIL, which takes 0.5 µs less
 ALL = slice(None)
-
-Layout = tuple[list[int], list[int], list[MPI.Datatype]]  # count, displacement and type of each rank's share
 
 
 class Exchange:
@@ -47,11 +43,7 @@ class Exchange:
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
 
     def run(
-        self,
-        send: torch.Tensor | TensorList,
-        recv: torch.Tensor | TensorList,
-        counts: Counts | None,
-        is_new: bool,
+        self, send: torch.Tensor | TensorList, recv: torch.Tensor | TensorList, counts: Counts | None, is_new: bool
     ) -> list[str]:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
@@ -61,20 +53,11 @@ class Exchange:
         numbers, because nothing else does. Shares that differ are left out, and returned in words. If this rank's share
         for itself differs, of which the others know nothing, MismatchError is raised.
         """
-        size, itemsize = self._size, send.itemsize
-        if counts is None and size > 2 and not is_new:
-            with ExitStack() as made:
-                source, target = (
-                    (memory(tensor), *equal(tensor.nbytes // size, size, made))  # type: ignore[arg-type]  # no lists
-                    for tensor in (send, recv)
-                )
-                self._comm.Alltoallw(list(source), list(target))
-            return []
+        size = self._size
         if counts is None:
-            lengths = [[tensor.nbytes // size] * size for tensor in (send, recv)]
+            sent, received = ([tensor.nbytes // size] * size for tensor in (send, recv))
         else:
-            lengths = [[count * itemsize for count in side] for side in counts]
-        sent, received = lengths
+            sent, received = scaled(counts, send.itemsize)
         sources, targets = starts_of(send, sent), starts_of(recv, received)
         if len(sent) == 1:
             sources, sent = sources * size, sent * size
@@ -87,7 +70,7 @@ class Exchange:
             self._swap(sources, targets, sent, received)
         else:
             with ExitStack() as made:
-                self._comm.Alltoallw(list(spread(sources, sent, made)), list(spread(targets, received, made)))
+                self._comm.Alltoallw(spread(sources, sent, made), spread(targets, received, made))
         if to_self != from_self and not ways:
             raise MismatchError(
                 f"exchange: rank {rank} of {size} sends itself {to_self} bytes and receives {from_self} from itself; "
@@ -133,7 +116,7 @@ class Exchange:
                 count = count if all(are_lists) else count // size
                 sent = received = [count * itemsize] * size
             else:
-                sent, received = ([each * itemsize for each in side] for side in counts)  # type: ignore[union-attr]
+                sent, received = scaled(counts, itemsize)  # type: ignore[arg-type]  # there are some
             count *= parts
             if (
                 0 in sent
@@ -152,7 +135,7 @@ class Exchange:
                 return None, count
             if size > 2:
                 read, written = together(sources, sent), together(targets, received)
-                return (None if read is None or written is None else (list(read), list(written))), count
+                return (None if read is None or written is None else (read, written)), count
             own = targets[rank], sources[rank], sent[rank]
             return (
                 self._communicator.open_private().Sendrecv,  # which the first exchange makes
@@ -171,42 +154,23 @@ class Exchange:
         return Prepared(swap, describe)
 
 
-def together(addresses: Sequence[int], lengths: list[int]) -> tuple[Any, ...] | None:
+def together(addresses: Sequence[int], lengths: list[int]) -> list[Any] | None:
     """Return the memory in which shares lie that begin at some addresses, and their layout; None if it is too large."""
     low = min(addresses)
     offsets = [place - low for place in addresses]
     span = max(map(add, offsets, lengths))
-    return (address(low, span), lengths, offsets, [BYTE] * len(lengths)) if span <= COUNT_MAX else None
+    return [address(low, span), lengths, offsets, [BYTE] * len(lengths)] if span <= COUNT_MAX else None
 
 
-def spread(addresses: Sequence[int], lengths: list[int], made: ExitStack) -> tuple[Any, ...]:
-    """Return the same of shares of any size."""
+def spread(addresses: Sequence[int], lengths: list[int], made: ExitStack) -> list[Any]:
+    """Return the same of shares of any size; ``made`` frees the datatypes that describe large ones."""
     small = together(addresses, lengths)
     if small is not None:
         return small
-    low = min(addresses)
-    offsets = [place - low for place in addresses]
-    return address(low, max(map(add, offsets, lengths))), *typed(lengths, offsets, made)
-
-
-@lru_cache(LAYOUTS)
-def equal_small(share: int, size: int) -> Layout:
-    """Return the layout of equal shares that C ints describe."""
-    return [share] * size, [share * rank for rank in range(size)], [BYTE] * size
-
-
-def equal(share: int, size: int, made: ExitStack) -> Layout:
-    """Return the layout of equal shares of so many bytes."""
-    if share * size <= COUNT_MAX:
-        return equal_small(share, size)
-    return typed([share] * size, [share * rank for rank in range(size)], made)
-
-
-def typed(lengths: Sequence[int], offsets: Sequence[int], made: ExitStack) -> Layout:
-    """Return the layout of shares of any size, each described by a datatype that ``made`` frees."""
-    types = []
-    for nbytes, offset in zip(lengths, offsets, strict=True):
+    low, types = min(addresses), []
+    for place, nbytes in zip(addresses, lengths, strict=True):
         count, piece = run(nbytes)
-        types.append(MPI.Datatype.Create_struct([count], [offset], [piece]).Commit())
+        types.append(MPI.Datatype.Create_struct([count], [place - low], [piece]).Commit())
         made.callback(types[-1].Free)
-    return [1] * len(types), [0] * len(types), types
+    whole = address(low, max(map(add, addresses, lengths)) - low)
+    return [whole, [1] * len(types), [0] * len(types), types]

@@ -7,7 +7,7 @@ nothing that could run code.
 Gathering small objects, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
 begins with a zero says that its object needs more, could not be pickled, or is for ``weights_only``, so that all ranks
 see alike whether another round follows, and how large its slots are. An object is pickled before anyone else is asked,
-so that nobody waits for a rank that cannot.
+so that nobody waits for a rank that cannot. Each collective is checked as those on tensors are (``call_check``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from __future__ import annotations
 import pickle
 import struct
 import threading
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
 from hpcdist.backends.mpi import parts
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE
+from hpcdist.backends.mpi.node.call_board import OBJECTS, ROOT, what
 from hpcdist.core.objects import TAG, Objects, packed, packed_list, unpacked
 
+if TYPE_CHECKING:
+    from hpcdist.backends.mpi.call_check import CallCheck
+
 LARGEST_SLOT = 4096  # bytes
+SAID = {name: what(name) for name in OBJECTS}
 _head = struct.Struct("<xq")  # no pickle begins with a zero; then the bytes that it needs, 0 where that says nothing
 _loads = pickle.loads
 
@@ -45,6 +51,8 @@ class Slots:
 class MPIObjects(Objects):
     """The object calls on one communicator."""
 
+    check: CallCheck
+
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
@@ -53,6 +61,29 @@ class MPIObjects(Objects):
 
     def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
         """Gather every rank's object on all ranks."""
+        return self._checked("all_gather_object", 0, value, weights_only)
+
+    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
+        """Gather every rank's object on the root."""
+        return self._checked("gather_object", root, value, weights_only)
+
+    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
+        """Hand the root's object to all ranks."""
+        return self._checked("broadcast_object", root, value, weights_only)
+
+    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
+        """Hand each rank its object of the root's list."""
+        return self._checked("scatter_object", root, values, weights_only)
+
+    def _checked(self, name: str, root: int, value: Any, weights_only: bool) -> Any:
+        carry_out = getattr(self, f"_{name}")
+        return self.check.make(SAID[name] + root * ROOT, 0, partial(carry_out, value, root, weights_only))
+
+    def stand_in(self, name: str, root: int) -> None:
+        """Take part in a collective of other ranks with nothing; a root of a scatter has that for each of them."""
+        getattr(self, f"_{name}")([None] * self._size if name == "scatter_object" else None, root, False)
+
+    def _all_gather_object(self, value: Any, _: int, weights_only: bool) -> list[Any]:
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         is_in_slot = not (apart or failure or weights_only)
         gathered = None
@@ -82,16 +113,14 @@ class MPIObjects(Objects):
         self._comm.Allgather((slot, BYTE), (received, BYTE))
         return slots, received
 
-    def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
-        """Gather every rank's object on the root."""
+    def _gather_object(self, value: Any, root: int, weights_only: bool) -> list[Any] | None:
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         with self._communicator.translating("gather_object"):
             gathered = parts.gather(self._communicator.open_private(), [data, *apart], root)
         self._check("gather_object", failure)
         return None if gathered is None else [unpacked(*each, weights_only=weights_only) for each in gathered]
 
-    def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
-        """Hand the root's object to all ranks."""
+    def _broadcast_object(self, value: Any, root: int, weights_only: bool) -> Any:
         given, failure = None, None
         if self._rank == root:
             data, apart, failure = packed(value, root, weights_only=weights_only)
@@ -101,8 +130,7 @@ class MPIObjects(Objects):
         self._check("broadcast_object", failure)
         return value if self._rank == root else unpacked(*received, weights_only=weights_only)
 
-    def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
-        """Hand each rank its object of the root's list."""
+    def _scatter_object(self, values: list[Any] | None, root: int, weights_only: bool) -> Any:
         given, failure = None, None
         if self._rank == root and values is not None:
             each_packed, failure = packed_list(values, root, weights_only=weights_only)

@@ -26,19 +26,12 @@ RedOpType = ReduceOp.RedOpType
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """How a row, dtype and op are carried out.
-
-    Attributes:
-        kind: row, dtype and op.
-        reduction: MPI's datatype and op, and what surrounds the call; None for rows that move.
-        said: what the call board has of it (``node.call_board``), without root.
-        shared_from: bytes of the larger buffer from which on the call goes through the memory of the nodes. It grows
-            when the nodes are known.
-    """
+    """How a row, dtype and op are carried out."""
 
     kind: tuple[Row, torch.dtype, Any]
-    reduction: Reduction | None
-    said: int
+    reduction: Reduction | None  # MPI's datatype and op, and what surrounds the call; None for rows that move
+    said: int  # what the call board has of it (``node.call_board``), without root
+    # bytes of the larger buffer from which on the call goes through the memory of the nodes; grows when these are known
     shared_from: int
 
 

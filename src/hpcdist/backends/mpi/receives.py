@@ -30,26 +30,17 @@ LARGE = 1 << 15  # bytes, from which on a receive named by its sender is matched
 class MatchedReceive:
     """A receive that begins once its message is there; in place of an MPI_Request.
 
-    Args:
-        queue: the receives of its communicator.
-        tensor: where the message goes, unless it is longer; None to match the message, and no more.
-        source, tag: of the message; MPI_ANY_SOURCE and MPI_ANY_TAG too.
-
-    Attributes:
-        status: where a probe describes the message.
-        message: the matched one.
-        request: what receives it.
-        error: why there is none.
-        is_cancelled: whether it was given up.
+    The message goes to the tensor, unless it is longer; without one it is matched, and no more.
     """
 
     def __init__(self, queue: Receives, tensor: torch.Tensor | None, source: int, tag: int) -> None:
         self._queue = queue
-        self.tensor, self.source, self.tag, self.status = tensor, source, tag, MPI.Status()
-        self.message: MPI.Message | None = None
-        self.request: MPI.Request | None = None
-        self.error: MPI.Exception | None = None
-        self.is_cancelled = False
+        self.tensor, self.source, self.tag = tensor, source, tag
+        self.status = MPI.Status()  # where a probe describes the message
+        self.message: MPI.Message | None = None  # the matched one
+        self.request: MPI.Request | None = None  # what receives it
+        self.error: MPI.Exception | None = None  # why there is none
+        self.is_cancelled = False  # whether it was given up
 
     def takes(self, source: int, tag: int) -> bool:
         """Tell whether a message from a rank with a tag, MPI_ANY_TAG for some tag, may be for this receive."""
@@ -99,27 +90,17 @@ class Receives:
 
     Whoever was made first takes the first message that fits both (MPI 3.5). So while one waits, later ones for what it
     may take wait behind it, though they could be posted.
-
-    Attributes:
-        waiting: those to be matched.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self.waiting: list[MatchedReceive] = []
+        self.waiting: list[MatchedReceive] = []  # those to be matched
         self._lock = threading.Lock()
         self._is_closed = False
         self._has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def begin(self, tensor: torch.Tensor, src: int | None, tag: int, blocks: bool = False) -> Any:
-        """Begin to receive; return the request.
-
-        Args:
-            tensor: contiguous, on the CPU.
-            src: the sender; None for anyone.
-            tag: of the message.
-            blocks: whether its rank does nothing until it has ended.
-        """
+        """Begin to receive; return the request. ``blocks`` says that its rank does nothing until it has ended."""
         source = MPI.ANY_SOURCE if src is None else src
         if not (src is None or (tensor.nbytes > LARGE and not CUTS)) or not (blocks or self._has_threads):
             with self._lock:

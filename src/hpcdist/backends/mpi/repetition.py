@@ -35,21 +35,16 @@ data_ptr = torch.Tensor.data_ptr
 
 
 class Prepared(NamedTuple):
-    """What carries a call out.
+    """What carries a call out."""
 
-    Attributes:
-        function: MPI's, or one of ours.
-        describe: makes its arguments of where the call's tensors lie (``where``), or None if these have to take the
-            general way, as those that share memory, and the elements of a rank's share. None for a barrier.
-        follow: what is then done to what the call writes.
-        is_copied: whether the function works on copies, which are kept. It is described by the shape of what the call
-            reads: as a copy of that, a copy of what the call writes, and the arguments. ``follow`` takes the second,
-            and what the call writes; without it the one is copied to the other.
-    """
-
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # MPI's, or one of ours
+    # makes its arguments of where the call's tensors lie (``where``), or None if these have to take the general way, as
+    # those that share memory, and the elements of a rank's share. None for a barrier
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
-    follow: Callable[..., Any] | None = None
+    follow: Callable[..., Any] | None = None  # what is then done to what the call writes
+    # whether the function works on copies, which are kept. It is described by the shape of what the call reads: as a
+    # copy of that, a copy of what the call writes, and the arguments. ``follow`` takes the second, and what the call
+    # writes; without it the one is copied to the other
     is_copied: bool = False
 
 
@@ -86,16 +81,7 @@ def repeated(
     check: CallCheck | None,
     communicator: Communicator,
 ) -> Run:
-    """Return what runs a collective again, checked.
-
-    Args:
-        call: the collective.
-        said: its first word without root (``call_check``).
-        prepared: carries it out.
-        carry_out: does so in general, unchecked.
-        check: of the group; None if there is none.
-        communicator: the group's.
-    """
+    """Return what runs a collective again, checked: ``said`` is its first word without root (``call_check``)."""
     function, describe, follow, is_copied = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None

@@ -195,12 +195,7 @@ def by_counts(
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
     """Return what makes the arguments of an all_gather of so many bytes from each rank (``repetition.Prepared``).
 
-    Args:
-        sizes: the bytes.
-        unit: of an element, as MPI moves it.
-        parts: such elements in one of the tensors'.
-        is_list: whether it is received into a list.
-        largest: bytes of all, from which on there is more to do.
+    MPI moves units of so many bytes, of which an element has some parts; from the largest size on there is more to do.
     """
     datatype, is_easy = UNITS[unit], sum(sizes) <= largest and not (is_list and 0 in sizes)
 

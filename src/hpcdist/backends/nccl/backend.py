@@ -16,7 +16,7 @@ import torch
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes, variables
-from hpcdist.backends.nccl.calls import Function, calls_of, message, scaled
+from hpcdist.backends.nccl.calls import Function, calls_of, message
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
 from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
 from hpcdist.backends.nccl.reductions import Reductions
@@ -26,7 +26,7 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
-from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row
+from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row, scaled
 from hpcdist.core.work import Work
 
 Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes

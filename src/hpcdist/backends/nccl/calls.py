@@ -177,10 +177,3 @@ def calls_of(library: Library) -> dict[Row, Function]:
         else:
             made[row] = STAND_INS[row.nccl]
     return made
-
-
-def scaled(counts: Counts, factor: int) -> Counts:
-    """Return counts of elements as counts of the elements that NCCL sees."""
-    if factor == 1:
-        return counts
-    return [count * factor for count in counts[0]], [count * factor for count in counts[1]]

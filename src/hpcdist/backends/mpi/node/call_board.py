@@ -29,7 +29,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, CallLog
 from hpcdist.core.ranks import by_value
 from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
-from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape, scaled
 from hpcdist.launch.environment import NODE_KEY
 
 # Calls of each rank that can be read. A rank may be almost 2 blocks ahead: a root may block in MPI if it is 66 ahead,
@@ -151,8 +151,7 @@ def size_of(call: Call, rank: int, ranks: int) -> int:
 
 def counted(call: Call) -> Counts | None:
     """Return the counts of a call as ``size_of`` counts elements."""
-    counts, each = call.counts, _parts(1, call.tensor, call.op)
-    return counts if counts is None or each == 1 else ([2 * n for n in counts[0]], [2 * n for n in counts[1]])
+    return call.counts and scaled(call.counts, _parts(1, call.tensor, call.op))
 
 
 def _parts(elements: int, tensor: torch.Tensor, op: Any) -> int:
