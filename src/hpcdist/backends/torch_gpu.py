@@ -36,12 +36,6 @@ NATIVE_DTYPES = frozenset({
 })  # fmt: skip
 
 
-class NoCaptures:
-    """What lets a thread query events beside a capture: torch's own calls do not need it."""
-
-    beside_captures = staticmethod(nullcontext)
-
-
 class Interrupts(Faults):
     """The end of calls that block: the backend's communicators are aborted."""
 
@@ -161,8 +155,8 @@ class TorchBackend(C10dBackend):
         key = (device.index, peer)
         streams = self._streams.get(key)
         if streams is None:
-            streams = self._streams[key] = Streams(device, NoCaptures(), GPUS)  # type: ignore[arg-type]
-            streams.interrupt = self.interrupt
+            # torch's own calls need nothing to query events beside a capture
+            streams = self._streams[key] = Streams(device, self.interrupt, nullcontext, GPUS)
         return streams
 
     def _begin(self, *held: Any) -> Work:

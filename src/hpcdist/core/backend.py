@@ -100,8 +100,7 @@ class Backend(ABC):
             if call.finish is not None:
                 call.finish()
 
-        size = max(0 if each is None else each.nbytes for each in (call.send, call.recv))
-        return self.open_queue().put(in_modes_of_caller(carry_out), call.shown(), size >= LARGE_BYTES)
+        return self.open_queue().put(in_modes_of_caller(carry_out), call.shown(), call.nbytes >= LARGE_BYTES)
 
     def open_queue(self) -> Queue:
         """Return the queue of this communicator's asynchronous calls, which the first of them makes."""

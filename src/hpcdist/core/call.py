@@ -37,6 +37,11 @@ class Call(NamedTuple):
         """The input, or the output on a rank that does not send; None for a barrier."""
         return self.recv if self.send is None else self.send
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the larger buffer."""
+        return max(0 if each is None else each.nbytes for each in (self.send, self.recv))
+
     def shown(self) -> list[torch.Tensor]:
         """Return what the Work of the call shows."""
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]

@@ -128,10 +128,9 @@ class CallCache(dict[Any, tuple[Any, ...]]):
             return  # the asynchronous call is more than ``run`` on another thread, such as a place among streams
         tensor = made.tensor
         shape, dtype = (None, None) if tensor is None else (None if any_size else tensor.shape, tensor.dtype)
-        largest = max((each.nbytes for each in (made.send, made.recv) if each is not None), default=0)
-        large_from = 0 if largest >= LARGE_BYTES else NEVER
+        large_from = 0 if made.nbytes >= LARGE_BYTES else NEVER
         if any_size:
-            large_from = LARGE_BYTES // max(1, largest // max(1, tensors[0].nbytes))
+            large_from = LARGE_BYTES // max(1, made.nbytes // max(1, tensors[0].nbytes))
         is_like = likeness_of(given, tensors, backend.size if any_size else 0)
         run_queued = torch.inference_mode()(run) if any(each.is_inference() for each in tensors) else run
         self.keep(

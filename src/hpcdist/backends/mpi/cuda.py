@@ -176,16 +176,14 @@ class StagedBackend(Backend):
             put(host, tensor)
             self._cuda.current_stream(tensor.device).synchronize()
 
-    def _goes_directly(self, row: Row, send: torch.Tensor | None, recv: torch.Tensor | None, op: Any) -> bool:
+    def _goes_directly(self, call: Call) -> bool:
         """Tell whether MPI itself may take the device memory.
 
         Reductions may not: what surrounds them (``reductions``) is arithmetic on the stream between MPI's calls.
         Nor may buffers that share memory, of which ``MPIBackend`` makes a copy that it does not wait for.
         """
-        if row.reduces or not is_aware():
-            return False
-        nbytes = max(0 if each is None else each.nbytes for each in (send, recv))
-        if send is not None and self._is_shared(row, send.dtype, op, nbytes):
+        row, send, recv, op, *_ = call
+        if row.reduces or not is_aware() or (send is not None and self._is_shared(row, send.dtype, op, call.nbytes)):
             return False
         return send is None or recv is None or send is recv or not overlap(send, recv)
 
@@ -197,12 +195,12 @@ class StagedBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Run one collective on device memory or on copies of it; the result is there when it returns."""
-        row, send, recv, op, *_ = call
+        _, send, recv, *_ = call
         given = call.tensor
         if given is None:
             self.inner.run(call)
             return
-        if self._goes_directly(row, send, recv, op):
+        if self._goes_directly(call):
             self._cuda.current_stream(given.device).synchronize()
             self.inner.run(call)
             return

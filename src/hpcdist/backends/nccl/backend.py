@@ -19,7 +19,6 @@ from hpcdist.backends.nccl import datatypes, variables
 from hpcdist.backends.nccl.calls import Function, calls_of, message
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
 from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
-from hpcdist.backends.nccl.reductions import Reductions
 from hpcdist.backends.nccl.streams import Batch, Held, StreamWork
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
@@ -52,7 +51,7 @@ class NCCLBackend(Backend):
         self._finder = finding.Finder(rank, store)
         self._batch = Batch(self._launch_together)
         self._calls: dict[Row, Function] = calls_of(library)
-        self._reductions = Reductions(library, cuda)
+        self._reductions = datatypes.Reductions(library, cuda)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
         self._token: torch.Tensor | None = None  # what a barrier reduces
 
@@ -141,7 +140,7 @@ class NCCLBackend(Backend):
             call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.shown())
         link = self._link_for(call)
         queue = self._queued(link, call)
-        return self._launch(link, queue, call.finish, call.shown(), call.row.name, size_of(call), None, is_barrier)
+        return self._launch(link, queue, call.finish, call.shown(), call.row.name, call.nbytes, None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what queues a collective again, on the current stream and on the side stream."""
@@ -153,7 +152,7 @@ class NCCLBackend(Backend):
         streams, launch, name = link.streams, self.communicators.launch, row.name
         number = self._reductions.prepare(send, op)[1] if row.reduces else None
         rest = self._types[send.dtype], number, root, None
-        nbytes = size_of(call)
+        nbytes = call.nbytes
         function = partial(self._calls[row], self._library, link.where)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
@@ -408,11 +407,6 @@ class NCCLBackend(Backend):
         if self._owned_peer is not None:
             end(self._owned_peer)
             self._owned_peer = None
-
-
-def size_of(call: Call) -> int:
-    """Return the bytes of a call's larger buffer."""
-    return max(0 if each is None else each.nbytes for each in (call.send, call.recv))
 
 
 def nothing(stream: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -29,14 +29,9 @@ ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 PAIR_TAG = 32742  # one of those that are refused to users (``core.point_to_point``)
 
 
-class Channel(Protocol):
-    """A way to tell the other ranks of a group a few bytes."""
-
-    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
-        """Tell all ranks what each root made; every rank calls it, and a root gives its own."""
-
-    def pair(self, made: bytes | None, peer: int) -> bytes:
-        """Tell one rank what this one made, or, where ``made`` is None, hear what that one made."""
+# A channel tells the other ranks of a group a few bytes. ``share`` tells all ranks what each root made: every rank
+# calls it, and a root gives its own. ``pair`` tells one rank what this one made, or returns what that one made if this
+# one gives None.
 
 
 class PeerChannel:
@@ -111,6 +106,9 @@ class StoreChannel:
             self.store.set(key, made.hex())
             return made
         return bytes.fromhex(text(self.store.get(key)))
+
+
+Channel = PeerChannel | RelayChannel | StoreChannel
 
 
 class Finder:

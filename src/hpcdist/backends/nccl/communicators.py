@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,13 +36,12 @@ STUCK_SECONDS = 1.0
 ABORT_SECONDS = 10.0  # the most that is waited for ncclCommAbort, which frees what other threads and ranks may hold
 
 
-class Link:
+class Link(NamedTuple):
     """A communicator and its streams."""
 
-    def __init__(self, comm: Any, where: Where, streams: Streams) -> None:
-        self.comm = comm
-        self.where = where  # as NCCL's own functions take it
-        self.streams = streams
+    comm: Any
+    where: Where  # as NCCL's own functions take it
+    streams: Streams
 
 
 class Communicators(Faults):
@@ -88,8 +87,7 @@ class Communicators(Faults):
     def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
         """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
         is_high = getattr(self.options, "is_high_priority_stream", False)
-        streams = Streams(device, self._library, self._cuda, is_high)
-        streams.interrupt = self.interrupt
+        streams = Streams(device, self.interrupt, self._library.beside_captures, self._cuda, is_high)
         link = Link(comm, Where(self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks met

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -34,7 +34,6 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import NO_TIMEOUT, Work
 
 if TYPE_CHECKING:
-    from hpcdist.backends.nccl.library import Library
     from hpcdist.core.hooks import Event
 
 # calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
@@ -48,27 +47,27 @@ GRAPH_SECONDS = 1.0
 
 
 class Streams:
-    """The side stream of one communicator, and its place among the caller's streams.
+    """The side stream of one communicator, and its place among the caller's streams, which are those of ``cuda``.
 
-    Args:
-        device: the communicator's GPU.
-        library: what lets events be queried while a graph is captured.
-        cuda: ``torch.cuda``, whose streams and events are used.
-        is_high_priority: whether kernels of the side stream come before others that wait for room on the GPU.
+    ``interrupt`` ends the communicator, and every Work on it; events are queried inside ``beside_captures()``. With a
+    high priority kernels of the side stream come before others that wait for room on the GPU.
     """
 
     def __init__(
-        self, device: torch.device, library: Library, cuda: Any = torch.cuda, is_high_priority: bool = False
+        self,
+        device: torch.device,
+        interrupt: Callable[[str], bool],
+        beside_captures: Callable[[], AbstractContextManager[None]],
+        cuda: Any,
+        is_high_priority: bool = False,
     ) -> None:
         self.device = device
         self.cuda = cuda
-        self._library = library
+        self.interrupt, self._beside_captures = interrupt, beside_captures
         self.side = cuda.Stream(device, priority=-1) if is_high_priority else cuda.Stream(device)
         self.side_handle: int = self.side.cuda_stream
-        self.failure: DistBackendError | None = (
-            None  # why the communicator was aborted: its calls have ended, but failed
-        )
-        self.interrupt: Callable[[str], bool] = cannot_interrupt  # ends the communicator, and every Work on it
+        # why the communicator was aborted: its calls have ended, but failed
+        self.failure: DistBackendError | None = None
         self.blocks_in_wait = blocks_in_wait()
         self._before = cuda.Event()
         self._last = cuda.Event()  # behind the latest synchronous call
@@ -132,7 +131,7 @@ class Streams:
         The thread is put on the communicator's device: a query on a thread that has chosen none would start a context
         on GPU 0, some 500 MiB of it.
         """
-        with self.cuda.device(self.device), self._library.beside_captures():
+        with self.cuda.device(self.device), self._beside_captures():
             yield
 
     def keep(self, work: StreamWork) -> StreamWork:
@@ -196,7 +195,7 @@ class Streams:
                 pending = self.under_way.popleft()
                 if pending.keepalive:
                     self._free_behind(pending)
-                pending.work().fail(error)
+                pending.work()._finish(error)
 
     def _free_behind(self, pending: PendingCall) -> None:
         """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
@@ -257,15 +256,11 @@ class Streams:
 
 
 class EventWork(Work):
-    """What a stream held at some moment; done when the device has come to the event behind it.
-
-    Attributes:
-        end: the event; None until the call is queued, which inside a group call is at the group's end.
-    """
+    """What a stream held at some moment; done when the device has come to the event behind it."""
 
     def __init__(self, streams: Streams, result: list[torch.Tensor], end: Any) -> None:
         super().__init__(result)
-        self.end = end
+        self.end = end  # the event; None until the call is queued, which inside a group call is at the group's end
         self._streams = streams
 
     def has_ended(self) -> bool:
@@ -284,24 +279,16 @@ class EventWork(Work):
 
 
 class PendingCall:
-    """A call on a side stream until the host has seen its end, whatever becomes of the caller's Work.
-
-    Attributes:
-        keepalive: what the call touches, kept as long as the module's text says.
-        begun_on: the stream that was current when it was made.
-        nbytes: of its larger buffer.
-        end: the event behind it.
-        owns_end: whether that is this call's own, and not one of several that were launched together.
-    """
+    """A call on a side stream until the host has seen its end, whatever becomes of the caller's Work."""
 
     __slots__ = ("_call", "_streams", "_work", "begun_on", "end", "keepalive", "nbytes", "owns_end")
 
     def __init__(self, work: StreamWork, begun_on: Any, keepalive: tuple[Any, ...], nbytes: int) -> None:
-        self.keepalive = keepalive
-        self.begun_on = begun_on
-        self.nbytes = nbytes
-        self.end: Any = None
-        self.owns_end = True
+        self.keepalive = keepalive  # what the call touches, kept as long as the module's text says
+        self.begun_on = begun_on  # the stream that was current when it was made
+        self.nbytes = nbytes  # of its larger buffer
+        self.end: Any = None  # the event behind it
+        self.owns_end = True  # whether that is its own, and not one of several calls that were launched together
         self._call = RING.last()
         self._streams = work._streams
         self._work: Callable[[], StreamWork | None] = ref(work)
@@ -324,14 +311,9 @@ class PendingCall:
 
 
 class StreamWork(EventWork):
-    """A call on a side stream.
+    """A call on a side stream."""
 
-    Attributes:
-        pending: what is known of it without its outputs.
-        is_captured: whether it is part of a CUDA graph, which runs later and any number of times: it never ends.
-    """
-
-    is_captured = False
+    is_captured = False  # whether it is part of a CUDA graph, which runs later and any number of times: it never ends
 
     def __init__(
         self,
@@ -344,7 +326,7 @@ class StreamWork(EventWork):
         is_barrier: bool,
     ) -> None:
         super().__init__(streams, result, None)
-        self.pending = PendingCall(self, begun_on, keepalive, nbytes)
+        self.pending = PendingCall(self, begun_on, keepalive, nbytes)  # what is known of it without its outputs
         self._source = source
         self._is_barrier = is_barrier
 
@@ -366,11 +348,6 @@ class StreamWork(EventWork):
         if self._is_asked:
             self._tell()
 
-    def fail(self, error: BaseException) -> None:
-        """End with an error."""
-        if not self._done:
-            self._finish(error)
-
     def has_ended(self) -> bool:
         """Tell whether the call has ended; one that is captured has not."""
         return not self.is_captured and super().has_ended()
@@ -388,7 +365,10 @@ class StreamWork(EventWork):
         if not self._done:
             current = self._block_stream()
             if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
-                self._block_within(timeout.total_seconds())
+                if not wait_until(self.is_completed, seconds := timeout.total_seconds()):
+                    raise DistBackendError(
+                        f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
+                    )
             elif self._is_barrier or self._streams.blocks_in_wait:
                 current.synchronize()
             if not self._done and self._streams.failure is not None:  # it is being aborted, which ends its kernel first
@@ -415,24 +395,9 @@ class StreamWork(EventWork):
         if not self._done:
             self._block_stream()
 
-    def synchronize(self) -> None:
-        """Make the current stream wait."""
-        self.wait()
-
-    def _block_within(self, seconds: float) -> None:
-        if not wait_until(self.is_completed, seconds):
-            raise DistBackendError(
-                f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
-            )
-
     def _interrupt(self, reason: str) -> bool:
         """End the communicator, and with it this call."""
         return self._streams.interrupt(reason)
-
-    def result(self) -> list[torch.Tensor]:
-        """Make the current stream wait and return the output tensors."""
-        self.wait()
-        return self._result
 
     def source_rank(self) -> int:
         """Return the sender of a receive."""
@@ -472,39 +437,20 @@ def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
     thread.join(seconds)
 
 
-def cannot_interrupt(reason: str) -> bool:
-    """Stand for a communicator that nobody has said how to end."""
-    return False
-
-
 class Held(NamedTuple):
-    """A call that is held back inside a group call.
+    """A call that is held back inside a group call."""
 
-    Attributes:
-        queue: makes the call, on the stream of a handle; holds all that the device reads and writes.
-        finish: follows it on the side stream.
-        work: what stands for it.
-        is_single: whether it is one call of the library's, which can be launched together with others.
-    """
-
-    queue: Callable[[int], Any]
-    finish: Callable[[], None] | None
+    queue: Callable[[int], Any]  # makes it, on the stream of a handle; holds all that the device reads and writes
+    finish: Callable[[], None] | None  # follows it on the side stream
     work: StreamWork
-    is_single: bool
+    is_single: bool  # whether it is one call of the library's, which can be launched together with others
 
 
 class Batch:
-    """The calls held back inside a group call, to be launched as one.
-
-    Args:
-        launch: makes those that are given, on their side streams, in one group if the library can.
-
-    Attributes:
-        is_open: whether a group call is open, so that calls are held back.
-    """
+    """The calls held back inside a group call; ``launch`` makes them on their side streams, in one group if it can."""
 
     def __init__(self, launch: Callable[[list[Held]], None]) -> None:
-        self.is_open = False
+        self.is_open = False  # whether a group call is open, so that calls are held back
         self._launch = launch
         self._held: list[Held] = []
         self._works: list[Work] = []
@@ -529,7 +475,7 @@ class Batch:
         except BaseException as error:
             reason = f"the call was not made, because its group call was left by an error: {error}"
             for each in self._held:
-                each.work.fail(DistBackendError(reason))
+                each.work._finish(DistBackendError(reason))
             raise
         finally:
             self.is_open, self._held = False, []
