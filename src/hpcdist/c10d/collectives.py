@@ -413,8 +413,8 @@ def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -
     return world.route(group, call, 0 if rank is None and rank_in_group is None else rank, rank_in_group)
 
 
-def list_of_root(given: Any, name: str, side: str, pg: Group, root: int, writable: bool = False) -> Any:
-    """Return the list that only the root gives, None on other ranks; ValueError if another gives one, or it none."""
+def check_root(given: Any, name: str, side: str, pg: Group, root: int) -> bool:
+    """Tell whether this rank is the root, which gives a list; ValueError if it gives none, or another rank one."""
     rank = pg.rank()
     if rank != root and given:
         raise ValueError(
@@ -423,4 +423,11 @@ def list_of_root(given: Any, name: str, side: str, pg: Group, root: int, writabl
         )
     if rank == root and not given:
         raise ValueError(f"Argument ``{name}`` must be specified on {side} rank {root}")
-    return None if rank != root else given if given.__class__ is list else as_tensors(given, name, writable)
+    return rank == root
+
+
+def list_of_root(given: Any, name: str, side: str, pg: Group, root: int, writable: bool = False) -> Any:
+    """Return the list of tensors that only the root gives; None on other ranks."""
+    if not check_root(given, name, side, pg, root):
+        return None
+    return given if given.__class__ is list else as_tensors(given, name, writable)

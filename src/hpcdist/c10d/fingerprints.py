@@ -25,13 +25,13 @@ class Fingerprint(NamedTuple):
 
     call: str
     number: int
-    shape: tuple[int, ...] | None  # of the tensor sent, or received where none is
-    elements: int | None  # that must be equal on all ranks
-    dtype: str | None
-    device: str | None
-    op: str | None
-    root: int | None
-    counts: tuple[tuple[int, ...], tuple[int, ...]] | None
+    shape: tuple[int, ...] | None = None  # of the tensor sent, or received where none is
+    elements: int | None = None  # that must be equal on all ranks
+    dtype: str | None = None
+    device: str | None = None
+    op: str | None = None
+    root: int | None = None
+    counts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
         parts = [f"SequenceNumber={self.number}", f"OpType={self.call.upper()}"]
@@ -62,10 +62,10 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
     """Return the fingerprint of a call of this rank."""
     number = pg.journal.sequence + 1
     if isinstance(call, str):
-        return Fingerprint(call, number, None, None, None, None, None, None, None)
+        return Fingerprint(call, number)
     row, tensor = call.row, call.tensor
     if tensor is None:
-        return Fingerprint(row.name, number, None, None, None, None, None, call.root, None)
+        return Fingerprint(row.name, number, root=call.root)
     counts = call.counts
     if counts is None and row in EXCHANGES:  # the shares are equal
         counts = [call.send.numel() // pg.size()] * pg.size(), [call.recv.numel() // pg.size()] * pg.size()
@@ -73,9 +73,7 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         tensor = torch.view_as_real(tensor)
         counts = counts and scaled(counts, 2)
     # only the root of a scatter sends: the other ranks receive one share of it
-    elements: int | None = tensor.numel() * (1 if call.send is not None else pg.size())
-    if counts is not None:
-        elements = None
+    elements = None if counts is not None else tensor.numel() * (1 if call.send is not None else pg.size())
     return Fingerprint(
         row.name,
         number,

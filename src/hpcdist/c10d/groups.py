@@ -81,7 +81,7 @@ def new_group(
     """
     default = world.default_group()
     check_timeout(timeout)
-    chosen = check_ranks(ranks, sort_ranks, default.size())
+    chosen = list(range(default.size())) if ranks is None else check_ranks(ranks, sort_ranks, default.size())
     if not use_local_synchronization:
         made = make(default, [chosen], timeout, backend, pg_options, group_desc, device_id)
         return NON_GROUP_MEMBER if made is None else made
@@ -168,13 +168,7 @@ def new_subgroups_by_enumeration(
         raise ValueError("The arg 'ranks_per_subgroup_list' cannot be empty")
     default = world.default_group()
     check_timeout(timeout)
-    subgroups = [check_ranks(ranks, True, default.size()) for ranks in ranks_per_subgroup_list]
-    seen: dict[int, list[int]] = {}
-    for ranks in subgroups:
-        for rank in ranks:
-            if rank in seen:
-                raise ValueError(f"Rank {rank} has appeared in both subgroup {seen[rank]} and {ranks}")
-            seen[rank] = ranks
+    subgroups = check_subgroups(ranks_per_subgroup_list, default.size())
     mine = make(default, subgroups, timeout, backend, pg_options, group_desc, None)
     listed = [mine if mine is not None and default.rank() in ranks else NON_GROUP_MEMBER for ranks in subgroups]
     return mine, listed
@@ -208,24 +202,12 @@ def split_group(
         raise ValueError("split_ranks cannot be None or empty")
     check_timeout(timeout)
     parent = world.resolve(parent_pg)
-    chosen, seen = [[as_rank(rank) for rank in ranks] for ranks in split_ranks], set[int]()
-    for ranks in chosen:
-        if len(ranks) == 0:
-            raise ValueError("the split group cannot be empty")
-        if len(ranks) > parent.size():
-            raise ValueError(
-                f"the split group's size ({len(ranks)}) should be less or equal to the parent's ({parent.size()})"
-            )
-        if len(ranks) != len(set(ranks)):
-            raise ValueError(f"the split group cannot have duplicate ranks, got {ranks}")
-        wrong = [rank for rank in ranks if not 0 <= rank < parent.size() or rank in seen]
-        if wrong:
-            raise ValueError(f"ranks {wrong} of {chosen} are in two subgroups, or not ranks of {parent}")
-        seen.update(ranks)
+    subgroups = check_subgroups(split_ranks, parent.size())
+    if not all(subgroups):
+        raise ValueError("the split group cannot be empty")
     if backend is not None:
         check_kept(parent, backend)
     description = group_desc if group_desc is not None else f"{parent.group_desc}:split"
-    subgroups = [sorted(ranks) for ranks in chosen]
     return make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
 
 
@@ -244,9 +226,7 @@ def check_kept(parent: Group, backend: str) -> None:
 
 
 def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
-    """Return the ranks of a new group, checked; None stands for all."""
-    if ranks is None:
-        return list(range(size))
+    """Return the ranks of a new group, checked."""
     if not isinstance(ranks, Iterable):
         raise TypeError(f"ranks is {ranks!r} of type {type(ranks).__name__}; expected a list of ints")
     chosen = [as_rank(rank) for rank in ranks]
@@ -258,6 +238,17 @@ def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
         if rank < 0 or rank >= size:
             raise ValueError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
     return chosen
+
+
+def check_subgroups(lists: Iterable[Any], size: int) -> list[list[int]]:
+    """Return the ranks of each subgroup, sorted and checked, of which none is in two."""
+    subgroups, seen = [check_ranks(ranks, True, size) for ranks in lists], dict[int, list[int]]()
+    for ranks in subgroups:
+        for rank in ranks:
+            if rank in seen:
+                raise ValueError(f"Rank {rank} has appeared in both subgroup {seen[rank]} and {ranks}")
+            seen[rank] = ranks
+    return subgroups
 
 
 def make(

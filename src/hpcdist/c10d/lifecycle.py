@@ -15,13 +15,14 @@ from torch.distributed.distributed_c10d import Store
 from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available, is_xccl_available
+from hpcdist.c10d.queries import is_outside
 from hpcdist.core import errors, factory, hooks, registry
 from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
+from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, environment, topology
 from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs, watchdog
@@ -307,7 +308,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     Raises:
         ValueError: a group that is not live.
     """
-    if group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER:
+    if is_outside(group):
         return
     pg = WORLD.default if group is None else group
     if pg is None:

@@ -9,8 +9,8 @@ that come later, so that they do not count for the next barrier.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
@@ -74,7 +74,10 @@ def monitored_barrier(
     seconds = min(given, LONGEST_TIMEOUT.total_seconds())
     backend = pg.any_backend()
     backend.settle()
-    with own_limit(pg, "monitored_barrier"):
+    # it keeps a limit of its own, so that the watchdog does not end it, and is not counted: ranks that miss a barrier
+    # are still in step with those that gave it up
+    record = (pg.journal, pg.journal.sequence, "monitored_barrier", None, None, None)
+    with pg.journal.blocking(record, limit=0.0):
         if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
             return
         deadline = time.monotonic() + seconds
@@ -90,17 +93,6 @@ def of_group(self: Group, timeout: timedelta | None = None, wait_all_ranks: bool
 
 
 setattr(Group, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
-
-
-@contextmanager
-def own_limit(pg: Group, name: str) -> Iterator[None]:
-    """Mark a call that keeps a limit of its own, so that the watchdog does not end it.
-
-    It is not counted: ranks that miss a barrier are still in step with those that gave it up.
-    """
-    journal = pg.journal
-    with journal.blocking((journal, journal.sequence, name, None, None, None), limit=0.0):
-        yield
 
 
 def is_in_time(work: Work, deadline: float) -> bool:

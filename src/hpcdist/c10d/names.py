@@ -12,6 +12,7 @@ import torch
 import torch.distributed as c10d
 
 from hpcdist.core import registry
+from hpcdist.core.reduction import name_of
 from hpcdist.launch import decision, environment
 
 BackendType = c10d.ProcessGroup.BackendType
@@ -252,6 +253,4 @@ def supports_complex(reduceOp: Any) -> bool:
 
     ``hpcdist.all_reduce`` and its like also multiply them, which ``torch.distributed`` refuses.
     """
-    from hpcdist.core.reduction import name_of
-
     return name_of(reduceOp) in COMPLEX_OPS

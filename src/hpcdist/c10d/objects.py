@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.c10d.collectives import rooted
+from hpcdist.c10d.collectives import check_root, rooted
 from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
@@ -88,12 +88,8 @@ def gather_object(
     if (target := rooted(group, "gather_object", dst, group_dst)) is None:
         return
     pg, root = target
-    if pg.rank() == root:
-        if not object_gather_list:
-            raise ValueError(f"Argument ``object_gather_list`` must be specified on destination rank {root}")
+    if check_root(object_gather_list, "object_gather_list", "destination", pg, root):
         check_list(object_gather_list, "object_gather_list", len(pg.ranks), "one a rank of the group")
-    elif object_gather_list:
-        raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
     backend = carrier(pg, "gather_object")
     with pg.journal.during("gather_object", root):
         gathered = backend.objects.gather(obj, root, weights_only)
