@@ -191,15 +191,10 @@ def is_tracked(*tensors: Tensor) -> bool:
 
 
 class Form(NamedTuple):
-    """What has to be the same on all ranks.
-
-    Attributes:
-        text: it, in words.
-        mark: a number of 64 bits that another text does not have.
-    """
+    """What has to be the same on all ranks."""
 
     text: str
-    mark: int
+    mark: int  # 64 bits that another text does not have
 
 
 @lru_cache(FORMS_KEPT)
@@ -229,12 +224,8 @@ class Slots:
     """What the ranks of a group tell each other first: a head and, if they fit in, rows, all in slots of one size.
 
     A slot has place for the rows of the call before, so that a loop on small ones makes one call of the library and not
-    two. How large it is follows from what all ranks were told.
-
-    Args:
-        pg: the group.
-        row: the collective: one slot for all others, or one for each.
-        nbytes: for the rows; a multiple of 8.
+    two. How many bytes that is, a multiple of 8, follows from what all ranks were told. The row says whether a rank has
+    one slot for all others or one for each.
     """
 
     def __init__(self, pg: Group, row: table.Row, nbytes: int) -> None:
@@ -299,16 +290,8 @@ def agree(
 ) -> tuple[list[int], bool, Slots | None]:
     """Return each rank's size for this one, whether any rank's input needs a gradient, and the slots if rows are there.
 
-    Every rank calls.
-
-    Args:
-        pg: the group.
-        call: what is called.
-        form: of what is given.
-        is_fit: whether the call can be made with what is of this form: else MismatchError.
-        dim: that varies.
-        parts: what ``Slots.fill`` takes: one for all ranks, or one for each.
-        is_recorded: whether this rank's input needs a gradient.
+    Every rank calls, with the form of what it gives and ``parts`` as ``Slots.fill`` takes them. MismatchError unless
+    what is of this form ``is_fit`` for the call on all ranks; ``is_recorded`` says that this rank needs a gradient.
     """
     if (slots := pg.kept.get(call)) is None:
         row = table.ALL_TO_ALL_SINGLE if call == "all_to_all_varied" else table.ALL_GATHER_SINGLE

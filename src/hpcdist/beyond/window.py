@@ -174,12 +174,10 @@ class Window:
                 self._remote.close()
 
     def __enter__(self) -> Window:
-        """Return the window."""
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        """Close it, unless this rank leaves by an error, of which the others do not know."""
-        if kind is None:
+        if kind is None:  # the others know of no error
             self.close()
 
     def _check(self, call: str, rank: Any) -> None:

@@ -207,12 +207,8 @@ class Group:
     def abort(self, reason: str = "", ends_calls: bool = True) -> None:
         """End the group without the other ranks; ``destroy_process_group`` forgets it.
 
-        Calls under way raise: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM). The communicators
-        are not freed: MPI_Comm_free is collective.
-
-        Args:
-            reason: what the calls raise.
-            ends_calls: whether those of other ranks, and messages, raise too.
+        Calls under way raise the reason: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM); those of
+        other ranks, and messages, only if it ``ends_calls``. The communicators stay: MPI_Comm_free is collective.
         """
         reason = reason or f"group {self._name!r} was aborted"
         if ends_calls:

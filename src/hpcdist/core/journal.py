@@ -88,13 +88,9 @@ RING = Ring()
 
 
 class Blocked:
-    """A call that blocks, as a context that it blocks in.
+    """A call that blocks, as a context that it blocks in: its record, and the identifier of its thread.
 
-    Attributes:
-        call: its record.
-        work: the Work that it waits for, if it is a wait.
-        thread: the identifier of its thread.
-        limit: the seconds after which it ends by itself, if it has a limit of its own.
+    A wait has the Work that it waits for; a call with a limit of its own the seconds after which it ends by itself.
     """
 
     __slots__ = ("call", "limit", "thread", "work")
@@ -106,7 +102,6 @@ class Blocked:
         """Begin to block."""
 
     def __exit__(self, *_: object) -> None:
-        """Blocks no longer."""
         self.call[0].further.remove(self)
 
     def is_own(self) -> bool:
@@ -239,5 +234,4 @@ class Journal:
     __enter__ = staticmethod(get_ident)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Blocks no longer."""
         self.current = None

@@ -48,11 +48,6 @@ PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
 DEFAULT: Any = torch.Tensor.__torch_dispatch__
 
 
-def is_wrapper(kind: type) -> bool:
-    """Tell whether tensors of a class decide themselves what an operator does to them."""
-    return kind not in PLAIN_TYPES and getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT
-
-
 TIMED = {each for each in OPTION_TYPES if hasattr(each, "timeout")}
 
 
@@ -68,7 +63,7 @@ def limit_of(values: Iterable[Any]) -> float | None:
 
 
 def has_wrapper(values: Iterable[Any]) -> bool:
-    """Tell whether a tensor among the values or their lists is a wrapper."""
+    """Tell whether a tensor among the values or their lists decides itself what an operator does to it."""
     for value in values:
         kind = value.__class__
         if kind in PASSED:
@@ -76,7 +71,7 @@ def has_wrapper(values: Iterable[Any]) -> bool:
         if kind is list or kind is tuple:
             if has_wrapper(value):
                 return True
-        elif is_wrapper(kind):
+        elif getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT:
             return True
     return False
 

@@ -82,11 +82,7 @@ Result = TypeVar("Result")
 
 
 def is_wanted() -> bool:
-    """Tell whether the environment leaves the check on.
-
-    Raises:
-        ValueError: a value that is neither 0 nor 1.
-    """
+    """Tell whether the environment leaves the check on; ValueError for a value that is neither 0 nor 1."""
     value = os.environ.get(VARIABLE) or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={value!r}: expected 1 (compare the calls of ranks, which is the default) or 0")
@@ -234,11 +230,7 @@ class CallCheck:
         self.log.check()
 
     def leave(self) -> None:
-        """Say that this rank makes no more calls.
-
-        Raises:
-            CallsDifferError: another one does.
-        """
+        """Say that this rank makes no more calls; CallsDifferError if another one does."""
         log = self.log
         if log is not None:
             log.is_ending = True

@@ -53,12 +53,7 @@ class Collectives:
         self.check: CallCheck | None = None
 
     def run(self, call: Call) -> None:
-        """Run one collective to its end.
-
-        Raises:
-            CallsDifferError: another rank makes another call.
-            DistBackendError: MPI failed, or a rank has died.
-        """
+        """Run one collective to its end; CallsDifferError if another rank makes another call."""
         if self.check is None:
             self.carry_out(call)
             return

@@ -37,11 +37,6 @@ def group_tag(name: str) -> int:
     return crc32(name.encode()) % TAGS
 
 
-def create_from_group(members: MPI.Group, name: str) -> MPI.Intracomm:
-    """Make a communicator that depends on no other (MPI 7.4.2), which only its members call."""
-    return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
-
-
 def described(error: MPI.Exception) -> str:
     """Return MPI's words for an error, and more of a message that was longer than what receives it."""
     text = str(error.Get_error_string())
@@ -62,7 +57,6 @@ class Translation(NamedTuple):
         """Begin."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Translate."""
         if isinstance(error, MPI.Exception):
             raise self.communicator.failure(self.call, error) from error
 
@@ -384,7 +378,7 @@ class Communicator(Faults):
                         if not ulfm.is_loss(error, comm):
                             raise
                 if not ulfm.are_dead(comm, excluded):
-                    return create_from_group(members, name)
+                    return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
             made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
             if made.Get_size() == len(remaining):
                 return made

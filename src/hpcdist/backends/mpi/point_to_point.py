@@ -110,11 +110,7 @@ class MessageSet:
         self._sends = [(tensor, message(tensor), peer, tensor.shape, tensor.dtype) for tensor, peer in sends]
 
     def __call__(self, journal: Journal) -> None:
-        """Exchange the messages.
-
-        Raises:
-            DistBackendError: MPI failed, or a receive was cancelled.
-        """
+        """Exchange the messages."""
         records: list[tuple[Any, ...]] = []
         requests: list[Any] = []
         try:

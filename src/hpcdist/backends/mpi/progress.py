@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import Any
 
 from mpi4py import MPI
 
@@ -23,26 +23,22 @@ LOOK_SECONDS = 2e-3  # between two looks; shorter naps of many ranks can starve 
 IDLE_LOOKS = 8  # with no message under way, before the thread sleeps until one begins: to wake it takes 20 µs
 
 
-class Source(Protocol):
-    """What has messages: those of a communicator, or a window."""
-
-    def drive(self) -> bool:
-        """Drive MPI if a message is under way, or may be; tell whether one is."""
-
-
 class Progress:
     """The thread of this process, and whose messages it looks after."""
 
     def __init__(self) -> None:
         self.is_asleep = True  # so that ``wake`` is to be called after a message was begun
-        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()  # held while the thread is in MPI
         self._alarm = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
-    def follow(self, source: Source) -> None:
-        """Look after the messages of a source as long as it exists; ``wake`` says that it has some."""
+    def follow(self, source: Any) -> None:
+        """Look after the messages of a source as long as it exists; ``wake`` says that it has some.
+
+        Its ``drive`` drives MPI if a message is under way, or may be, and tells whether one is.
+        """
         with self._lock:
             self._sources.add(source)
 

@@ -70,7 +70,7 @@ class Vectors:
         if kept is not memory or flat.dtype is not dtype or flat.nbytes != nbytes:
             flat = torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
             self._flat = memory, flat
-        copy_in(memory.address, tensors.addresses, tensors.sizes)
+        copy(shifted(memory.address, tensors.sizes), tensors.addresses, tensors.sizes)
         return flat
 
     def prepared(self, call: Call) -> Prepared | None:
@@ -134,12 +134,12 @@ class Vectors:
             if addresses is None:
                 self._call(row, with_one, None, root)
             elif each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
-                kept = self._all.of(total)
+                kept = shifted(self._all.of(total).address, sizes)
                 if is_read:
-                    copy_in(kept.address, addresses, sizes)
-                self._call(row, with_one, described(shifted(kept.address, sizes), sizes, unit, datatype), root)
+                    copy(kept, addresses, sizes)
+                self._call(row, with_one, described(kept, sizes, unit, datatype), root)
                 if not is_read:
-                    copy_out(kept.address, addresses, sizes)
+                    copy(addresses, kept, sizes)
             else:
                 self._call(row, with_one, described(addresses, sizes, unit, datatype), root)
         if is_read and not is_apart:
@@ -235,18 +235,10 @@ def even_shares(
     return address(low, high - low + nbytes), [nbytes // unit] * len(addresses), displacements, datatype
 
 
-def copy_in(target: int, addresses: Iterable[int], sizes: Sequence[int]) -> None:
-    """Copy tensors to memory, one after another."""
-    for place, size in zip(addresses, sizes, strict=True):
-        memmove(target, place, size)
-        target += size
-
-
-def copy_out(source: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copy from memory to tensors."""
-    for place, size in zip(addresses, sizes, strict=True):
-        memmove(place, source, size)
-        source += size
+def copy(targets: Iterable[int], sources: Iterable[int], sizes: Sequence[int]) -> None:
+    """Copy memory of some sizes from places to others."""
+    for target, source, size in zip(targets, sources, sizes, strict=True):
+        memmove(target, source, size)
 
 
 def are_apart(addresses: Sequence[int], sizes: Sequence[int], place: int, nbytes: int) -> bool:

@@ -219,9 +219,7 @@ class Streams:
     def settle(self, name: str) -> None:
         """Wait on the host until the device has made the communicator's calls; for other streams only after a capture.
 
-        Raises:
-            DistBackendError: the current stream is being captured into a graph, which nothing may wait for.
-            RuntimeError: the device has failed.
+        DistBackendError while the current stream is captured into a graph; RuntimeError if the device has failed.
         """
         if self.is_capturing():
             raise DistBackendError(
@@ -357,11 +355,7 @@ class StreamWork(EventWork):
         self.pending.keepalive = ()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Make the current stream wait for the call; with a limit, or for a barrier, the host too.
-
-        Raises:
-            DistBackendError: the time is over, or the communicator was aborted.
-        """
+        """Make the current stream wait for the call; with a limit, or for a barrier, the host too."""
         if not self._done:
             current = self._block_stream()
             if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
