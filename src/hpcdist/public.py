@@ -43,12 +43,14 @@ from hpcdist.c10d.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from hpcdist.c10d.compat.deprecated import _all_gather_base, _reduce_scatter_base, gather_into_tensor
-from hpcdist.c10d.compat.multigpu import (
+from hpcdist.c10d.compat.deprecated import (
+    _all_gather_base,
+    _reduce_scatter_base,
     all_gather_multigpu,
     all_reduce_multigpu,
     broadcast_multigpu,
     dist_backend,
+    gather_into_tensor,
     reduce_multigpu,
     reduce_scatter_multigpu,
 )

@@ -41,9 +41,6 @@ class LoopbackBackend(Backend):
     def run(self, call: Call) -> None:
         """Copy input to output."""
         row, send, recv, op, *_ = call
-        if row.reduces:
-            assert send is not None
-            reduction.check(row, send.dtype, op)
         if send is None or recv is None:
             return
         if send is not recv:

@@ -127,10 +127,8 @@ class C10dBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Run one collective to its end."""
-        row, carry_out, self._limit = call.row, self._move, call.limit
-        if row.reduces:
-            self.check_reduction(row, call.send.dtype, call.op)
-            carry_out = self._reduce
+        row, self._limit = call.row, call.limit
+        carry_out = self._reduce if row.reduces else self._move
         held = self.inner  # if ``abort`` on another thread had the last reference, it would wait for this call
         try:
             carry_out(call)

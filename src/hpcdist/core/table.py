@@ -84,23 +84,7 @@ ALL_TO_ALL_SINGLE = Row("all_to_all_single", "Alltoallw", None, 2, Shape.EXCHANG
 ALL_TO_ALL = Row("all_to_all", "Alltoallw", None, 2, Shape.COUNTED)
 EXCHANGES = frozenset({ALL_TO_ALL_SINGLE, ALL_TO_ALL})
 
-ROWS = {
-    each.name: each
-    for each in (
-        BARRIER,
-        BROADCAST,
-        ALL_REDUCE,
-        REDUCE,
-        ALL_GATHER_SINGLE,
-        ALL_GATHER,
-        GATHER,
-        SCATTER,
-        REDUCE_SCATTER_SINGLE,
-        REDUCE_SCATTER,
-        ALL_TO_ALL_SINGLE,
-        ALL_TO_ALL,
-    )
-}
+ROWS = {each.name: each for each in list(globals().values()) if isinstance(each, Row)}
 
 
 def row(name: str) -> Row:
