@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hpcdist.core.backend import Backend
+from hpcdist.core.call import Call
 from hpcdist.core.errors import explained
+from hpcdist.core.group import Group
 from hpcdist.core.table import ALL_REDUCE, BROADCAST
 from hpcdist.watch import calls_under_way
 from hpcdist.watch.report import label
-
-if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend
-    from hpcdist.core.call import Call
-    from hpcdist.core.group import Group
 
 VARIABLE = "TORCH_DIST_NAN_CHECK"
 

@@ -13,27 +13,24 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import memmove
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Store
 
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import Faults, Membership, Windows
 from hpcdist.core.buffers import concatenate
 from hpcdist.core.call import Call, Run, Start
+from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.journal import Journal
+from hpcdist.core.objects import Objects
 from hpcdist.core.queue import LARGE_BYTES, Queue, in_modes_of_caller
+from hpcdist.core.table import Row
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished, Work
-
-if TYPE_CHECKING:
-    from torch.distributed import ReduceOp
-    from torch.distributed.distributed_c10d import Store
-
-    from hpcdist.core.call_log import CallLog
-    from hpcdist.core.journal import Journal
-    from hpcdist.core.objects import Objects
-    from hpcdist.core.table import Row
 
 Message = tuple[torch.Tensor, int]  # what is sent or received, and the other rank in the group
 

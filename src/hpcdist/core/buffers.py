@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.reduction import canonical, is_done_by_parts, name_of
-
-if TYPE_CHECKING:
-    from hpcdist.core.table import Row
+from hpcdist.core.table import Row
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 from_numpy = torch.from_numpy

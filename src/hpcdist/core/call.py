@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from hpcdist.core.buffers import TensorList
-
-if TYPE_CHECKING:
-    import torch
-
-    from hpcdist.core.table import Counts, Row
-    from hpcdist.core.work import Work
+from hpcdist.core.table import Counts, Row
+from hpcdist.core.work import Work
 
 # run a call again, or begin it: on what it reads and what it writes, each a tensor, a list of tensors or None
 Run = Callable[[Any, Any], None]
-Start = Callable[[Any, Any], "Work"]
+Start = Callable[[Any, Any], Work]
 
 
 class Call(NamedTuple):

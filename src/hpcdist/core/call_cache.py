@@ -18,20 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
+from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import PLAIN_TYPES, Copies, TensorList
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
-from hpcdist.core.table import ALL_TO_ALL_SINGLE
-
-if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend
-    from hpcdist.core.table import Counts, Row
+from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row
 
 Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is not a tensor
 

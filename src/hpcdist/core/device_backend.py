@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hpcdist.core.backend import Backend
+from hpcdist.core.group import Group
 from hpcdist.core.table import MESSAGE_METHODS, METHODS
-
-if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend
-    from hpcdist.core.group import Group
 
 # what the backend of a device type has of the group's methods
 OTHERS = ("monitored_barrier", "set_timeout", "_get_sequence_number_for_group", "_set_sequence_number_for_group")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hpcdist.core import registry
+from hpcdist.core.backend import Backend
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
-
-if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend
 
 
 def make(

@@ -10,20 +10,18 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hpcdist.core import errors
+from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
+from hpcdist.core.call import Call
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
 from hpcdist.core.waiting import nap
 from hpcdist.core.work import HeldWork, Work
-
-if TYPE_CHECKING:
-    from hpcdist.core.backend import Backend
-    from hpcdist.core.call import Call
 
 UNGROUPED = nullcontext()
 DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon

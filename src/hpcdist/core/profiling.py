@@ -10,15 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from hpcdist.core import hooks
-
-if TYPE_CHECKING:
-    import torch
-
-    from hpcdist.core.backend import Backend
-    from hpcdist.core.group import Group
+from hpcdist.core.backend import Backend
+from hpcdist.core.group import Group
 
 # events that c10d calls otherwise than the table calls the collective
 TITLES = {

@@ -6,16 +6,14 @@ the maximum of complex numbers, is an error of c10d's class before anything is s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core.errors import MismatchError
-
-if TYPE_CHECKING:
-    from hpcdist.core.table import Row
+from hpcdist.core.table import Row
 
 SUM, AVG, PRODUCT, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
 BAND, BOR, BXOR, PREMUL_SUM = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM

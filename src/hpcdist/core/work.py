@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 
 from hpcdist.core import hooks
 from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.hooks import Event
 from hpcdist_stores.keep_alive import KeptAlive
-
-if TYPE_CHECKING:
-    from hpcdist.core.hooks import Event
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 SHORTEST_TIMEOUT = timedelta(microseconds=1)

@@ -6,18 +6,15 @@ import hashlib
 import os
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed
+from torch.distributed.distributed_c10d import Store
 
 from hpcdist.core import errors, hooks
+from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import as_rank, listed
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
-    from hpcdist.core.backend import Backend
 
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 

@@ -16,18 +16,16 @@ import pickle
 import struct
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 
 from hpcdist.backends.mpi import parts
+from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE
 from hpcdist.backends.mpi.node.call_board import OBJECTS, ROOT, what
 from hpcdist.core.objects import TAG, Objects, packed, packed_list, unpacked
-
-if TYPE_CHECKING:
-    from hpcdist.backends.mpi.call_check import CallCheck
 
 LARGEST_SLOT = 4096  # bytes
 SAID = {name: what(name) for name in OBJECTS}

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hpcdist.backends.nccl.library import SCALABLE_SINCE, Library
+from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.ranks import by_value
 from hpcdist.launch import devices, environment
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
-    from hpcdist.core.backend import Backend, Bootstrap
 
 RANKS_PER_ROOT = 128
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES

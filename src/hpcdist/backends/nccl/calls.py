@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from hpcdist.backends.nccl.library import SINCE
+from hpcdist.backends.nccl.library import SINCE, Library
 from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Counts, Row, Shape
-
-if TYPE_CHECKING:
-    from hpcdist.backends.nccl.library import Library
 
 
 class Where(NamedTuple):

@@ -22,19 +22,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 
 from hpcdist.backends.nccl.variables import blocks_in_wait
 from hpcdist.core.errors import DistBackendError
+from hpcdist.core.hooks import Event
 from hpcdist.core.journal import RING
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import NO_TIMEOUT, Work
-
-if TYPE_CHECKING:
-    from hpcdist.core.hooks import Event
 
 # calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
