@@ -14,46 +14,13 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import hooks
-from hpcdist.core.buffers import (
-    PLAIN_TYPES,
-    TensorList,
-    allocate_flat,
-    as_list,
-    as_splits,
-    as_tensor,
-    as_tensors,
-    check_dense,
-    check_length,
-    check_memory,
-    check_parts,
-    check_sizes,
-    concatenate,
-    for_reading,
-    for_writing,
-    is_direct,
-    is_plain,
-    make_unpack,
-    put,
-    rows_of,
-    same_dtype,
-)
+from hpcdist.core import buffers, hooks, table
+from hpcdist.core.buffers import PLAIN_TYPES, TensorList
 from hpcdist.core.call import Call, in_turn
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import PREMUL_SUM, canonical, factor_of, is_complex, is_done_by_parts
-from hpcdist.core.table import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
-    ALL_TO_ALL,
-    GATHER,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-    Counts,
-    Row,
-    scaled,
-)
+from hpcdist.core.table import Counts, Row, scaled
 
 IS_CPU = attrgetter("is_cpu")
 
@@ -65,7 +32,7 @@ def flatten(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op:
     """
     if not async_op:
         pg.backend(inputs[0].device).settle()
-    return concatenate(inputs, dtype)
+    return buffers.concatenate(inputs, dtype)
 
 
 def takes_lists(pg: Group) -> bool:
@@ -92,7 +59,7 @@ def to_read(
         return flatten(pg, inputs, dtype, async_op)
     if not async_op:
         pg.backend("cpu").settle()
-    return TensorList(list(map(for_reading, inputs)), dtype)
+    return TensorList(list(map(buffers.for_reading, inputs)), dtype)
 
 
 def to_write(
@@ -100,23 +67,23 @@ def to_write(
 ) -> tuple[torch.Tensor | TensorList, Callable[[], None] | None]:
     """Return a call's outputs as what the library writes, and what then copies to them, if anything is to be copied."""
     if not is_taken:
-        flat = allocate_flat(outputs, dtype)
-        return flat, make_unpack(flat, outputs)
-    written = list(map(for_writing, outputs))
+        flat = buffers.allocate_flat(outputs, dtype)
+        return flat, buffers.make_unpack(flat, outputs)
+    written = list(map(buffers.for_writing, outputs))
     copied = [pair for pair in zip(written, outputs, strict=True) if pair[0] is not pair[1]]
 
     def copy() -> None:
         for values, target in copied:
-            put(values, target)
+            buffers.put(values, target)
 
     return TensorList(written, dtype), copy if copied else None
 
 
 def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype that a call's tensors travel in; raise c10d's error unless they have one and are dense."""
-    check_dense(call, *tensors)
-    check_memory(*tensors)
-    return same_dtype(*tensors)
+    buffers.check_dense(call, *tensors)
+    buffers.check_memory(*tensors)
+    return buffers.same_dtype(*tensors)
 
 
 def with_list(
@@ -129,19 +96,19 @@ def with_list(
     """
     row, is_written, rank = call.row, call.recv.__class__ is list, pg.rank()
     one, many = (call.send, call.recv) if is_written else (call.recv, call.send)
-    listed: Any = as_list(many, one.dtype) if takes_lists(pg) and is_plain(one) and one.is_cpu else None
+    listed: Any = buffers.as_list(many, one.dtype) if takes_lists(pg) and buffers.is_plain(one) and one.is_cpu else None
     if listed is not None and len(listed.sizes) == len(pg.ranks):
         sizes = listed.sizes
         if sizes[rank] == one.nbytes and not (row.rooted and sizes.count(one.nbytes) < len(sizes)):
             return one, listed, None, many, sizes
-    one = as_tensor(one, name, writable=not is_written)
-    many = as_tensors(many, list_name, writable=is_written)
-    check_length(row.name, list_name, many, len(pg.ranks))
+    one = buffers.as_tensor(one, name, writable=not is_written)
+    many = buffers.as_tensors(many, list_name, writable=is_written)
+    buffers.check_length(row.name, list_name, many, len(pg.ranks))
     dtype = common_dtype(row.name, one, *many)
     for each in many if row.reduces else ():
         if each.dtype is not one.dtype:
-            check_parts(row, call.op, each, one)
-    check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
+            buffers.check_parts(row, call.op, each, one)
+    buffers.check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
     is_taken, then = are_taken(pg, [one, *many]), None
     if is_written:
         listed, then = to_write(many, dtype, is_taken)
@@ -153,12 +120,12 @@ def with_list(
 def all_gather(pg: Group, call: Call, async_op: bool) -> Call:
     """Gather the tensors of all ranks into a list on every rank; entry r has the size of rank r's tensor."""
     send, recv, then, outputs, sizes = with_list(pg, call, "tensor", "tensor_list", async_op)
-    counts, row = None, ALL_GATHER
+    counts, row = None, table.ALL_GATHER
     if sizes.count(sizes[0]) < len(sizes):  # the sizes are the same on every rank
         width = recv.dtype.itemsize
         counts = [send.nbytes // width], [size // width for size in sizes]
     elif not pg.backend(send.device).has_lists:
-        row = ALL_GATHER_SINGLE
+        row = table.ALL_GATHER_SINGLE
     return call._replace(row=row, send=send, recv=recv, counts=counts, finish=then, result=outputs)
 
 
@@ -178,7 +145,7 @@ def reduce_scatter(pg: Group, call: Call, async_op: bool) -> Call:
     """Combine the lists of all ranks and leave each rank its entry; entry r has one size on all ranks."""
     recv, send, _, _, sizes = with_list(pg, call, "output", "input_list", async_op)
     if sizes.count(sizes[0]) == len(sizes):  # the sizes are the same on every rank
-        return call._replace(row=REDUCE_SCATTER_SINGLE, send=send, recv=recv)
+        return call._replace(row=table.REDUCE_SCATTER_SINGLE, send=send, recv=recv)
     width = send.dtype.itemsize
     counts = [size // width for size in sizes], [recv.nbytes // width]
     return call._replace(send=send, recv=recv, counts=counts)
@@ -191,14 +158,14 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
     recv: Any = None
     if takes_lists(pg) and input_list.__class__ is list and input_list and input_list[0].__class__ in PLAIN_TYPES:
         dtype = input_list[0].dtype
-        send, recv = as_list(input_list, dtype), as_list(output_list, dtype)
+        send, recv = buffers.as_list(input_list, dtype), buffers.as_list(output_list, dtype)
     if send is not None and recv is not None and len(send.sizes) == len(recv.sizes) == len(pg.ranks):
         then, outputs, sent, received = None, output_list, send.sizes, recv.sizes
     else:
-        outputs = as_tensors(output_list, "output_tensor_list", writable=True)
-        inputs = as_tensors(input_list, "input_tensor_list")
-        check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
-        check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
+        outputs = buffers.as_tensors(output_list, "output_tensor_list", writable=True)
+        inputs = buffers.as_tensors(input_list, "input_tensor_list")
+        buffers.check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
+        buffers.check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
         dtype = common_dtype("all_to_all", *outputs, *inputs)
         is_taken = are_taken(pg, [*inputs, *outputs])
         send = to_read(pg, inputs, dtype, is_taken, async_op)
@@ -239,27 +206,27 @@ def counts_of_splits(
     if splits is None and given.dim() == output.dim() == 1:  # elements are rows, which are counted with all sizes
         return None
     size, width = len(pg.ranks), dtype.itemsize  # counts are of the dtype that both travel in
-    to, of = (as_splits(each) for each in splits or (None, None))
-    sent = [each * given.itemsize // width for each in rows_of(given, to, size, "input")]
-    received = [each * output.itemsize // width for each in rows_of(output, of, size, "output")]
+    to, of = (buffers.as_splits(each) for each in splits or (None, None))
+    sent = [each * given.itemsize // width for each in buffers.rows_of(given, to, size, "input")]
+    received = [each * output.itemsize // width for each in buffers.rows_of(output, of, size, "output")]
     return (sent, received) if to or of else None
 
 
 def splits_of(received: Any, sent: Any) -> Counts | None:
     """Return the splits of an all_to_all_single, as its callers give them, as ``issue`` takes them."""
     if sent.__class__ is not list:
-        sent = as_splits(sent)
+        sent = buffers.as_splits(sent)
     if received.__class__ is not list:
-        received = as_splits(received)
+        received = buffers.as_splits(received)
     return (sent, received) if sent or received else None
 
 
 ARRANGED: dict[Row, Callable[[Group, Call, bool], Call]] = {
-    ALL_GATHER: all_gather,
-    GATHER: gather,
-    SCATTER: scatter,
-    REDUCE_SCATTER: reduce_scatter,
-    ALL_TO_ALL: all_to_all,
+    table.ALL_GATHER: all_gather,
+    table.GATHER: gather,
+    table.SCATTER: scatter,
+    table.REDUCE_SCATTER: reduce_scatter,
+    table.ALL_TO_ALL: all_to_all,
 }
 
 
@@ -278,18 +245,18 @@ def arranged(pg: Group, call: Call, async_op: bool) -> Call:
         backend.check_reduction(row, dtype, op)
         if dtype.is_complex and is_done_by_parts(op):
             if op == PREMUL_SUM and is_complex(factor_of(op)):
-                return call._replace(send=concatenate(send.tensors, dtype))
+                return call._replace(send=buffers.concatenate(send.tensors, dtype))
             send = TensorList(send.tensors, dtype.to_real())
             counts = counts and scaled(counts, 2)
-    check_memory(*(each for each in (send, recv) if each.__class__ is not TensorList))
-    if send.__class__ is not TensorList and not is_direct(send):
+    buffers.check_memory(*(each for each in (send, recv) if each.__class__ is not TensorList))
+    if send.__class__ is not TensorList and not buffers.is_direct(send):
         if not async_op:
             backend.settle()  # a call that is queued may still write what is copied here
-        send = for_reading(send)
+        send = buffers.for_reading(send)
     if recv.__class__ is not TensorList:
-        target = for_writing(recv)
+        target = buffers.for_writing(recv)
         if target is not recv:
-            then = in_turn(partial(put, target, recv), then)
+            then = in_turn(partial(buffers.put, target, recv), then)
         recv = target
     if send.dtype is not recv.dtype:  # one is complex, the list holds real and imaginary parts
         send, recv = (

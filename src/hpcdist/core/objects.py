@@ -70,9 +70,8 @@ class ObjectPickler(pickle.Pickler):
         shared = self._storages.get(place) if place[1] else SharedStorage(storage)
         if shared is None:
             shared = self._storages[place] = SharedStorage(storage)
-        rebuild = parameter if kind is torch.nn.Parameter else tensor
         layout = value.storage_offset(), tuple(value.shape), value.stride()
-        return rebuild, (shared, value.dtype, layout, value.requires_grad)
+        return tensor, (shared, value.dtype, layout, value.requires_grad, kind is torch.nn.Parameter)
 
 
 class WeightsPickler(pickle.Pickler):
@@ -139,17 +138,12 @@ def torch_storage(memory: Any) -> torch.UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def tensor(storage: torch.UntypedStorage, dtype: torch.dtype, layout: Any, requires_grad: bool) -> torch.Tensor:
-    """Return a tensor on received memory; its layout is offset, shape and strides."""
+def tensor(storage: Any, dtype: torch.dtype, layout: Any, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """Return a tensor or a parameter on received memory; its layout is offset, shape and strides."""
     made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, *layout)
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad)
     return made.requires_grad_() if requires_grad else made
-
-
-def parameter(
-    storage: torch.UntypedStorage, dtype: torch.dtype, layout: Any, requires_grad: bool
-) -> torch.nn.Parameter:
-    """Return a parameter on received memory."""
-    return torch.nn.Parameter(tensor(storage, dtype, layout, False), requires_grad)
 
 
 def packed(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import hooks, profiling, reduction
+from hpcdist.core import hooks, profiling, reduction, table
 from hpcdist.core.buffers import as_list, check_dense, concatenate, make_unpack, put, real, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
@@ -25,16 +25,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
 from hpcdist.core.lists import check_lengths, flatten
 from hpcdist.core.reduction import canonical, is_done_by_parts
-from hpcdist.core.table import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    BROADCAST,
-    REDUCE,
-    REDUCE_SCATTER_SINGLE,
-    Counts,
-    Row,
-)
+from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import AllWork, Work
 
 BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
@@ -115,7 +106,7 @@ def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
     sizes, counts = found
     pg.cpu.settle()  # an asynchronous call may still write what is read here
     flat, copy = pg.cpu.bundle(tensors, sizes)
-    issue(ALL_REDUCE, pg, flat, flat, op, counts=counts)
+    issue(table.ALL_REDUCE, pg, flat, flat, op, counts=counts)
     copy()
     return True
 
@@ -131,11 +122,11 @@ def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) 
         together = [tensors[index] for index in bucket]
         begins = is_begun(pg, together[0], async_op)
         if len(together) == 1:
-            yield issue_any(Call(ALL_REDUCE, together[0], together[0], op), pg, begins)
+            yield issue_any(Call(table.ALL_REDUCE, together[0], together[0], op), pg, begins)
             continue
         flat = flatten(pg, together, same_dtype(*together), begins)
         counts, then = counts_of([each.nbytes for each in together], flat.itemsize), make_unpack(flat, together)
-        yield issue_any(Call(ALL_REDUCE, flat, flat, op, None, counts, then, together), pg, begins)
+        yield issue_any(Call(table.ALL_REDUCE, flat, flat, op, None, counts, then, together), pg, begins)
 
 
 def is_begun(pg: Group, tensor: torch.Tensor, async_op: bool) -> bool:
@@ -154,7 +145,7 @@ def gather_together(
         )
     check_lengths("allgather_coalesced", "output", output_lists, len(inputs))
     calls = (
-        issue(ALL_GATHER, pg, each, list(outputs), None, None, is_begun(pg, each, async_op))
+        issue(table.ALL_GATHER, pg, each, list(outputs), None, None, is_begun(pg, each, async_op))
         for each, outputs in zip(inputs, zip(*output_lists, strict=True), strict=True)
     )
     return begin_all(pg, "all_gather", inputs, calls, [each for outputs in output_lists for each in outputs])
@@ -223,18 +214,18 @@ def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
 def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to each of them."""
     how = canonical(op)
-    total = combined(pg, ALL_REDUCE, tensors, how, async_op)
+    total = combined(pg, table.ALL_REDUCE, tensors, how, async_op)
     then = partial(put_in_all, total, tensors)
-    return issue_any(Call(ALL_REDUCE, total, total, how, finish=then, result=list(tensors)), pg, async_op)
+    return issue_any(Call(table.ALL_REDUCE, total, total, how, finish=then, result=list(tensors)), pg, async_op)
 
 
 def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to one tensor of one rank."""
     how = canonical(op)
-    total = combined(pg, REDUCE, tensors, how, async_op)
+    total = combined(pg, table.REDUCE, tensors, how, async_op)
     recv, written = (total, [tensors[root_tensor]]) if pg.rank() == root else (None, [])
     then = partial(put_in_all, total, written)
-    return issue_any(Call(REDUCE, total, recv, how, root, finish=then, result=list(tensors)), pg, async_op)
+    return issue_any(Call(table.REDUCE, total, recv, how, root, finish=then, result=list(tensors)), pg, async_op)
 
 
 def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
@@ -242,7 +233,7 @@ def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op
     check_same_kind("broadcast", tensors)
     flat = flatten(pg, [tensors[root_tensor]], tensors[0].dtype, async_op).clone()
     then = partial(put_in_all, flat, tensors)
-    return issue_any(Call(BROADCAST, flat, flat, root=root, finish=then, result=list(tensors)), pg, async_op)
+    return issue_any(Call(table.BROADCAST, flat, flat, root=root, finish=then, result=list(tensors)), pg, async_op)
 
 
 def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:
@@ -258,7 +249,7 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
         for each in copies:
             each()
 
-    return issue_any(Call(ALL_GATHER_SINGLE, flat, everything, finish=copy, result=result), pg, async_op)
+    return issue_any(Call(table.ALL_GATHER_SINGLE, flat, everything, finish=copy, result=result), pg, async_op)
 
 
 def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:
@@ -266,7 +257,9 @@ def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: A
     check_same_kind("reduce_scatter", [*outputs, *(tensor for each in inputs for tensor in each)])
     how, device = canonical(op), outputs[0].device
     parts = [concatenate([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
-    total = combined(pg, REDUCE_SCATTER_SINGLE, parts, how, async_op)
+    total = combined(pg, table.REDUCE_SCATTER_SINGLE, parts, how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
     then = make_unpack(mine, list(outputs))
-    return issue_any(Call(REDUCE_SCATTER_SINGLE, total, mine, how, finish=then, result=list(outputs)), pg, async_op)
+    return issue_any(
+        Call(table.REDUCE_SCATTER_SINGLE, total, mine, how, finish=then, result=list(outputs)), pg, async_op
+    )

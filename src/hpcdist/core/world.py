@@ -50,8 +50,7 @@ class World:
 
     def rename(self, group: Group, name: str) -> None:
         """Register a group under another name, if it is registered."""
-        is_known = self.has(group)
-        self._unregister(group)
+        is_known = self._unregister(group)
         group._name = group.journal.group = name
         if is_known:
             self._register(group)
