@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def between(every, layout: str, poll=lambda: None) -> BetweenNodes:
     if places.nodes == 1:
         places.node.Free()
         pytest.skip("these ranks are on one node")
-    return BetweenNodes(places, [], poll, lambda: False)
+    return BetweenNodes(places, SimpleNamespace(derived=[], poll=poll, is_background=bool))
 
 
 @pytest.fixture(params=["halves", "interleaved", "each alone"], scope="module")

@@ -6,6 +6,7 @@ import os
 import random
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ REDUCIBLE = [(dtype, name_of(op)) for dtype in DTYPES for op in KINDS[KIND_OF[dt
 
 def node_shared(comm, poll=lambda: None) -> NodeShared:
     """Make a group's shared memory, as its first call that needs it does; every rank calls."""
-    return NodeShared(locate(comm, []), poll, lambda: False)
+    return NodeShared(locate(comm, []), SimpleNamespace(poll=poll, is_background=bool))
 
 
 @pytest.fixture(scope="module")

@@ -57,9 +57,10 @@ class MPIBackend(Backend):
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
         self.communicator = self.faults = Communicator(comm)
         self.comm, self.unfinished = comm, self.communicator.unfinished
+        self.communicator.is_background = self._is_background
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
-        self.collectives = Collectives(self.communicator, thresholds, self._is_background)
+        self.collectives = Collectives(self.communicator, thresholds)
         self.point_to_point = PointToPoint(self.communicator)
         self.objects = MPIObjects(self.communicator)
         ways = self.collectives.carry_out, self.objects.stand_in

@@ -37,19 +37,18 @@ BARRIER_SAID = what(BARRIER.name)
 
 
 class Collectives:
-    """The collectives of one communicator; ``is_background`` tells whether one runs beside what the rank computes."""
+    """The collectives of one communicator."""
 
-    def __init__(self, communicator: Communicator, thresholds: Thresholds, is_background: Callable[[], bool]) -> None:
+    def __init__(self, communicator: Communicator, thresholds: Thresholds) -> None:
         comm = communicator.comm
         self._communicator = communicator
-        self._is_background = is_background
         self._comm, self._size = comm, communicator.size
         self._all_reduce = comm.Allreduce
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._exchange = Exchange(communicator)
         self._vectors = Vectors(communicator)
         self.plans = Plans(communicator.size, thresholds)
-        self.node = NodeCalls(comm, communicator.derived, communicator.poll, is_background)
+        self.node = NodeCalls(communicator)
         self.check: CallCheck | None = None
 
     def run(self, call: Call) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from _thread import get_ident
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -89,6 +89,7 @@ class Communicator(Faults):
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self.is_background: Callable[[], bool] = bool  # whether the call under way runs beside this rank's computation
         self.derived: list[MPI.Comm] = []  # made from it, which the group's calls may block on: revoked with it
         # the duplicate for messages that collectives are made of, which no message of the user's can meet
         self.private: MPI.Intracomm | None = None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import memmove
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, address, memory, run
 from hpcdist.backends.mpi.node.arithmetic import Fold, fold_of
 from hpcdist.backends.mpi.node.places import Places
@@ -56,20 +57,17 @@ class BetweenNodes:
     """Runs collectives of one communicator whose ranks are on several nodes, on each equally many.
 
     The methods are those of `NodeShared`, and ask the same of the caller. Construction is collective over the
-    communicator, and raises as that of `NodeSlots`, which has `poll` and `is_background` too. `made` takes each
-    communicator as soon as it is made. Nodes of one rank have reductions only.
+    communicator, and raises as that of `NodeSlots`. Nodes of one rank have reductions only.
     """
 
-    def __init__(
-        self, places: Places, made: list[MPI.Comm], poll: Callable[[], None], is_background: Callable[[], bool]
-    ) -> None:
-        self._places, self._poll = places, poll
-        self._slots = None if places.is_flat else NodeSlots(places, poll, is_background)
+    def __init__(self, places: Places, communicator: Communicator) -> None:
+        self._places, self._poll = places, communicator.poll
+        self._slots = None if places.is_flat else NodeSlots(places, communicator)
         self._rank, self._ranks = places.comm.Get_rank(), places.comm.Get_size()
         node = places.ranks[places.here]
         self._local, self._size = node.index(self._rank), len(node)
         self._across = MPI.Intracomm(places.comm.Split(self._local, key=places.here))
-        made.append(self._across)
+        communicator.derived.append(self._across)  # to be revoked with it
         self._kept: dict[str, torch.Tensor] = {}
 
     # -- what all calls share ------------------------------------------------------------------------

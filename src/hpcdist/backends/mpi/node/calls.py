@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
@@ -29,29 +30,16 @@ SHARED_CALLS: dict[Row, Callable[[NodeShared | BetweenNodes, Any, torch.Tensor, 
 
 
 class NodeCalls:
-    """The calls of one communicator.
+    """The calls of one communicator."""
 
-    ``derived`` takes the communicators made here, so that they can be revoked with the group's; ``poll`` and
-    ``is_background`` are as for ``NodeSlots``.
-    """
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        derived: list[MPI.Comm],
-        poll: Callable[[], None],
-        is_background: Callable[[], bool],
-    ) -> None:
-        self._comm = comm
-        self._derived = derived
-        self._poll = poll
-        self._is_background = is_background
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._places: Places | None = None
         self.shared: NodeShared | BetweenNodes | None = None  # carries the calls out, once it is made
 
     def locate(self) -> tuple[int, int]:
         """Find out which ranks share a node; every rank calls. Return the number of nodes, and of ranks on each."""
-        self._places = locate(self._comm, self._derived)
+        self._places = locate(self._communicator.comm, self._communicator.derived)
         return self._places.nodes, self._places.ranks_per_node
 
     def connect(self) -> bool:
@@ -60,9 +48,9 @@ class NodeCalls:
         assert places is not None
         try:
             if places.nodes == 1:
-                self.shared = NodeShared(places, self._poll, self._is_background)
+                self.shared = NodeShared(places, self._communicator)
             else:
-                self.shared = BetweenNodes(places, self._derived, self._poll, self._is_background)
+                self.shared = BetweenNodes(places, self._communicator)
         except MPI.Exception:  # which is a RuntimeError: a rank has died
             raise
         except RuntimeError as error:
@@ -83,7 +71,7 @@ class NodeCalls:
         shared = self.shared
         assert shared is not None
         if send is not recv and isinstance(send, torch.Tensor) and overlap(send, recv):
-            own = recv.data_ptr() + self._comm.Get_rank() * send.nbytes
+            own = recv.data_ptr() + self._communicator.rank * send.nbytes
             if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
                 send = send.clone()
         SHARED_CALLS[row](shared, send, recv, op, root)

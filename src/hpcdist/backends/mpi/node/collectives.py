@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, fold_of
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, SlicedAllReduce
@@ -46,8 +47,8 @@ class NodeShared:
     PREMUL_SUM expects the factor already applied. Construction, as of `NodeSlots`, and `close` are collective too.
     """
 
-    def __init__(self, places: Places, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
-        self._slots = slots = NodeSlots(places, poll, is_background)
+    def __init__(self, places: Places, communicator: Communicator) -> None:
+        self._slots = slots = NodeSlots(places, communicator)
         self.window, self.rank, self.size = slots.window, slots.rank, slots.size
         self._sliced = SlicedAllReduce(slots)
         self._direct_bytes = DIRECT_BYTES // slots.size

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.window import SLOT_BYTES, SLOTS, NodeWindow
@@ -23,15 +24,14 @@ class NodeSlots:
     """Holds a communicator's window on each node, cut into slots, and what is kept between calls.
 
     Construction is collective over the group's communicator, and every rank raises RuntimeError if one cannot have
-    shared memory. ``poll`` is called every few milliseconds of waiting, and what it raises leaves the collective;
-    ``is_background`` tells whether the call under way runs beside the rank's own computation.
+    shared memory. What ``communicator.poll`` raises, which is called every few milliseconds of waiting, leaves a call.
     """
 
-    def __init__(self, places: Places, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
+    def __init__(self, places: Places, communicator: Communicator) -> None:
         comm = places.comm
         window, failure = None, ""
         try:
-            window = NodeWindow(places.node, poll, is_background)
+            window = NodeWindow(places.node, communicator)
         except OSError as error:
             failure = str(error)
         failures = [f for f in comm.allgather(failure) if f]

@@ -43,6 +43,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import address
 from hpcdist.core import memory_file
 from hpcdist.core.waiting import nap
@@ -155,15 +156,15 @@ def stall(
 class NodeWindow:
     """Holds one shared window of a node: a segment, a flag and slots for each rank.
 
-    It takes the node's communicator over, and frees it. ``poll`` and ``is_background`` are as for ``NodeSlots``. Every
-    rank of the node raises OSError if /dev/shm has no room, or they do not see the same.
+    It takes the node's communicator over, and frees it; ``communicator`` is the group's. Every rank of the node raises
+    OSError if /dev/shm has no room, or they do not see the same.
     """
 
-    def __init__(self, node: MPI.Intracomm, poll: Callable[[], None], is_background: Callable[[], bool]) -> None:
+    def __init__(self, node: MPI.Intracomm, communicator: Communicator) -> None:
         self.node = node
         self.rank = node.rank
         self.size = node.size
-        self._poll, self._is_background = poll, is_background
+        self._communicator = communicator
         self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
         places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
         cores = len(set().union(*(allowed for allowed, _ in places)))  # a launcher may bind each rank to its own
@@ -206,10 +207,10 @@ class NodeWindow:
         self._sync()
 
     def _stall(self, flag: memoryview, step: int) -> None:
-        if self._gives_way and self._is_background():  # the core is the computation's
-            stall(flag, step, 0, 0.0, self.progress, self._poll)
+        if self._gives_way and self._communicator.is_background():  # the core is the computation's
+            stall(flag, step, 0, 0.0, self.progress, self._communicator.poll)
         else:
-            stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._poll)
+            stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._communicator.poll)
 
     def close(self) -> None:
         """Leave the memory, and free the communicator, once or often."""
