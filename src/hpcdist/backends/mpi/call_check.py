@@ -278,12 +278,7 @@ class CallCheck:
         board = self.board
         for r in range(len(board.ranks)):
             if r != board.own and not board.has_come_to(r, number):
-                self._wait(partial(self._has_come_to, r, number))
-
-    def _has_come_to(self, index: int, number: int) -> bool:
-        """Tell whether a rank has begun a call, or something was decided that this one has not carried out."""
-        board = self.board
-        return board.has_come_to(index, number) or board.decided[0] != self.handled
+                self._wait(lambda r=r: board.has_come_to(r, number) or board.decided[0] != self.handled)  # type: ignore[misc]
 
     def _have_all_followed(self) -> bool:
         """Tell whether all ranks have carried out the last decision, and so read what it is about."""
