@@ -6,8 +6,8 @@ the side streams of ``nccl.streams``; torch's watchdog, flight recorder and opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -92,7 +92,7 @@ class TorchBackend(C10dBackend):
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
         self._failure: DistBackendError | None = None
-        self._batch = Batch(self._launch_together)
+        self.batch = Batch(self._launch_together)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> TorchBackend:
@@ -124,9 +124,9 @@ class TorchBackend(C10dBackend):
 
     def run(self, call: Call) -> None:
         """Queue one collective; the current stream waits for it, and for a barrier the host too."""
-        if self._batch.is_open or call.row is BARRIER:
+        if self.batch.is_open or call.row is BARRIER:
             work = self.start(call._replace(finish=None, result=None))
-            if not self._batch.is_open:
+            if not self.batch.is_open:
                 work.wait()
             return
         self._check_live()
@@ -163,8 +163,8 @@ class TorchBackend(C10dBackend):
         """Queue a call on its side stream and what copies its result back, or hold it back for ``grouped``."""
         self._check_live()
         queue, finish, work, _ = call = Held(*held)
-        if self._batch.is_open:
-            return self._batch.add(call)
+        if self.batch.is_open:
+            return self.batch.add(call)
         streams = work._streams
         streams.fork()
         with streams.on_side():
@@ -226,11 +226,11 @@ class TorchBackend(C10dBackend):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
     ) -> Work:
-        if peer == self.rank and not self._batch.is_open:
+        if peer == self.rank and not self.batch.is_open:
             raise DistBackendError(
                 "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
             )
-        streams = self._side(tensor.device, None if self._batch.is_open else peer)
+        streams = self._side(tensor.device, None if self.batch.is_open else peer)
         work = StreamWork(streams, streams.current(), result, (tensor, finish), 0, source, False)
 
         def queue(_: int) -> None:
@@ -242,15 +242,6 @@ class TorchBackend(C10dBackend):
         return self._begin(queue, finish, work, True)
 
     # -- launched together -----------------------------------------------------------------------------
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether calls are held back."""
-        return self._batch.is_open
-
-    def grouped(self) -> AbstractContextManager[Sequence[Work]]:
-        """Hold back the calls made inside and launch them at the end as one group."""
-        return self._batch.opened()
 
     def _launch_together(self, calls: list[Held]) -> None:
         """Launch those that are one call of torch's together, and behind them the others."""

@@ -64,6 +64,7 @@ class Backend(ABC):
     peer: Backend | None = None  # the group's CPU backend, where this one carries another device
     options: Any = None  # c10d's, of the next group that is made of this one
     has_groups: ClassVar[bool] = False  # whether ``grouped`` makes many calls one
+    batch: Any = None  # holds them back meanwhile (``is_open``, ``opened()``), if so
     has_lists: ClassVar[bool] = False  # whether a call on a list of tensors is another than one on a tensor of all
     begins_at_once: ClassVar[bool] = False  # whether ``isend`` and ``irecv`` never wait for the peer or a device
     has_threads: bool = True  # whether the library may be called from a thread of ours
@@ -188,12 +189,7 @@ class Backend(ABC):
 
     def grouped(self) -> AbstractContextManager[Sequence[Work]]:
         """Launch the calls begun inside together, where the library can; gives the Works of what it holds back."""
-        return nullcontext(())
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether a call made now is held back until ``grouped`` ends."""
-        return False
+        return nullcontext(()) if self.batch is None else self.batch.opened()
 
     def connect_device(self, device: torch.device) -> None:  # noqa: B027  # nothing to do is the answer of most
         """Connect on a GPU at once, where the library would do so at the first call; every rank calls it."""

@@ -285,7 +285,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if journal.asked and (limit := journal.asked.get(get_ident())) is not None:
         journal.set_limit(record, limit)
         call = call._replace(limit=limit)
-    event, is_async = None, (async_op and backend.has_threads) or (backend.has_groups and backend.is_grouped)
+    event, is_async = None, (async_op and backend.has_threads) or (backend.has_groups and backend.batch.is_open)
     if hooks.is_profiled():
         inputs = [] if tensor is None else tensor.tensors if tensor.__class__ is TensorList else [tensor]
         event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)

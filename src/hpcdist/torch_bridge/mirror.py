@@ -83,8 +83,9 @@ class TorchWorld:
 def show(group: ProcessGroup) -> None:
     """Make our world torch's too, by its first group; a torch.distributed that is initialised is left as it is."""
     if not dist.is_initialized():
-        WORLD.mirror = TorchWorld()
-        WORLD.mirror.add(group)
+        mirror = TorchWorld()
+        mirror.add(group)
+        WORLD.mirror = mirror
 
 
 def join() -> None:

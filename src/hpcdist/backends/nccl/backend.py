@@ -7,7 +7,6 @@ the table in ``calls``; and where the communicators come from in ``communicators
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -49,7 +48,7 @@ class NCCLBackend(Backend):
         self._cuda = cuda
         self._owned_peer: Backend | None = None
         self._finder = finding.Finder(rank, store)
-        self._batch = Batch(self._launch_together)
+        self.batch = Batch(self._launch_together)
         self._calls: dict[Row, Function] = calls_of(library)
         self._reductions = datatypes.Reductions(library, cuda)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
@@ -117,7 +116,7 @@ class NCCLBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Queue one collective on the current stream; a barrier waits on the host as well."""
-        if self._batch.is_open:
+        if self.batch.is_open:
             self.start(call._replace(finish=None, result=None))
             return
         if call.row.buffers == 0:
@@ -156,7 +155,7 @@ class NCCLBackend(Backend):
         function = partial(self._calls[row], self._library, link.where)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
-            if self._batch.is_open:
+            if self.batch.is_open:
                 self.run(Call(row, send, recv, op, root))
                 return
             current = streams.current()
@@ -200,9 +199,9 @@ class NCCLBackend(Backend):
         """
         streams = link.streams
         keepalive = (queue, finish)
-        if self._batch.is_open:
+        if self.batch.is_open:
             work = StreamWork(streams, streams.current(), result, keepalive, nbytes, source, is_barrier)
-            return self._batch.add(Held(queue, finish, work, True))
+            return self.batch.add(Held(queue, finish, work, True))
         work = StreamWork(streams, streams.fork(), result, keepalive, nbytes, source, is_barrier)
         self.communicators.launch(name, queue, streams.side_handle)
         if finish is not None:
@@ -247,15 +246,6 @@ class NCCLBackend(Backend):
         """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
         op = self._reductions.scaling(link.comm, factor, send.dtype)
         made(self._library, link.where, send, recv, datatype, op, *rest)
-
-    @property
-    def is_grouped(self) -> bool:
-        """Whether calls are held back."""
-        return self._batch.is_open
-
-    def grouped(self) -> AbstractContextManager[Sequence[Work]]:
-        """Hold back the calls made inside and launch them at the end as one group."""
-        return self._batch.opened()
 
     def _launch_together(self, calls: list[Held]) -> None:
         def queue(_: int) -> None:
@@ -302,7 +292,7 @@ class NCCLBackend(Backend):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
     ) -> Work:
-        if self._batch.is_open:
+        if self.batch.is_open:
             link, to = self.communicators.group or self._connect(tensor.device), peer
         else:
             link, to = self._pair(peer, tensor.device)
