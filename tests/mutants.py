@@ -241,13 +241,13 @@ MUTANTS = [
     ),
     # -- backends.mpi: messages under way
     Mutant(
-        f"{MPI_BACKEND}/requests.py",
+        f"{MPI_BACKEND}/point_to_point.py",
         "        communicator.unfinished.hold(self)\n",
         "",
         "mpi/test_point_to_point.py mpi/test_async.py torch/test_lifetimes.py",
     ),
     Mutant(
-        f"{MPI_BACKEND}/requests.py",
+        f"{MPI_BACKEND}/point_to_point.py",
         "            if self._reason is not None and self._status.Is_cancelled():\n",
         "            if False:\n",
         "mpi/test_point_to_point.py mpi/test_groups.py unit/test_mpi_progress.py faults/test_threads.py",

@@ -126,13 +126,6 @@ class P2POp:
         TypeError: not a tensor.
     """
 
-    op: Callable[..., Work | None]
-    tensor: Any
-    peer: int
-    group: Group
-    tag: int
-    group_peer: int
-
     def __init__(
         self,
         op: Callable[..., Any],

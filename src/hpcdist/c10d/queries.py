@@ -69,9 +69,7 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     Raises:
         ValueError: before ``init_process_group``, or a destroyed group.
     """
-    if is_outside(group):
-        return -1
-    return world.resolve(group).rank()
+    return -1 if is_outside(group) else world.resolve(group).rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
@@ -80,9 +78,7 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
     Raises:
         ValueError: before ``init_process_group``, or a destroyed group.
     """
-    if is_outside(group):
-        return -1
-    return world.resolve(group).size()
+    return -1 if is_outside(group) else world.resolve(group).size()
 
 
 def is_outside(group: Any) -> bool:

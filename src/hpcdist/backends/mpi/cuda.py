@@ -136,14 +136,9 @@ class StagedBackend(Backend):
     has_lists: ClassVar[bool] = True
 
     def __init__(self, inner: Backend, is_shared: Callable[[Row, torch.dtype, Any, int], bool], cuda: Any = torch.cuda):
-        self.inner = inner
-        self._is_shared = is_shared
-        self.has_threads = inner.has_threads
-        self.objects = inner.objects
-        self.rank = inner.rank
-        self.size = inner.size
-        self.unfinished, self.faults = inner.unfinished, inner.faults
-        self._cuda = cuda
+        self.inner, self._is_shared, self._cuda = inner, is_shared, cuda
+        self.rank, self.size, self.has_threads = inner.rank, inner.size, inner.has_threads
+        self.objects, self.unfinished, self.faults = inner.objects, inner.unfinished, inner.faults
         self._sides: dict[torch.device, Any] = {}  # the worker thread's stream on each device
 
     @property

@@ -15,16 +15,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.call_board import (
-    COUNTED,
-    LAST,
-    NUMBER,
-    SIZES,
-    counted,
-    size_of,
-    with_root,
-    with_size,
-)
+from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counted, size_of, with_root, with_size
 from hpcdist.core.buffers import TensorList, check_memory
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_cache import tensors_of

@@ -149,14 +149,7 @@ class Thresholds:
                 yield table[each, place]
 
     def of(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        op: str | None,
-        nodes: int,
-        ranks_per_node: int,
-        ranks: int,
-        library: str,
+        self, name: str, dtype: torch.dtype, op: str | None, nodes: int, ranks_per_node: int, ranks: int, library: str
     ) -> int:
         """Return from how many bytes on a collective goes through the memory of the nodes; ``NEVER`` if it does not.
 

@@ -125,12 +125,7 @@ def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
 
 
 def stall(
-    flag: memoryview,
-    step: int,
-    spins: int,
-    naps_after: float,
-    progress: Callable[[], Any],
-    poll: Callable[[], None],
+    flag: memoryview, step: int, spins: int, naps_after: float, progress: Callable[[], Any], poll: Callable[[], None]
 ) -> None:
     """Wait until another process has raised an aligned counter, of format "q", to a step.
 
