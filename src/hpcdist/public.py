@@ -20,6 +20,7 @@ from torch.distributed import (
     ScatterOptions,
     default_pg_timeout,
 )
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 import hpcdist.c10d.debug_server
 import hpcdist.c10d.torch_init
@@ -54,19 +55,12 @@ from hpcdist.c10d.compat.deprecated import (
     reduce_multigpu,
     reduce_scatter_multigpu,
 )
-from hpcdist.c10d.debug import (
-    DebugLevel,
-    breakpoint,
-    get_debug_level,
-    monitored_barrier,
-    set_debug_level,
-    set_debug_level_from_env,
-    stop_requested,
-)
+from hpcdist.c10d.debug import breakpoint, set_debug_level, set_debug_level_from_env, stop_requested
 from hpcdist.c10d.device_mesh import DeviceMesh, init_device_mesh
 from hpcdist.beyond.elastic import ElasticJob, elastic
 from hpcdist.c10d.groups import new_group, new_subgroups, new_subgroups_by_enumeration, set_timeout, split_group
 from hpcdist.beyond.halo import HaloExchange, exchange
+from hpcdist.c10d.monitored import monitored_barrier
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group
 from hpcdist.c10d.names import (
     Backend,
@@ -112,29 +106,15 @@ from hpcdist.c10d.queries import (
 )
 from hpcdist.beyond.reproducible import reproducible
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
+from hpcdist.c10d.torch_names import UNDERSCORED as _UNDERSCORED
 from hpcdist.c10d.torch_names import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
     BuiltinCommHookType,
     GradBucket,
     Logger,
     ProcessGroupGloo,
     Reducer,
-    _Backend,
-    _broadcast_coalesced,
-    _compute_bucket_assignment_by_size,
-    _ControlCollectives,
-    _create_process_group_wrapper,
     _get_process_group_name,
-    _make_nccl_premul_sum,
     _rank_not_in_group,
-    _register_builtin_comm_hook,
-    _register_comm_hook,
-    _remote_device,
-    _StoreCollectives,
-    _test_python_store,
-    _time_estimator,
-    _verify_params_across_processes,
-    _Work,
 )
 from hpcdist.beyond.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
 from hpcdist.beyond.window import Window
@@ -172,4 +152,5 @@ __all__ = [
     "set_timeout", "shrink_group", "split_group", "stop_requested", "supports_complex",
 ]  # fmt: skip
 
+globals().update(_UNDERSCORED)
 _compiler.run_as_they_are(globals()[name] for name in __all__)

@@ -12,7 +12,6 @@ import torch.distributed
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from hpcdist.c10d import fingerprints, nan_check
-from hpcdist.c10d.monitored import monitored_barrier
 from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
@@ -22,16 +21,6 @@ from hpcdist.core.table import ALL_REDUCE, BARRIER
 from hpcdist.watch.watchdog import RUNNING
 
 c10d: Any = torch.distributed  # its own level is set; the stubs leave the setters out
-
-__all__ = [
-    "DebugLevel",
-    "breakpoint",
-    "get_debug_level",
-    "monitored_barrier",
-    "set_debug_level",
-    "set_debug_level_from_env",
-    "stop_requested",
-]
 
 
 def set_debug_level(level: DebugLevel) -> None:

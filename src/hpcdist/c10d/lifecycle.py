@@ -10,9 +10,9 @@ from urllib.parse import urlparse
 
 import torch
 from torch.distributed import default_pg_timeout
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import DebugLevel, Store, get_debug_level
 
-from hpcdist.c10d.debug import DebugLevel, get_debug_level, set_debug_level_from_env
+from hpcdist.c10d.debug import set_debug_level_from_env
 from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available, is_xccl_available
 from hpcdist.c10d.queries import is_outside

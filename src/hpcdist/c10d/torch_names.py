@@ -11,26 +11,18 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import resolve
 from hpcdist.torch_bridge.private_names import named
 
-_DEFAULT_FIRST_BUCKET_BYTES = named("_DEFAULT_FIRST_BUCKET_BYTES")
 BuiltinCommHookType = named("BuiltinCommHookType")
 GradBucket = named("GradBucket")
 Logger = named("Logger")
 ProcessGroupGloo = named("ProcessGroupGloo")
 Reducer = named("Reducer")
-_Backend = named("_Backend")
-_ControlCollectives = named("_ControlCollectives")
-_StoreCollectives = named("_StoreCollectives")
-_Work = named("_Work")
-_broadcast_coalesced = named("_broadcast_coalesced")
-_compute_bucket_assignment_by_size = named("_compute_bucket_assignment_by_size")
-_create_process_group_wrapper = named("_create_process_group_wrapper")
-_make_nccl_premul_sum = named("_make_nccl_premul_sum")
-_register_builtin_comm_hook = named("_register_builtin_comm_hook")
-_register_comm_hook = named("_register_comm_hook")
-_remote_device = named("_remote_device")
-_test_python_store = named("_test_python_store")
-_time_estimator = named("_time_estimator")
-_verify_params_across_processes = named("_verify_params_across_processes")
+UNDERSCORED = {name: named(name) for name in (
+    "_DEFAULT_FIRST_BUCKET_BYTES", "_Backend", "_ControlCollectives", "_StoreCollectives", "_Work",
+    "_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_create_process_group_wrapper",
+    "_make_nccl_premul_sum",
+    "_register_builtin_comm_hook", "_register_comm_hook", "_remote_device", "_test_python_store", "_time_estimator",
+    "_verify_params_across_processes",
+)}  # fmt: skip
 _rank_not_in_group = is_outside
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_torch"]
-
 
 def check_torch() -> None:
     """Raise ImportError if this torch has no ``torch.distributed``, or is older than 2.8."""

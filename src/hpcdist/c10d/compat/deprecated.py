@@ -64,12 +64,8 @@ def broadcast_multigpu(
     Args:
         tensor_list: one tensor a device, written in place.
         src: the source as a global rank.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
+        group, async_op: as for ``broadcast``, as is what is returned.
         src_tensor: which tensor of the source's list.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
     if (pg := world.member_group(group, "broadcast_multigpu")) is None:
         return None
@@ -85,12 +81,7 @@ def all_reduce_multigpu(
 
     Args:
         tensor_list: one tensor a device, written in place; as many on every rank.
-        op: a ReduceOp.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        op, group, async_op: as for ``all_reduce``, as is what is returned.
     """
     if (pg := world.member_group(group, "all_reduce_multigpu")) is None:
         return None
@@ -106,13 +97,8 @@ def reduce_multigpu(
     Args:
         tensor_list: one tensor a device; as many on every rank.
         dst: the destination as a global rank.
-        op: a ReduceOp.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
+        op, group, async_op: as for ``reduce``, as is what is returned.
         dst_tensor: which tensor of the destination's list is written in place.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
     """
     if (pg := world.member_group(group, "reduce_multigpu")) is None:
         return None
@@ -129,11 +115,7 @@ def all_gather_multigpu(
     Args:
         output_tensor_lists: for each device a list of one output for every tensor of every rank, rank by rank.
         input_tensor_list: one tensor a device; all of one size.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_gather``, as is what is returned.
 
     Raises:
         ValueError: a list of another length.
@@ -156,12 +138,7 @@ def reduce_scatter_multigpu(
     Args:
         output_tensor_list: one output a device, written in place; all of one size.
         input_tensor_lists: for each device a list of one input for every output of every rank, rank by rank.
-        op: a ReduceOp.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        op, group, async_op: as for ``reduce_scatter``, as is what is returned.
 
     Raises:
         ValueError: a list of another length.
