@@ -11,6 +11,7 @@ from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import (
     PREMUL_SUM,
+    SUM,
     RedOpType,
     canonical,
     factor_of,
@@ -51,8 +53,7 @@ from hpcdist.core.reduction import (
     terms,
 )
 from hpcdist.core.reproducible import Reproducible, carrier
-from hpcdist.core.sparse import all_reduce_sparse
-from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row, scaled
+from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row, scaled
 from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, member_group
 
@@ -191,7 +192,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
         op = canonical(call.op)
         pg.backend(send.device).check_reduction(row, send.dtype, op)
-        return all_reduce_sparse(issue, pg, send, op, async_op)
+        return all_reduce_sparse(pg, send, op, async_op)
     else:
         backend, made = staged(pg, made, async_op)
     work = dispatch(pg, backend, made, async_op)
@@ -329,3 +330,45 @@ def size_error(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, coun
         f"{row.name} on {len(pg.ranks)} ranks: input of {send.numel()} elements {tuple(send.shape)} and output of "
         f"{recv.numel()} elements {tuple(recv.shape)} do not fit (expected: {expected})"
     )
+
+
+def all_reduce_sparse(pg: Group, tensor: torch.Tensor, op: Any, async_op: bool) -> Work | None:
+    """Sum a sparse COO tensor over all ranks, in place; the tensors have one shape and as many sparse dimensions.
+
+    The ranks gather each other's nonzeros, which may lie in different places, and every rank adds them up in rank
+    order, so that all have bitwise the same result. The call is over when it returns, with ``async_op`` too: the places
+    of the nonzeros must be known first.
+    """
+    if op != SUM:
+        raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices().contiguous(), mine.values().contiguous()
+    size = pg.size()
+    form = (tuple(tensor.shape), mine.sparse_dim())
+    facts = torch.tensor([indices.size(1), crc32(repr(form).encode())], device=tensor.device)
+    all_facts = torch.empty(size * facts.numel(), dtype=torch.int64, device=tensor.device)
+    issue(ALL_GATHER_SINGLE, pg, facts, all_facts)
+    table = all_facts.view(size, -1)
+    if len(set(table[:, 1].tolist())) > 1:
+        forms = pg.any_backend().objects.all_gather(form)
+        raise ValueError(
+            "all_reduce of sparse tensors that differ in shape or number of sparse dimensions: "
+            + "; ".join(f"rank {rank}: {shape}, {dims} sparse" for rank, (shape, dims) in enumerate(forms))
+        )
+    counts: list[int] = table[:, 0].tolist()
+    all_indices = gathered(pg, indices.t().contiguous(), counts).t()
+    all_values = gathered(pg, values, counts)
+    total = torch.sparse_coo_tensor(
+        all_indices, all_values, tensor.shape, device=tensor.device, check_invariants=False
+    ).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+    return DoneWork([tensor]) if async_op else None
+
+
+def gathered(pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Return the rows of all ranks, concatenated; rank r has ``counts[r]`` of them."""
+    width = rows[0].numel() if rows.size(0) else int(torch.Size(rows.shape[1:]).numel())
+    everything = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    issue(ALL_GATHER, pg, rows, everything, counts=([rows.numel()], [count * width for count in counts]))
+    return everything

@@ -123,9 +123,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     return rendezvous.part(store, f"dist2:{next(COUNT)}"), rank, size
 
 
-def current_process_group() -> Any:
-    """Return the group that ``process_group`` set in this thread, or None."""
-    return private_names.current_group()
+current_process_group = private_names.current_group
 
 
 @contextmanager
