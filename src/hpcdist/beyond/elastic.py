@@ -120,7 +120,7 @@ class ElasticJob:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
             everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
         if self.survives and everyone.membership is not None and everyone.membership.leave_launcher():
-            self._proof = ProofOfDeath(everyone.objects.all_gather)
+            self._proof = ProofOfDeath(RUNNING[0].channel)
         self._present = list(range(size))
         if self._spares:
             own = everyone.split([self._members], ["elastic"], self._timeout)

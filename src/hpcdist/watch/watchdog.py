@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from traceback import format_exception
 from typing import Any
 
@@ -64,7 +64,6 @@ class Watchdog:
     def __init__(self, name: str, rank: int) -> None:
         self.channel = Channel(rank)
         self.liveness = Liveness(self.channel)
-        self.each_second: list[Callable[[], object]] = []  # called by the watchdog's thread about once a second
         self.recorder = Recorder(name)
         self.signals = Signals()
         self.calls = WatchedCalls()
@@ -80,7 +79,7 @@ class Watchdog:
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._next_look = 0.0
-        self._next_second = 0.0  # when ``each_second`` is due
+        self._next_second = 0.0  # when ``_each_second`` is due
         self._failures: set[str] = set()  # of this thread, that were reported
         self._debug_socket: DebugSocket | None = None
         self.channel.note_failure = self._note_failure
@@ -92,7 +91,7 @@ class Watchdog:
         register("abort", self._note_abort, {"reason": str, "leaves": bool})
         register("inspect", self._inspected, {"first": int})
         self.call_exchange = CallExchange(self.channel, self.end_call)
-        self.each_second += [self.call_exchange.look, Members(self.channel, self.end_call).look]
+        self._each_second = self._look_at_others, self.call_exchange.look, Members(self.channel, self.end_call).look
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property
@@ -168,12 +167,10 @@ class Watchdog:
         if meeting is not None and (reason := meeting.look(now)):
             self.abort(meeting.backend, reason)
         self._end_failed()
-        if not self.leaving and WORLD.default is not None:
-            self.liveness.look(now)
         if now >= self._next_second:
             self._next_second = now + LONGEST_TICK
-            for work in list(self.each_second):
-                work()
+            for look in self._each_second:
+                look()
         calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
         self.calls.see((each.record for each in calls), now)
         for each in calls:
@@ -184,6 +181,10 @@ class Watchdog:
             self._escalate(each)
         if self._found and now >= self._sigint_due:
             self._end_interrupted(calls)
+
+    def _look_at_others(self) -> None:
+        if not self.leaving and WORLD.default is not None:
+            self.liveness.look()
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
         """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
