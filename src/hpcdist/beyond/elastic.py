@@ -35,9 +35,9 @@ from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD, default_group
 from hpcdist.torch_bridge import mirror
+from hpcdist.watch.job_end import Meeting
 from hpcdist.watch.liveness import ProofOfDeath
 from hpcdist.watch.logs import LOG
-from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.watchdog import RUNNING
 
 HOUR = 3600.0
@@ -381,7 +381,7 @@ class ElasticJob:
         """Bound a wait for all living processes."""
         for watchdog in RUNNING:
             limit = self._timeout.total_seconds()
-            watchdog.meeting = Meeting(watchdog.liveness, self._everyone, limit, time.monotonic())
+            watchdog.meeting = Meeting(self._everyone, limit, time.monotonic())
         try:
             yield
         finally:

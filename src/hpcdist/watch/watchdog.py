@@ -32,17 +32,15 @@ from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.waiting import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
-from hpcdist.watch.call_exchange import CallExchange
+from hpcdist.watch.call_exchange import CallExchange, Members
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, DebugSocket, slurm_job
 from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
 from hpcdist.watch.inspection import Inspection, program
-from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
+from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
-from hpcdist.watch.meeting import Meeting
-from hpcdist.watch.members import Members
 from hpcdist.watch.question import Message
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.report import COLLECTIVE, REPORT, WHERE, Answers, Collective, Report, Reports, judge_of, turn
@@ -164,7 +162,7 @@ class Watchdog:
         self.inspection.look(now)
         self.job_end.look(now)
         meeting = self.meeting  # the main thread may end it meanwhile
-        if meeting is not None and (reason := meeting.look(now)):
+        if meeting is not None and (reason := meeting.look(self.liveness, now)):
             self.abort(meeting.backend, reason)
         self._end_failed()
         if now >= self._next_second:
