@@ -19,12 +19,12 @@ from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import opened
 from hpcdist.cli.job_arguments import JobParser, described
 
-# subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
+# subject -> the module with ``measure(bench)``
 SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
     "calls": "hpcdist.cli.bench.calls",
     "p2p": "hpcdist.cli.bench.p2p",
-    "ddp": "hpcdist.cli.bench.ddp",
+    "ddp": "hpcdist.cli.bench.torch_libraries",
     "torch": "hpcdist.cli.bench.torch_libraries",
 }
 
@@ -53,7 +53,7 @@ def parser() -> JobParser:
         default="collectives",
         choices=SUBJECTS,
         metavar="SUBJECT",
-        help=f"what is timed: {', '.join(SUBJECTS)} (collectives); ddp has other options (bench ddp --help)",
+        help=f"what is timed: {', '.join(SUBJECTS)} (collectives)",
     )
     made.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda: compare with torch's NCCL (see --device cuda --help)"
@@ -68,6 +68,9 @@ def parser() -> JobParser:
     made.add_argument(
         "--sizes", nargs="+", type=size_in_bytes, metavar="SIZE", help="these sizes instead of --min to --max"
     )
+    made.add_argument("--parameters", type=float, default=10e6, help="of a model that ddp and torch train (10 million)")
+    made.add_argument("--batch", type=int, default=1, help="samples a rank of DDP's step (1)")
+    made.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb (25)")
     made.add_argument("--rounds", type=int, default=7, help="rounds, of which the median is shown (7)")
     made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
     sides = ["hpcdist", "mpi4py", "gloo", "copy"]
@@ -87,8 +90,6 @@ def parser() -> JobParser:
 
 def run(args: list[str]) -> int:
     """Run the benchmark of one subject on all ranks of this job; return the exit status."""
-    if args and args[0] == "ddp":
-        return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
     device = JobParser(prog="python -m hpcdist bench", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen, args = device.parse_known_args(args)

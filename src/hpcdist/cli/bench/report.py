@@ -56,48 +56,24 @@ def spread(figure: Figure) -> str:
 
 
 def table(bench: Bench) -> Table:
-    """Make the printed table: a row for each call, or for each side if there is only one call."""
+    """Make the printed table: a row for each call, a column for each side and for what hpcdist takes of its time."""
     calls = by_call(bench.figures)
-    title = f"{bench.size} ranks, {bench.library}, µs a call: median (lowest–highest round)"
-    if bench.wire.nodes > 1:
-        nodes = f"{bench.wire.nodes} nodes, {bench.library}"
-        title = f"{title.replace(bench.library, nodes)}; what the node sent that sent most"
-    return table_of_sides(title, *calls.popitem()) if len(calls) == 1 else table_of_calls(title, calls)
-
-
-def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figure]) -> Table:
-    """Show one call, a row for each side."""
-    what, dtype, nbytes = call
-    made = Table(title=f"{' '.join((what, dtype, sized(nbytes) if nbytes else '')).strip()}\n{title}")
-    made.add_column("side")
-    for name in ("time", f"{OURS} / side", *(("by a node",) if any(map(on_the_wire, found.values())) else ())):
-        made.add_column(name, justify="right")
-    ours = found.get(OURS)
-    for side, figure in found.items():
-        ratio = f"{ours.median / figure.median:.2f}" if ours and ours is not figure else ""
-        made.add_row(side, spread(figure), ratio, *([on_the_wire(figure)] if len(made.columns) > 3 else []))
-    return made
-
-
-def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figure]]) -> Table:
-    """Show several calls, a row for each."""
     sides = list(dict.fromkeys(side for found in calls.values() for side in found))
     rivals = [side for side in sides if side != OURS]
+    nodes, sent = (
+        ("", "") if bench.wire.nodes == 1 else (f"{bench.wire.nodes} nodes, ", "; what the node sent that sent most")
+    )
+    title = f"{bench.size} ranks, {nodes}{bench.library}, µs a call: median (lowest–highest round){sent}"
     made = Table(title=title)
     for name in ("what", "dtype", "size"):
         made.add_column(name)
-    for side in sides:
+    for side in (*sides, *(f"{OURS} /\n{rival}" for rival in rivals)):
         made.add_column(side, justify="right")
-    for rival in rivals:
-        made.add_column(f"{OURS} /\n{rival}", justify="right")
     for (what, dtype, nbytes), found in calls.items():
         shown = {side: f"{spread(figure)}\n{on_the_wire(figure)}".strip() for side, figure in found.items()}
-        cells = [what, dtype, sized(nbytes) if nbytes else "", *(shown.get(side, "") for side in sides)]
         ours = found.get(OURS)
-        for rival in rivals:
-            other = found.get(rival)
-            cells.append(f"{ours.median / other.median:.2f}" if ours and other else "")
-        made.add_row(*cells)
+        ratios = (f"{ours.median / found[rival].median:.2f}" if ours and rival in found else "" for rival in rivals)
+        made.add_row(what, dtype, sized(nbytes) if nbytes else "", *(shown.get(side, "") for side in sides), *ratios)
     return made
 
 
