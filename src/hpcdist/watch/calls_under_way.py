@@ -103,8 +103,11 @@ def under_way() -> Iterator[UnderWay]:
             if running is not None and running._call is not None and not running._done:
                 yield UnderWay(group, running._call, backend, running, True)
             if (outstanding := backend.outstanding()) is not None:
-                if outstanding._call is None:
-                    outstanding._call = latest(group)  # a barrier, for which the host waits
+                if (
+                    outstanding._call is None
+                ):  # a barrier, for which the host waits: the last call, if that is still kept
+                    last = (record for record in reversed(list(RING.calls)) if record[0] is group.journal)
+                    outstanding._call = next(last, None)
                 if outstanding._call is not None:
                     yield UnderWay(group, outstanding._call, backend, outstanding, True)
                     blocked = [
@@ -114,11 +117,6 @@ def under_way() -> Iterator[UnderWay]:
         for each in blocked:
             if first is not None and not isinstance(each.work, QueuedWork):
                 yield UnderWay(group, each.call, first, each.work, False, each.thread, each.limit)
-
-
-def latest(group: Group) -> Any:
-    """Return the record of the last call on a group, or None if so many followed that it is not kept."""
-    return next((record for record in reversed(list(RING.calls)) if record[0] is group.journal), None)
 
 
 def code_lines(frame: FrameType | None) -> Iterator[CodeLine]:
@@ -182,20 +180,15 @@ def text_of(line: CodeLine | None) -> str:
     return f"{os.path.basename(code.co_filename)}:{number} ({code.co_name})"
 
 
-def call_site(each: UnderWay) -> str:
-    """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
-    return text_of(users_line(stack_of(each.thread)))
-
-
 def caller() -> str:
     """Return the line of the user's code that this thread is in, or the main thread, for a thread of a library's."""
     line = users_line(code_lines(sys._getframe(1)))
-    return text_of(line) if line is not None and is_users(line[0]) else main_line()
+    return text_of(line) if line is not None and is_users(line[0]) else line_in()
 
 
-def main_line() -> str:
-    """Return the line of the user's code where the main thread is."""
-    return text_of(users_line(stack_of()))
+def line_in(thread: int = 0) -> str:
+    """Return the line of the user's code where a thread is, or the main thread, as ``stack_of``."""
+    return text_of(users_line(stack_of(thread)))
 
 
 def stack(thread: int = 0) -> list[dict[str, Any]]:

@@ -316,10 +316,10 @@ def is_stuck() -> bool:
 def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:
     """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer."""
     found = {}
-    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=True)
+    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=watchdog.channel.own.process)
     for rank, answer in answers.items():
         if answer["left"]:
-            watchdog.liveness.note_left(watchdog.channel.endpoints.get(rank))
+            watchdog.liveness.left.add(watchdog.channel.endpoints[rank].process)
         for call in answer["calls"]:
             if call["has_asker"] and needs(call, watchdog.rank):
                 where = f"{report.title(call)} on {call['label']}, {call['where']}"

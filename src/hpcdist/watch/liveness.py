@@ -198,11 +198,6 @@ class Liveness:
 
     # -- what is found out and sent --------------------------------------------------------------------
 
-    def note_left(self, endpoint: Endpoint | None) -> None:
-        """Take note that a rank makes no more calls."""
-        if endpoint is not None:
-            self.left.add(endpoint.process)
-
     def _note_all_left(self, message: Message) -> Message:
         self.left.update(each.process for each in self.channel.endpoints.values())
         return {}

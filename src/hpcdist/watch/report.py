@@ -327,11 +327,6 @@ class Reports:
         report, when = self._reports.get(collective, (None, -math.inf))
         return report if self._clock() - when < age else None
 
-    def forget(self) -> None:
-        """Forget everything: the ranks have other numbers now."""
-        for each in (self._askers, self._swept, self._reports):
-            each.clear()
-
 
 def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Callable[[int], str]:
     """Return a function that says why a rank did not answer, as seen from here or by a rank of its node."""

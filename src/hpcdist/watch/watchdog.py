@@ -81,9 +81,10 @@ class Watchdog:
         self._failures: set[str] = set()  # of this thread, that were reported
         self._debug_socket: DebugSocket | None = None
         self.channel.note_failure = self._note_failure
-        where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": (bool, None)}
+        left = [str, int], None  # a process that makes no more calls
+        where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": left}
         register = self.channel.register
-        register("alive", self._alive, {"left": ([str, int], None)})
+        register("alive", self._alive, {"left": left})
         register("where", self._where, where)
         register("report", self._take_report, {"report": REPORT})
         register("abort", self._note_abort, {"reason": str, "leaves": bool})
@@ -193,7 +194,7 @@ class Watchdog:
             is_same = any(each.record is record for record in found) and not each.in_background
             can_end = not each.backend.ends_waits and self._watched(each).state is not State.ENDING
             if is_same and can_end and each.thread == threading.main_thread().ident:
-                mine = report.described(each, SIGINT_SECONDS, calls_under_way.call_site(each))
+                mine = report.described(each, SIGINT_SECONDS, calls_under_way.line_in(each.thread))
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.say(text)
                 self._end(each, mine, text, False)
@@ -222,7 +223,7 @@ class Watchdog:
             return
         path = self.dump()
         if number == signal.SIGUSR1:
-            self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.main_line()}")
+            self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.line_in()}")
         logs.LOG.info("signal %d; trace written to %s", number, path)
         if self.signals.ends_process(number):
             end_by(number)
@@ -245,7 +246,7 @@ class Watchdog:
 
     def _described(self, each: UnderWay) -> dict[str, Any]:
         seconds = time.monotonic() - self._watched(each).first_seen
-        return report.described(each, seconds, calls_under_way.call_site(each))
+        return report.described(each, seconds, calls_under_way.line_in(each.thread))
 
     def _inspected(self, message: Message) -> Message:
         endpoints = self.channel.endpoints or {self.rank: self.channel.own}
@@ -255,11 +256,12 @@ class Watchdog:
     def _where(self, message: Message) -> Message:
         """Return where this rank is, in a ``group``.
 
-        ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` says that it makes no more.
+        ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` is its process, if it makes
+        no more.
         """
         asker, group = message["from"], WORLD.groups.get(message["group"])
         if message.get("left"):
-            self.liveness.note_left(self.channel.endpoints.get(asker))
+            self.liveness.left.add(tuple(message["left"]))
         if message.get("dump"):
             self.reports.note_sweep(message["group"])
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
@@ -275,7 +277,7 @@ class Watchdog:
         return {
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
-            "main": calls_under_way.main_line(),
+            "main": calls_under_way.line_in(),
             "leaving": self.leaving,
             "left": self.has_left,
         }
@@ -300,7 +302,7 @@ class Watchdog:
     def _forget(self) -> None:
         """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
         self.liveness.reset()
-        self.reports.forget()
+        self.reports = Reports()
         self._given_up.clear()
 
     def dump_if_due(self) -> None:
