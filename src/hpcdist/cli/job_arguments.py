@@ -36,15 +36,12 @@ class JobParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def print_usage(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # typeshed's own Protocol
-        """Print how the command is called."""
         if is_first_rank():
             super().print_usage(file)
 
     def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        """Print what the command takes."""
         if is_first_rank():
             super().print_help(file)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End this process."""
         super().exit(status, message if is_first_rank() else None)

@@ -152,7 +152,6 @@ def _create_store_from_options(backend_options: Any, rank: int) -> Store:
 
 
 def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size from a URL's query, unless the caller gave them."""
     given = {key: values[-1] for key, values in parse_qs(url.query).items()}
     if rank == -1:
         rank = int(given.get("rank", -1))
@@ -162,14 +161,12 @@ def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def missing(scheme: str, what: str) -> ValueError:
-    """Return the error of a rendezvous that lacks something."""
     return ValueError(
         explained(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}", "rendezvous")
     )
 
 
 def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size, or raise ValueError if one is missing."""
     if rank < 0:
         raise missing(scheme, f"rank parameter missing; give rank=, or {scheme}://…?rank=…")
     if world_size < 1:
@@ -222,7 +219,6 @@ def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
 
 
 def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
-    """Use a file that all processes see."""
     parsed = urlparse(url)
     rank, world_size = required("file", *query(parsed, rank, world_size))
     if not parsed.path or parsed.netloc:
@@ -327,7 +323,6 @@ def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: byte
 
 
 def is_open(host: str, port: int) -> bool:
-    """Tell whether something listens there."""
     try:
         socket.create_connection((host, port), timeout=1).close()
     except OSError:
@@ -389,5 +384,4 @@ def store_of(group: Any) -> Store:
 
 
 def part(store: Store, prefix: str) -> Store:
-    """Return a part of a store with keys of its own."""
     return stores.PrefixStore(prefix, store)

@@ -121,7 +121,6 @@ class CallExchange:
         return self._where(log, False)
 
     def _take(self, log: CallLog, ranks: list[int], rank: int, answer: Message) -> None:
-        """Take note of where a rank is."""
         if answer.get("failure") is not None:
             self._fail(log, ranks, answer["failure"], log.leader == log.rank)
         elif (

@@ -53,7 +53,6 @@ class UnderWay(NamedTuple):
 
     @property
     def call(self) -> CallRecord:
-        """The call, to be read."""
         return CallRecord(*self.record)
 
     @property
@@ -81,7 +80,6 @@ class UnderWay(NamedTuple):
         )
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended since it was seen."""
         if self.work is None or not self.in_background:
             return all(each.call is not self.record for each in self.group.journal.blocked())
         self.backend.outstanding()  # asks the device
@@ -127,12 +125,10 @@ def code_lines(frame: FrameType | None) -> Iterator[CodeLine]:
 
 
 def is_ours(code: CodeType) -> bool:
-    """Tell whether code is this package's."""
     return code.co_filename.startswith(PACKAGE)
 
 
 def is_users(code: CodeType) -> bool:
-    """Tell whether code is the user's."""
     name = code.co_filename
     return not is_ours(code) and not any(part in name for part in FOREIGN) and not name.startswith("<")
 

@@ -117,7 +117,6 @@ class Channel:
     # -- who is where --------------------------------------------------------------------------------
 
     def learn(self, ranks: Iterable[int], endpoints: Iterable[Iterable[Any]]) -> None:
-        """Take note of where the ranks of a group listen."""
         found = [Endpoint(tuple(where), *rest) for where, *rest in endpoints]
         self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
         self.left_out = [each for each in self.left_out if each not in self.endpoints.values()]
@@ -211,7 +210,6 @@ class Channel:
             self._reply(reply, answer)
 
     def _handled(self, message: Message) -> Message | None:
-        """Return this rank's answer to a message, or None."""
         handler, shape = self._handlers.get(message["kind"], (None, None))
         return handler(message) if handler is not None and fits(message, shape) else None
 
@@ -223,7 +221,6 @@ class Channel:
     # -- questions to many ranks ---------------------------------------------------------------------
 
     def _known(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
-        """Return where ranks listen, of those that are known."""
         return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
 
     def _question(self, asked: dict[int, Endpoint], message: Message, shape: Any, token: str | None) -> Question:
@@ -270,7 +267,6 @@ class Channel:
         return due
 
     def _send(self, sending: socket.socket, question: Question, now: float) -> None:
-        """Send what is due of a question."""
         for index, endpoint, number, text in question.due(now, self._numbers):
             self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, index & 0xFFFFFFFF), text)
 
@@ -352,7 +348,6 @@ class Channel:
             self.note_life(sender.process)
 
     def close(self) -> None:
-        """Close the sockets."""
         self.socket.close()
         self.listener.close()
         if self._reserve is not None:

@@ -61,7 +61,6 @@ class DebugSocket:
             self.sockets = []
 
     def close(self) -> None:
-        """Close the socket."""
         for each in self.sockets:
             each.close()
 
@@ -96,5 +95,4 @@ def ranks_on_this_machine() -> list[dict[str, Any]]:
 
 
 def slurm_job() -> str:
-    """Return the number of the Slurm job that this process runs in, or nothing."""
     return os.environ.get("SLURM_JOB_ID", "")

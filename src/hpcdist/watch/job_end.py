@@ -58,7 +58,6 @@ class JobEnd:
 
     @property
     def is_known(self) -> bool:
-        """Whether this process knows that the job is to end."""
         return self._exits is not None
 
     def note(self, reason: str, leaves: bool = False) -> None:
@@ -69,7 +68,6 @@ class JobEnd:
             self._liveness.kill_stopped()
 
     def note_message(self, reason: str, leaves: bool) -> None:
-        """Take note of what another rank has sent."""
         self.note(reason, leaves)
         if leaves and leave_hydra():  # it does not end this process then
             self._exits = time.monotonic(), ""

@@ -99,7 +99,6 @@ class Connection:
         return False
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 
@@ -125,7 +124,6 @@ class Liveness:
     # -- what is known ---------------------------------------------------------------------------------
 
     def has_ended(self, endpoint: Endpoint) -> bool:
-        """Tell whether a rank's process is known to have ended."""
         if not self.channel.sees(endpoint):
             return endpoint.process in self.ended
         return self.state(endpoint) in ENDED
@@ -275,7 +273,6 @@ class Liveness:
 
 
 def disconnect(connections: dict[int, list[Connection]], rank: int) -> None:
-    """Close the connections to a rank's addresses."""
     for each in connections.pop(rank):
         each.close()
 

@@ -304,7 +304,6 @@ class Reports:
         return until + turn(rank)
 
     def has_lower(self, collective: Collective, rank: int) -> bool:
-        """Tell whether a rank before this one asks about a call."""
         asker = self.asker(collective)
         return asker is not None and asker < rank
 
@@ -319,7 +318,6 @@ class Reports:
         return min(found, default=None)
 
     def add(self, report: Report) -> None:
-        """Keep a report."""
         remember(self._reports, report.collective, (report, self._clock()))
 
     def find(self, collective: Collective, age: float = FRESH_SECONDS) -> Report | None:

@@ -85,7 +85,6 @@ def under_way(since: int, until: int) -> list[TimedCall]:
 
 
 def tell(call: TimedCall) -> None:
-    """Give a call that has ended to the listeners."""
     for listener in LISTENERS:
         listener(call)
 
@@ -128,7 +127,6 @@ def listen(listener: Listener) -> None:
 
 
 def leave(listener: Listener) -> None:
-    """Give a listener no more calls."""
     with GUARD:
         LISTENERS.remove(listener)
         if not LISTENERS:

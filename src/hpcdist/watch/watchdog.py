@@ -95,11 +95,9 @@ class Watchdog:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the default group."""
         return self.channel.rank
 
     def start(self) -> None:
-        """Begin to watch."""
         self._debug_socket = DebugSocket()
         self._thread.start()
 
@@ -399,7 +397,6 @@ class Watchdog:
         return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, asked, answers))
 
     def _send_report(self, made: Report, answers: Answers) -> None:
-        """Send a report to the ranks that it is for."""
         if receivers := made.receivers(answers):
             others = [rank for rank in receivers if rank != self.rank]
             self.channel.ask(others, "report", {}, NEWS_SECONDS, report=made.truncated(LARGEST // 2))
@@ -430,7 +427,6 @@ class Watchdog:
         self._end(each, mine, f"{headline}: {lines}", True)
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
-        """Begin to end an overdue wait."""
         watched, now = self._watched(each), time.monotonic()
         watched.end(now, explained(reason, "call-timeout"), each.escalations(is_reported))
         if each.in_background and watched.next_escalation(now) is not None:
@@ -507,7 +503,6 @@ def before_fork() -> None:
 
 
 def after_fork() -> None:
-    """Undo ``before_fork``."""
     signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
     calls_under_way.LOOKING.release()
 

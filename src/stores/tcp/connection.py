@@ -44,7 +44,6 @@ class Connection:
         self.sock.settimeout(None if limit is None else min(limit, LONGEST_LIMIT_S))
 
     def exchange(self, frame: bytes, size: int) -> bytes:
-        """Send a request and return its reply of a known size."""
         self.send(frame)
         return self.read(size)
 
@@ -77,11 +76,9 @@ class Connection:
         return data
 
     def read_value(self) -> bytes:
-        """Return one string."""
         return self.read(_u64(self.read(8))[0])
 
     def read_values(self, count: int) -> list[bytes]:
-        """Return so many strings."""
         values: list[bytes] = []
         add = values.append
         data = self.rest
@@ -101,7 +98,6 @@ class Connection:
         return values
 
     def close(self) -> None:
-        """Close the connection."""
         self.sock.close()
 
 

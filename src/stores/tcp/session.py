@@ -288,7 +288,6 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """Close all connections."""
         connection, self.connection = self.connection, None
         for each in [*self.idle, *([connection] if connection else [])]:
             each.close()

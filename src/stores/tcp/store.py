@@ -175,7 +175,6 @@ class TCPStore(Store):
         return self._get("get", (name,), _ONE + packed, _GET + packed, Connection.read_value)
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """Return several values, waiting for all keys."""
         names = [b"/" + key for key in as_key_list(keys)]
         body = pack_keys(names)
         count = len(names)
@@ -264,7 +263,6 @@ class TCPStore(Store):
         return self._ask(_CHECK + pack_keys(names), 1, "check", names) == PRESENT
 
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        """Wait until all keys are there."""
         names = [b"/" + key for key in keys]
         body = pack_keys(names)
         start = time.monotonic()
@@ -276,7 +274,6 @@ class TCPStore(Store):
             raise wait_timeout(names, seconds, time.monotonic() - start, self.where, f"; {error}") from error
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
         name = _wire_key(key)
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
         self._session.check_sizes(name, before, after)
@@ -284,7 +281,6 @@ class TCPStore(Store):
         return self._session.call("compare_set", (name,), self._limit, frame, Connection.read_value)
 
     def delete_key(self, key: Text) -> bool:
-        """Delete a key and return whether it was there."""
         name = _wire_key(key)
         frame = _R[Request.DELETE_KEY] + pack_string(name)
         return _i64(self._ask(frame, 8, "delete_key", (name,)))[0] == 1
@@ -294,8 +290,6 @@ class TCPStore(Store):
         return _i64(self._ask(_R[Request.NUM_KEYS], 8, "num_keys"))[0]
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
-
         def read(connection: Connection) -> list[bytes]:
             return connection.read_values(_i64(connection.read(8))[0])
 
@@ -354,12 +348,10 @@ class TCPStore(Store):
         return value
 
     def queue_len(self, key: Text) -> int:
-        """Return how many values a queue holds."""
         name = self._queue_key(key)
         return _i64(self._ask(_R[Request.QUEUE_LEN] + pack_string(name), 8, "queue_len of", (name,)))[0]
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Wait until ``world_size`` callers have called with the same key; later callers pass at once."""
         seconds = self._seconds if timeout is None else as_seconds(timeout)
         name = _wire_key(key)
         session = self._session
@@ -398,7 +390,6 @@ class TCPStore(Store):
 
     @property
     def port(self) -> int:
-        """Return the server's port."""
         return self._session.port
 
     @property

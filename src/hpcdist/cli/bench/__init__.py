@@ -30,14 +30,12 @@ SUBJECTS: dict[str, str] = {
 
 
 def size_in_bytes(text: str) -> int:
-    """Read a size such as 4, 64K or 16M."""
     if not (nbytes := number_of_bytes(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected bytes such as 4, 64K or 16M")
     return nbytes
 
 
 def dtype(text: str) -> torch.dtype:
-    """Read a torch dtype by name."""
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
         raise argparse.ArgumentTypeError(f"{text!r} is not a torch dtype; expected one such as float32 or bfloat16")
@@ -45,7 +43,6 @@ def dtype(text: str) -> torch.dtype:
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist bench", description=described(__doc__))
     made.add_argument(
         "subject",
@@ -89,7 +86,6 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    """Run the benchmark of one subject on all ranks of this job; return the exit status."""
     device = JobParser(prog="python -m hpcdist bench", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     chosen, args = device.parse_known_args(args)

@@ -16,7 +16,6 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def sizes(bench: Bench) -> Iterator[int]:
-    """Yield the sizes to measure, in bytes."""
     options = bench.options
     if options.sizes:
         yield from options.sizes
@@ -87,7 +86,6 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[st
 
 
 def measure(bench: Bench) -> None:
-    """Time the collectives asked for at all sizes."""
     options = bench.options
     names = COLLECTIVES if options.collectives == ["all"] else options.collectives
     unknown = [name for name in names if name not in COLLECTIVES]

@@ -55,7 +55,6 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist bench --device cuda", description=described(__doc__))
     made.add_argument(
         "--collectives",
@@ -179,7 +178,6 @@ def calls(
 
 
 def figure(name: str, nbytes: int, way: str, taken: dict[str, Any]) -> dict[str, Any]:
-    """Return the medians of one comparison."""
     host = {side: statistics.median(times[0]) for side, times in taken.items()}
     whole = {side: statistics.median(times[1]) for side, times in taken.items()}
     return {
@@ -209,7 +207,6 @@ def about() -> dict[str, str]:
 
 
 def report(figures: list[dict[str, Any]]) -> None:
-    """Print the figures as a table."""
     from rich.console import Console
     from rich.table import Table
 

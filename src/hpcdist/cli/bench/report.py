@@ -32,13 +32,11 @@ def microseconds(value: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and versions behind the figures."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {"cores": os.cpu_count(), "cpu": processor(), **versions}
 
 
 def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
-    """Group the figures by call: call -> side -> figure."""
     calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
     for figure in figures:
         calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
@@ -51,7 +49,6 @@ def on_the_wire(figure: Figure) -> str:
 
 
 def spread(figure: Figure) -> str:
-    """Write the median of a figure and its lowest and highest round."""
     return f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
 
 
@@ -78,7 +75,6 @@ def table(bench: Bench) -> Table:
 
 
 def least(nbytes: int) -> str:
-    """Say in words from which size on shared memory is used."""
     return "never" if nbytes == threshold_file.NEVER else f"from {sized(nbytes)}"
 
 
@@ -117,7 +113,6 @@ def explain(bench: Bench) -> None:
 
 
 def write(bench: Bench) -> None:
-    """Print the table and write the files that were asked for, on rank 0."""
     if bench.rank or not bench.figures:
         return
     options = bench.options

@@ -50,13 +50,11 @@ class Bench:
 
     @property
     def library(self) -> str:
-        """The MPI library's name and version."""
         name, version = runtime.load().get_vendor()
         return f"{name} {'.'.join(map(str, version))}"
 
     @property
     def gloo(self) -> Any:
-        """torch's gloo process group on the same ranks."""
         if self._gloo is None:
             store = rendezvous.part(rendezvous.store_of(dist.group.WORLD), "bench-gloo")
             bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)

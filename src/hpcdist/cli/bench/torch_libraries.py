@@ -93,7 +93,6 @@ def ddp_step(options: Namespace, group: Any, is_synced: bool = True) -> Step:
 
 
 def mesh_of(group: Any) -> DeviceMesh:
-    """Return the one-dimensional mesh of a group."""
     return DeviceMesh.from_group(group, "cpu")
 
 

@@ -52,7 +52,6 @@ ORDER = ("installed", "mpi_library", "mpi_world", "placement", "memory", "device
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
     made.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     made.add_argument("--html", metavar="FILE", help="write the page for the browser too")
@@ -142,12 +141,10 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
 
 
 def judge(ranks: list[Facts]) -> page.Chapters:
-    """Turn the facts of all ranks into findings, a chapter for each topic."""
     return {TOPICS[name].TITLE: list(TOPICS[name].judge(ranks)) for name in ORDER if name in ranks[0]}
 
 
 def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> None:
-    """Print the page, and write it for the browser if that was asked for."""
     if options.json:
         page.write_json(chapters, ranks)
     else:

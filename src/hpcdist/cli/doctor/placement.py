@@ -21,7 +21,6 @@ CRAY_CARDS = "MPICH_OFI_NIC_POLICY"
 
 
 def look() -> Facts:
-    """Return this rank's node, cores, NUMA domains, GPU, cards and threads."""
     torch.ones(1 << 20).sum()  # starts OpenMP's threads, which OMP_PROC_BIND binds, each to a place of its own
     threads = [int(thread) for thread in os.listdir("/proc/self/task")]
     cores = sorted(set().union(*map(os.sched_getaffinity, threads)))
@@ -48,7 +47,6 @@ def look() -> Facts:
 
 
 def address(index: int) -> str:
-    """Return the PCI address of a GPU."""
     about: Any = torch.cuda.get_device_properties(index)  # whose stub lacks these
     return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
@@ -75,7 +73,6 @@ def cpu_quota(root: Path = topology.SYS, groups: str | None = None) -> float | N
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Compare the world with the launcher's, and look for shared cores."""
     places = [facts["placement"] for facts in ranks]
     nodes = by_value(place["node"] for place in places)
     counts = sorted({len(those) for those in nodes.values()})
@@ -90,7 +87,6 @@ def judge(ranks: list[Facts]) -> list[Finding]:
 
 
 def judge_numbering(places: list[Facts]) -> list[Finding]:
-    """Compare this world with what the launcher said."""
     sizes = {place["launcher_size"] for place in places} - {None}
     if sizes - {len(places)}:
         text = f"the launcher started {max(sizes)} ranks, this page covers {len(places)}"
@@ -102,7 +98,6 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
 
 
 def judge_node(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
-    """Check the ranks of one node."""
     some = next(iter(places.values()))
     available = sorted(set().union(*(place["available"] for place in places.values())))
     fix = topology.bind(some["launcher"], len(places), some["room"])
@@ -113,7 +108,6 @@ def judge_node(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
 
 
 def judge_cores(node: str, places: dict[int, Facts], fix: str) -> Iterator[Finding]:
-    """Check the cores of the ranks of one node."""
     sets = {rank: frozenset(place["cores"]) for rank, place in places.items()}
     together, different = frozenset().union(*sets.values()), set(sets.values())
     quota = max((place["quota"] or 0 for place in places.values()), default=0)
@@ -234,7 +228,6 @@ def chosen(value: str, cards: dict[str, int]) -> list[str]:
 
 
 def domains(numbers: list[int]) -> str:
-    """Return NUMA domains as text: ``domains 0, 1``."""
     return f"domain{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 

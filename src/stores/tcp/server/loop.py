@@ -74,7 +74,6 @@ class SocketPeer(Peer):
         self.born = self.began = self.touched = time.monotonic()
 
     def wake(self, reply: bytes) -> None:
-        """Send a late reply."""
         self.server.transmit(self, [reply])
 
 
@@ -101,7 +100,6 @@ class Server:
             self.watch(listener.fileno(), self.accept_all)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back whenever the descriptor is readable."""
         self.callbacks[fd] = callback
         self.epoll.register(fd, READ)
 
@@ -110,7 +108,6 @@ class Server:
         self.running = False
 
     def run(self) -> None:
-        """Serve until stopped."""
         connections, callbacks, poll = self.connections, self.callbacks, self.epoll.poll
         next_tick = 0.0
         while self.running:

@@ -139,7 +139,6 @@ class ServerProcess:
         self.close = weakref.finalize(self, _end, self.process, ours, os.getpid())
 
     def is_alive(self) -> bool:
-        """Return whether the process runs."""
         return self.process.poll() is None
 
 
