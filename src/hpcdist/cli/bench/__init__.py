@@ -52,9 +52,7 @@ def parser() -> JobParser:
         metavar="SUBJECT",
         help=f"what is timed: {', '.join(SUBJECTS)} (collectives)",
     )
-    made.add_argument(
-        "--device", choices=("cpu", "cuda"), help="cuda: compare with torch's NCCL (see --device cuda --help)"
-    )
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: collectives, beside torch's NCCL")
     made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all" (all_reduce)')
     made.add_argument(
         "--dtypes", nargs="+", type=dtype, default=[torch.float32], metavar="DTYPE", help="of the buffers (float32)"
@@ -86,21 +84,20 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    device = JobParser(prog="python -m hpcdist bench", add_help=False)
-    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    chosen, args = device.parse_known_args(args)
-    if chosen.device == "cuda":
-        return int(importlib.import_module("hpcdist.cli.bench.cuda").run(args))
     made = parser()
     options = made.parse_args(args)
+    is_cuda = options.device == "cuda"
     if options.html and find_spec("matplotlib") is None:
         made.error(plots.MISSING)
-    module: Any = importlib.import_module(SUBJECTS[options.subject])
-    with opened(options, made, "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench") as bench:
+    module: Any = importlib.import_module("hpcdist.cli.bench.cuda" if is_cuda else SUBJECTS[options.subject])
+    if is_cuda and (lacks := module.missing()) is not None:
+        made.error(lacks)
+    start = "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench"
+    with opened(options, made, start, "cpu:mpi,cuda:nccl" if is_cuda else None) as bench:
         if options.explain:
             report.explain(bench)
             return 0
-        module.measure(bench)
+        status = module.measure(bench)
         report.write(bench)
         plots.write(bench)
-    return 0
+    return int(status or 0)

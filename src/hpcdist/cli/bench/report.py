@@ -17,6 +17,7 @@ from rich.table import Table
 import hpcdist as dist
 from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.backends.mpi.node.places import locate
+from hpcdist.backends.nccl import library
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.printing import sized
 from hpcdist.launch.topology import processor
@@ -32,8 +33,11 @@ def microseconds(value: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"cores": os.cpu_count(), "cpu": processor(), **versions}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_initialized():
+        version = ".".join(map(str, library.load().version))
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "nccl": version}
+    return {"cores": os.cpu_count(), "cpu": processor(), **found}
 
 
 def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:

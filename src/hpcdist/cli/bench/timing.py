@@ -63,8 +63,6 @@ class Bench:
 
     def calls_for(self, call: Callable[[], Any]) -> int:
         """Return how many calls fill the time of one round, the same number on every rank."""
-        for _ in range(WARM_UP):  # the first calls set up what later ones reuse: a window, a plan
-            call()
         count = WARM_UP  # doubled until the calls take long enough for a good estimate
         while True:
             self.comm.Barrier()
@@ -77,14 +75,26 @@ class Bench:
             count *= 2
 
     def compare(
-        self, what: str, dtype: str, nbytes: int, sides: dict[str, Callable[[], Any]], operations: int = 1
+        self,
+        what: str,
+        dtype: str,
+        nbytes: int,
+        sides: dict[str, Callable[[], Any]],
+        operations: int = 1,
+        count: int = 0,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
     ) -> dict[str, float]:
         """Time the calls of several sides in interleaved rounds; every rank gives the same sides in the same order.
 
-        ``nbytes`` is the size of the larger buffer; one call makes so many ``operations``, one after the other. Returns
-        for each side the median of the rounds, in microseconds an operation.
+        ``nbytes`` is the size of the larger buffer; one call makes so many ``operations``, one after the other. A round
+        makes ``count`` calls, or as many as fill its time. ``before`` a round nothing is timed yet, ``after`` it the
+        clock still runs. Returns for each side the median of the rounds, in microseconds an operation.
         """
-        calls = {side: self.calls_for(call) for side, call in sides.items()}
+        for call in sides.values():  # the first calls set up what later ones reuse: a window, a plan, a connection
+            for _ in range(WARM_UP):
+                call()
+        calls = {side: count or self.calls_for(call) for side, call in sides.items()}
         rounds: dict[str, list[float]] = {side: [] for side in sides}
         sent = dict.fromkeys(sides, 0)
         for number in range(self.options.rounds):
@@ -92,10 +102,12 @@ class Bench:
             for side in random.Random(number).sample(list(sides), len(sides)):
                 call = sides[side]
                 sent[side] -= self.wire.sent()
+                before()
                 self.comm.Barrier()
                 began = time.perf_counter()
                 for _ in range(calls[side]):
                     call()
+                after()
                 rounds[side].append((time.perf_counter() - began) / calls[side] / operations * 1e6)
                 sent[side] += self.wire.sent()
         medians = {}
@@ -108,14 +120,16 @@ class Bench:
 
 
 @contextmanager
-def opened(options: argparse.Namespace, parser: argparse.ArgumentParser, start: str) -> Iterator[Bench]:
-    """Make the bench of a command, on the default group or on one that ends with it.
+def opened(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, start: str, backend: str | None = None
+) -> Iterator[Bench]:
+    """Make the bench of a command, on the default group or on one of a ``backend`` that ends with it.
 
     If the group is not on MPI, the parser ends the command and says how to ``start`` it.
     """
     began = not dist.is_initialized()
     if began:
-        dist.init_process_group()
+        dist.init_process_group(backend)
     try:
         try:
             bench = Bench(options)
