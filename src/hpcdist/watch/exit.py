@@ -12,7 +12,6 @@ nobody, is waited for until the timeout. A forked child is not a rank, and leave
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -153,10 +152,6 @@ class ProcessExit:
             watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
             membership.skip_finalize(ends_well=True)
 
-    def forget(self) -> None:
-        """Forget the job, in a forked child: its threads and its MPI are the parent's."""
-        self.backend = None
-
     def on_exception(self, *exception: Any) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
         if RUNNING:
@@ -227,7 +222,6 @@ class Observer:
 
 
 EXIT = ProcessExit()
-os.register_at_fork(after_in_child=EXIT.forget)
 
 
 def end_collections() -> None:
@@ -263,7 +257,7 @@ def end_threads() -> None:
     has begun to end by then, it ends the thread in a destructor, and the process is aborted ("terminate called without
     an active exception"): 1 of 100 processes, with 8 ranks on 2 cores.
     """
-    if EXIT.backend is None:  # no group was made here: a forked child's are its parent's, with its threads
+    if not RUNNING:  # no group was made here: a forked child's are its parent's, with its threads
         return
     if not hooks.is_ending:  # else ``leave`` has waited
         WORLD.end()
