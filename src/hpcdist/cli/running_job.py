@@ -76,7 +76,7 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
 
 def find(pid: int | None) -> Job:
     """Return the job on this machine, or in this allocation of Slurm's; ConnectionError if it is none or several."""
-    allocation = debug_socket.slurm_job()
+    allocation = os.environ.get(debug_socket.SLURM_JOB, "")
     said = [(each, Endpoint(*each["endpoint"])) for each in debug_socket.ranks_on_this_machine()]
     jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
     for each, endpoint in said:

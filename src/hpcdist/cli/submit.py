@@ -48,10 +48,6 @@ def templates() -> dict[str, Path]:
     return {path.stem: path for path in sorted(installed("").glob("*.sbatch"))}
 
 
-def summary(template: str) -> str:
-    return template.splitlines()[1].lstrip("# ")
-
-
 def settings(template: str) -> dict[str, tuple[str, str]]:
     found = (SETTING.match(line) for line in template.splitlines())
     return {m[1].lower().replace("_", "-"): (m[2], m[3]) for m in found if m}
@@ -135,7 +131,7 @@ def directive_line(name: str, value: str | None) -> str:
 
 
 def usage(name: str, template: str) -> str:
-    about = {each: summary(path.read_text()) for each, path in templates().items()}
+    about = {each: path.read_text().splitlines()[1].lstrip("# ") for each, path in templates().items()}
     found = settings(template)
     if "image" not in found:  # whose Python is its own
         found["python"] = (sys.executable, "the Python that has hpcdist")

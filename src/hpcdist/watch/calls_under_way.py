@@ -61,11 +61,6 @@ class UnderWay(NamedTuple):
         own = self.group.journal.limit(self.record)
         return self.group.timeout.total_seconds() if own is None else own
 
-    @property
-    def has_own_limit(self) -> bool:
-        """Whether it ends by itself, in a time of its own."""
-        return self.limit is not None
-
     def escalations(self, is_reported: bool) -> list[tuple[Escalation, float]]:
         """Return the ways to end a wait for it; ``is_reported`` says whether another rank has reported the call."""
         backend = self.backend

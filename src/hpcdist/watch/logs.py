@@ -56,10 +56,6 @@ def set_up() -> None:
         hooks.listen = log_call
 
 
-def locate(rank: int, size: int) -> None:
-    ORIGIN.rank, ORIGIN.size = rank, size
-
-
 def of(group: Group) -> dict[str, str]:
     """Return what names a record's group: ``extra`` of the logger's methods."""
     return {"group": group.group_name}

@@ -303,10 +303,6 @@ class Reports:
         _, until = self._askers.get(collective, (None, -math.inf))
         return until + turn(rank)
 
-    def has_lower(self, collective: Collective, rank: int) -> bool:
-        asker = self.asker(collective)
-        return asker is not None and asker < rank
-
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
         """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""
         askers = [self.asker(collective) for collective in list(self._askers) if collective.group == group]

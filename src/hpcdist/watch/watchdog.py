@@ -36,7 +36,7 @@ from hpcdist.watch.call_exchange import CallExchange, Members
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
-from hpcdist.watch.debug_socket import SECRET_VARIABLE, DebugSocket, slurm_job
+from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket
 from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
@@ -140,8 +140,10 @@ class Watchdog:
         assert debug_socket is not None
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if any(each in ready for each in debug_socket.sockets):
-            own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "job": self.recorder.name}
-            debug_socket.answer({**own, "program": program(), "slurm_job": slurm_job(), "endpoint": self.channel.own})
+            own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "endpoint": self.channel.own}
+            debug_socket.answer(
+                {**own, "job": self.recorder.name, "program": program(), "slurm_job": os.environ.get(SLURM_JOB, "")}
+            )
         if self.signals.reader in ready:
             for number in self.signals.arrived():
                 self._on_signal(number)
@@ -173,7 +175,7 @@ class Watchdog:
         for each in calls:
             if self.job_end.is_known and not each.backend.faults.interrupts_all():
                 continue  # the launcher ends the job, with the status of the rank that has left
-            if not each.has_own_limit and now >= self.waits_until:
+            if each.limit is None and now >= self.waits_until:
                 self._advance(each, now)
             self._escalate(each)
         if self._found and now >= self._sigint_due:
@@ -295,7 +297,7 @@ class Watchdog:
         self.channel.renumber(remaining)
         self._forget()
         self.channel.rank = remaining.index(self.rank)
-        logs.locate(self.rank, len(remaining))
+        logs.ORIGIN.rank, logs.ORIGIN.size = self.rank, len(remaining)
 
     def _forget(self) -> None:
         """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
@@ -373,7 +375,8 @@ class Watchdog:
         if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
             watched.state = State.RUNNING
             return
-        if collective is not None and self.reports.has_lower(collective, self.rank):
+        asker = None if collective is None else self.reports.asker(collective)
+        if asker is not None and asker < self.rank:
             watched.make_due(time.monotonic())
             return
         headline = report.headline(mine, each.timeout)
@@ -409,7 +412,7 @@ class Watchdog:
         if is_known or not found.ends_all:
             return {}
         for each in calls_under_way.under_way():
-            others = each.call.is_message or each.has_own_limit or each.group.group_name != found.collective.group
+            others = each.call.is_message or each.limit is not None or each.group.group_name != found.collective.group
             # a rank whose call has raised goes on with it, without those that the report is about
             others = others or (each.call.name in REMAKING and found.collective.name not in REMAKING)
             if not others and self._watched(each).state is not State.ENDING:
@@ -528,7 +531,7 @@ def watch(group: Group) -> Watchdog:
     One collective on the group lets the ranks know where the others listen.
     """
     rank = group.ranks[group.rank()]
-    logs.locate(rank, group.size())
+    logs.ORIGIN.rank, logs.ORIGIN.size = rank, group.size()
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
     group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.channel.rank = rank

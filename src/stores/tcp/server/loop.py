@@ -45,21 +45,6 @@ WRITE = select.EPOLLOUT
 class SocketPeer(Peer):
     """Holds one peer's socket, its unfinished frame and its unsent replies."""
 
-    __slots__ = (
-        "began",
-        "born",
-        "buf",
-        "fd",
-        "is_open",
-        "nonce",
-        "recv",
-        "send",
-        "server",
-        "sock",
-        "touched",
-        "unsent",
-    )
-
     def __init__(self, server: Server, sock: socket.socket) -> None:
         super().__init__()
         self.server = server
