@@ -187,7 +187,8 @@ class Observer:
         """Return the endpoints of ranks that the world was shrunk by, that have not left, and that do not answer."""
         channel, left = self.watchdog.channel, self.watchdog.liveness.left
         asked = {i: each for i, each in enumerate(channel.left_out) if each.process not in left}
-        answers = channel.ask_endpoints(asked, "alive", {"left": bool}, ANSWER_SECONDS, left=channel.own.process)
+        own = channel.own.process
+        answers = channel.ask_endpoints(asked, "where", report.WHERE, ANSWER_SECONDS, group="", left=own)
         left.update(asked[i].process for i, answer in answers.items() if answer["left"])
         return [each for i, each in asked.items() if i not in answers]
 

@@ -84,7 +84,6 @@ class Watchdog:
         left = [str, int], None  # a process that makes no more calls
         where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": left}
         register = self.channel.register
-        register("alive", self._alive, {"left": left})
         register("where", self._where, where)
         register("report", self._take_report, {"report": REPORT})
         register("abort", self._note_abort, {"reason": str, "leaves": bool})
@@ -232,12 +231,6 @@ class Watchdog:
         return self.calls.of(each.record, time.monotonic())
 
     # -- answers to other ranks ----------------------------------------------------------------------
-
-    def _alive(self, message: Message) -> Message:
-        """Give a sign of life, and take note that a process makes no more calls."""
-        if message.get("left"):
-            self.liveness.left.add(tuple(message["left"]))
-        return {"left": self.has_left}
 
     def _note_abort(self, message: Message) -> Message:
         self.dump_if_due()  # while there is time
