@@ -176,9 +176,7 @@ def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def by_environment(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
     rank, world_size = query(urlparse(url), rank, world_size)
 
@@ -208,7 +206,7 @@ def by_environment(
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 
 
-def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
+def by_tcp(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the server that rank 0 opens at the URL's host and port."""
     parsed = urlparse(url)
     rank, world_size = required("tcp", *query(parsed, rank, world_size))
@@ -218,7 +216,7 @@ def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     yield made, rank, world_size
 
 
-def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
+def by_file(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     parsed = urlparse(url)
     rank, world_size = required("file", *query(parsed, rank, world_size))
     if not parsed.path or parsed.netloc:
@@ -228,7 +226,7 @@ def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta =
     yield store, rank, world_size
 
 
-def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
+def by_mpi(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Open a store on rank 0 and send its addresses and a random secret over MPI; nothing needs to be configured."""
     from hpcdist.core import registry
     from hpcdist.core.backend import Bootstrap
@@ -241,9 +239,7 @@ def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     yield store, carrier.rank, carrier.size
 
 
-def by_slurm(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_slurm(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the variables of an srun step: rank 0's server listens on the step's first node.
 
     The ports to try follow from job and step, because another program may have one of them. A client tells its job's

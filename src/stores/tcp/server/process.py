@@ -119,7 +119,7 @@ class ServerProcess:
     def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
         if sys.platform != "linux":
             raise DistStoreError(f"a TCPStore's server needs Linux (epoll, pidfd), and this is {sys.platform}")
-        self.host, self.port = listeners[0].getsockname()[:2]
+        self.port: int = listeners[0].getsockname()[1]
         ours, theirs = socket.socketpair()
         handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]
         try:
