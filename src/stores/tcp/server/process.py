@@ -1,6 +1,6 @@
 """Server process: starts a TCPStore's server beside its owner, and ends it with the owner.
 
-The process runs main.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
+The process runs loop.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
 interpreter lock does not slow it. The listening sockets are made here, so that errors are raised here, and
 handed down; clients can connect at once, because the kernel queues them. The process ends on a byte or the
 end of its control socket, and when its owner's pid goes away (pidfd), which also covers ``kill -9`` and
@@ -31,7 +31,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "1310
 # never runs.
 _START = (
     "import sys, types; package = types.ModuleType('hpcdist_stores'); package.__path__ = [sys.argv[1]]; "
-    "sys.modules['hpcdist_stores'] = package; from hpcdist_stores.tcp.server.main import main; main(sys.argv[2:])"
+    "sys.modules['hpcdist_stores'] = package; from hpcdist_stores.tcp.server.loop import main; main(sys.argv[2:])"
 )
 _HOME = str(Path(__file__).resolve().parents[2])
 _LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface
