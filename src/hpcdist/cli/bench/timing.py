@@ -1,4 +1,4 @@
-"""Fair timing of calls beside each other: interleaved rounds, the slowest rank's time, medians."""
+"""Fair timing of calls beside each other: interleaved rounds, the slowest rank's time, medians, bytes on the wire."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import hpcdist as dist
 from hpcdist.backends import gloo
 from hpcdist.backends.mpi.process import runtime
-from hpcdist.cli.bench.wire import Wire
 from hpcdist.core.backend import Bootstrap
-from hpcdist.launch import rendezvous
+from hpcdist.launch import addresses, rendezvous
 
 MOST_CALLS = 2000
 WARM_UP = 2
+INTERFACES = Path("/sys/class/net")
+PORTS = Path("/sys/class/infiniband")
+WORD = 4  # InfiniBand's port_xmit_data counts words of 4 bytes
 
 
 @dataclass
@@ -35,6 +38,32 @@ class Figure:
     low: float
     high: float
     wire: float = 0.0  # bytes a call that the node sent which sent most; 0 on one node, or if nothing counts them
+
+
+class Wire:
+    """Bytes on the wire: what each node has sent to the others, as its network devices count it; every rank makes one.
+
+    The counters are the kernel's for network interfaces, and those of InfiniBand's ports, whose traffic the kernel does
+    not see. Both count everything that leaves the node, so a figure holds a little of what else goes on there.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        networks = comm.allgather(addresses.network())
+        mine = networks[comm.Get_rank()]
+        self.nodes = len(set(networks))  # how many nodes the ranks are on
+        is_first = networks.index(mine) == comm.Get_rank()
+        self._files: list[tuple[Path, int]] = []
+        if self.nodes > 1 and is_first:  # one rank of a node reads for all of them
+            self._files = [(INTERFACES / name / "statistics" / "tx_bytes", 1) for name in addresses.interfaces()]
+            self._files += [(path, WORD) for path in sorted(PORTS.glob("*/ports/*/counters/port_xmit_data"))]
+
+    def sent(self) -> int:
+        """Return the bytes that this rank's node has sent; 0 on the ranks that do not read for their node."""
+        total = 0
+        for path, unit in self._files:
+            with suppress(OSError, ValueError):
+                total += int(path.read_text()) * unit
+        return total
 
 
 class Bench:
