@@ -13,7 +13,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from hpcdist_stores.errors import DistNetworkError, ServerClosedError, connect_timeout
+from torch.distributed import DistNetworkError
+
+from hpcdist_stores.errors import ServerClosedError, connect_timeout
 from hpcdist_stores.integers import U64
 from hpcdist_stores.tcp import wire
 

@@ -12,16 +12,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
-from hpcdist_stores.errors import (
-    DistNetworkError,
-    DistStoreError,
-    NoAnswerError,
-    barrier_timeout,
-    queue_empty,
-    wait_timeout,
-    wrong_kind,
-)
+from hpcdist_stores.errors import NoAnswerError, barrier_timeout, queue_empty, wait_timeout, wrong_kind
 from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
 from hpcdist_stores.tcp.server.process import ServerProcess, listen, own_address, take_over

@@ -19,7 +19,8 @@ import sys
 import weakref
 from pathlib import Path
 
-from hpcdist_stores.errors import DistStoreError
+from torch.distributed import DistStoreError
+
 from hpcdist_stores.integers import U32
 
 BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
