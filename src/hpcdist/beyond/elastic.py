@@ -199,8 +199,6 @@ class ElasticJob:
             return
         if not self._has_ended:
             self._come(Status.LEFT)
-        if self._proof is not None:
-            self._proof.close()
         if WORLD.default is None:
             return
         if is_hit():

@@ -72,14 +72,14 @@ def measure(bench: Bench, device: str = "cuda", backend: str = "nccl") -> int:
         tensor = torch.zeros(max(nbytes // dtype.itemsize, bench.size), dtype=dtype, device=device)
         count = next(each for limit, each in CALLS.items() if nbytes <= limit)
         for way in WAYS:
-            several = {
+            several: dict[str, Callable[[], None]] = {
                 side: partial(calls, COLLECTIVES[name], library, group, tensor, bench.size, way, count)
                 for side, (library, group) in sides.items()
             }
-            what = str(dtype).removeprefix("torch."), nbytes, several, count, 1
-            settled = partial(settle, tensor.device)
-            host = bench.compare(f"{name}, {way}: host", *what, before=partial(occupy, tensor.device))
-            bench.compare(f"{name}, {way}: whole", *what, before=settled, after=settled)
+            about = str(dtype).removeprefix("torch.")
+            busy, settled = partial(occupy, tensor.device), partial(settle, tensor.device)
+            host = bench.compare(f"{name}, {way}: host", about, nbytes, several, count, 1, busy)
+            bench.compare(f"{name}, {way}: whole", about, nbytes, several, count, 1, settled, settled)
             is_over = is_over or (nbytes == 4 and host["hpcdist"] - host["torch"] > OVERHEAD_LIMIT)
     c10d.destroy_process_group(theirs)
     return int(is_over)

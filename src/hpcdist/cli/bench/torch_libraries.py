@@ -78,12 +78,11 @@ def perceptron(parameters: float) -> nn.Sequential:
 
 def ddp_step(options: Namespace, group: Any, is_synced: bool = True) -> Step:
     """Return a training step of DistributedDataParallel, whose gradients are exchanged or not."""
-    model = perceptron(options.parameters)
-    width = model[0].in_features
+    model: Any = perceptron(options.parameters)
     parallel = DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
     )
-    step = trainer(parallel, width, options.batch, fused=True)
+    step = trainer(parallel, model[0].in_features, options.batch, fused=True)
 
     def step_alone() -> None:
         with parallel.no_sync():
