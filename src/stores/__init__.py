@@ -10,7 +10,7 @@ neither MPI nor hpcdist.
 
 Imports point down: ``tcp.store`` -> ``tcp.session`` -> ``tcp.connection`` -> ``tcp.wire``; ``file.store`` ->
 ``file.users`` -> ``file.log``; all stores -> ``base`` -> ``keep_alive``, ``errors``; all -> ``integers``.
-``tcp.server`` runs in a process of its own, which ``process`` starts: ``main`` -> ``loop`` -> ``requests`` ->
+``tcp.server`` runs in a process of its own, which ``process`` starts: ``loop`` -> ``requests`` ->
 ``keys`` use the standard library only.
 """
 

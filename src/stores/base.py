@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-from hpcdist_stores.errors import DistStoreError, wrong_kind
+from hpcdist_stores.errors import wrong_kind
 from hpcdist_stores.integers import is_i64
 from hpcdist_stores.keep_alive import KeptAlive, release
 

@@ -8,21 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed import DistError, DistNetworkError, DistStoreError, QueueEmptyError
-
-__all__ = [
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "LostServerError",
-    "NoAnswerError",
-    "QueueEmptyError",
-    "connect_timeout",
-    "lost_server",
-    "queue_empty",
-    "wait_timeout",
-    "wrong_kind",
-]
+from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 _SHOWN = 16  # keys named in a message
 

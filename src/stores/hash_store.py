@@ -27,18 +27,15 @@ class HashStore(Store):
         self._changed = threading.Condition()
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, replacing any earlier one."""
         key, value = as_bytes(key), as_bytes(value, "value")
         with self._changed:
             self._data[key] = value
             self._changed.notify_all()
 
     def get(self, key: Text) -> bytes:
-        """Return a value, waiting for the key up to the store's timeout."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """Return several values, waiting for all keys."""
         wanted = as_key_list(keys)
         with self._changed:
             self._wait(lambda: [key for key in wanted if key not in self._data], self._seconds)
@@ -52,7 +49,6 @@ class HashStore(Store):
             self._changed.notify_all()
 
     def append(self, key: Text, value: Text) -> None:
-        """Append to a value; a missing key counts as empty."""
         key, value = as_bytes(key), as_bytes(value, "value")
         with self._changed:
             self._data[key] = self._data.get(key, b"") + value
@@ -76,7 +72,6 @@ class HashStore(Store):
             return total
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
         key, expected, desired = as_bytes(key), as_bytes(expected, "expected"), as_bytes(desired, "desired")
         with self._changed:
             value = self._data.get(key)
@@ -92,33 +87,27 @@ class HashStore(Store):
             return not self._missing(wanted)
 
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        """Wait until all keys are there."""
         with self._changed:
             self._wait(lambda: self._missing(keys), seconds)
 
     def delete_key(self, key: Text) -> bool:
-        """Delete a key and return whether it was there."""
         with self._changed:
             return self._data.pop(as_bytes(key), None) is not None
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return len(self._data)
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
         with self._changed:
             return [key.decode() for key in self._data]
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put a value at the end of a queue."""
         key, value = as_bytes(key), as_bytes(value, "value")
         with self._changed:
             self._queues.setdefault(key, deque()).append(value)
             self._changed.notify_all()
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        """Take the oldest value of a queue, waiting for one if ``block``."""
         key = as_bytes(key)
         with self._changed:
             if not self._queues.get(key):
@@ -132,7 +121,6 @@ class HashStore(Store):
             return value
 
     def queue_len(self, key: Text) -> int:
-        """Return how many values a queue holds."""
         return len(self._queues.get(as_bytes(key), ()))
 
     def clone(self) -> HashStore:

@@ -42,35 +42,27 @@ class PrefixStore(Store, TorchPrefixStore):
         return [prefix + key for key in as_key_list(keys)]
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, replacing any earlier one."""
         self._store.set(self._key(key), value)
 
     def get(self, key: Text) -> bytes:
-        """Return a value, waiting for the key up to the store's timeout."""
         return self._store.get(self._key(key))
 
     def add(self, key: Text, amount: int) -> int:
-        """Add to a decimal counter and return the total."""
         return self._store.add(self._key(key), amount)
 
     def append(self, key: Text, value: Text) -> None:
-        """Append to a value; a missing key counts as empty."""
         self._store.append(self._key(key), value)
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
         return self._store.compare_set(self._key(key), expected, desired)
 
     def check(self, keys: Sequence[Text]) -> bool:
-        """Return whether all keys are there, without waiting."""
         return self._store.check(self._keys(keys))
 
     def wait(self, keys: Sequence[Text], timeout: Timeout | None = None) -> None:
-        """Wait until all keys are there."""
         self._store.wait(self._keys(keys), *(() if timeout is None else (timeout,)))
 
     def delete_key(self, key: Text) -> bool:
-        """Delete a key and return whether it was there."""
         return self._store.delete_key(self._key(key))
 
     def num_keys(self) -> int:
@@ -83,32 +75,25 @@ class PrefixStore(Store, TorchPrefixStore):
         return [key[len(prefix) :] for key in self._store.list_keys() if key.startswith(prefix)]
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """Return several values, waiting for all keys."""
         return self._store.multi_get(self._keys(keys))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
-        """Store several values."""
         names, given = self.as_lists(keys, values)
         self._store.multi_set([self._prefix + name for name in names], given)
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put a value at the end of a queue."""
         self._store.queue_push(self._key(key), value)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        """Take the oldest value of a queue, waiting for one if ``block``."""
         return self._store.queue_pop(self._key(key), block)
 
     def queue_len(self, key: Text) -> int:
-        """Return how many values a queue holds."""
         return self._store.queue_len(self._key(key))
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Wait until ``world_size`` callers have called with the same key."""
         self._store.barrier(self._key(key), world_size, *(() if timeout is None else (timeout,)))
 
     def has_extended_api(self) -> bool:
-        """Return what the store below says."""
         return self._store.has_extended_api()
 
     def clone(self) -> PrefixStore:

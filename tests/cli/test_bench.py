@@ -33,6 +33,7 @@ ROWS = {
         "all_gather, list": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
         "irecv and isend, and waits": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
     },
+    "ddp": {"DDP step": {"hpcdist", "gloo", "torch's part"}},
     "torch": {
         "DDP step": {"hpcdist", "gloo", "torch's part"},
         "FSDP2 step": {"hpcdist", "gloo", "torch's part"},

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 import hpcdist as dist
-from hpcdist.cli.bench.wire import Wire
+from hpcdist.cli.bench.timing import Wire
 
 CALLS = 3
 NBYTES = 8 << 20  # of the larger buffer

@@ -1,24 +1,32 @@
 """The comparison with torch's own group on a GPU as a whole: on CPU tensors, with gloo in NCCL's place."""
 
-import argparse
-
 import pytest
-import torch
-import torch.distributed
 
+import hpcdist as dist
 from hpcdist.cli.bench import cuda as bench_cuda
+from hpcdist.cli.bench import parser
+from hpcdist.cli.bench.timing import Bench
 
 pytestmark = pytest.mark.mpi
 
 
 def test_both_sides_are_measured_in_one_run(world, size, monkeypatch):
-    theirs = bench_cuda.torchs_group("gloo")
-    options = argparse.Namespace(collectives=list(bench_cuda.COLLECTIVES), sizes=[4, 1 << 12], rounds=1)
+    if dist.get_backend() != "mpi":
+        pytest.skip("the bench needs MPI")
     monkeypatch.setattr(bench_cuda, "CALLS", {1 << 12: 5})
-    figures = bench_cuda.measure(options, theirs, torch.device("cpu"))
-    torch.distributed.destroy_process_group(theirs)
-    if torch.distributed.get_rank() == 0:
-        assert len(figures) == 4 * 2 * 3
-        assert all(each["host_us"][side] > 0 for each in figures for side in ("hpcdist", "torch"))
-    else:
-        assert figures == []
+    bench = Bench(parser().parse_args(["--collectives", "all", "--sizes", "4", "4K", "--rounds", "1"]))
+    assert bench_cuda.measure(bench, "cpu", "gloo") in (0, 1)
+    rows = {(each.what, each.nbytes) for each in bench.figures}
+    assert len(rows) == 4 * 2 * 3 * 2
+    assert len(bench.figures) == 2 * len(rows)
+    assert all(each.median > 0 and each.side in ("hpcdist", "torch") for each in bench.figures)
+    bench.comm.Free()
+
+
+def test_an_unknown_collective_is_refused(world, size):
+    if dist.get_backend() != "mpi":
+        pytest.skip("the bench needs MPI")
+    bench = Bench(parser().parse_args(["--collectives", "all_reduce_twice"]))
+    with pytest.raises(SystemExit, match="known: all_reduce, broadcast"):
+        bench_cuda.measure(bench, "cpu", "gloo")
+    bench.comm.Free()

@@ -72,7 +72,7 @@ WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # library for GPUs has c10d's methods and NCCL's streams
 FAMILIES = {"gloo": "torch_c10d"}
 OF_TWO = {"torch_gpu": ("torch_gpu", "torch_c10d", "nccl")}
-STORE_SERVER = "hpcdist_stores.tcp.server.main"  # the first module that the server's process imports
+STORE_SERVER = "hpcdist_stores.tcp.server.loop"  # the first module that the server's process imports
 Graph = dict[str, set[str]]
 
 

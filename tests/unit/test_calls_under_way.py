@@ -90,7 +90,7 @@ def test_collections_are_as_before_after_a_look(is_enabled):
     if not is_enabled:
         gc.disable()
     try:
-        calls_under_way.main_line()
+        calls_under_way.line_in()
         assert gc.isenabled() is is_enabled
     finally:
         gc.enable()

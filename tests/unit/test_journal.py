@@ -142,7 +142,7 @@ def test_each_wait_keeps_its_own_limit(group: ProcessGroup) -> None:
             thread.start()
             thread.join()
             assert [each.call.name for each in work.seen] == ["barrier", "irecv"]
-            assert not work.seen[0].has_own_limit
+            assert work.seen[0].limit is None
             limits.append(work.seen[1].limit)
     assert limits == [3.0, None]
 

@@ -62,7 +62,7 @@ def test_a_look_asks_only_about_the_processes_of_this_node(liveness: Liveness, m
     real = Liveness.has_ended
     monkeypatch.setattr(Liveness, "has_ended", lambda self, each: asked.append(each) or real(self, each))
     monkeypatch.setattr(module, "FRESH_SECONDS", 10.0)
-    liveness.look(10.0)
+    liveness.look()
     assert not liveness.lacks(range(RANKS))
     assert not liveness.any_ended()
     assert len(asked) == EACH
@@ -155,7 +155,7 @@ def test_a_process_that_is_said_to_have_ended_objects(pair: tuple[Liveness, Live
     accusing._found.add(accused.channel.own.process)
     answering = threading.Thread(target=lambda: [accused.channel.answer() or time.sleep(0.01) for _ in range(100)])
     answering.start()
-    accusing.look(1e9)
+    accusing.look()
     until(lambda: accusing.channel.answer() or not accusing.ended)
     answering.join()
     assert not accusing._sent

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from hpcdist.launch import addresses
-from hpcdist.watch.endpoint import machine
+from hpcdist.watch.channel import Channel
 from hpcdist.watch.liveness import AT_ONCE, ProofOfDeath, answers
 from tests.ports import free_port
 
@@ -26,12 +26,12 @@ while True:
 """
 FORKS = """
 import os, time
-from hpcdist.watch.liveness import ProofOfDeath
-proof = ProofOfDeath(lambda own: [own])
+from hpcdist.watch.watchdog import RUNNING, Watchdog
+RUNNING.append(Watchdog("", 0))
 if (child := os.fork()) == 0:
     os.close(1)
     time.sleep(600)
-print(proof._listener.getsockname()[1], child, flush=True)
+print(RUNNING[0].channel.own.stream_port, child, flush=True)
 """
 UNREACHABLE = "192.0.2.1"  # of no network (RFC 5737)
 
@@ -46,13 +46,16 @@ def process():
 def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
     port = int(process.stdout.readline())
     refusing = free_port()
+    channel = Channel(0)
     places = [
-        (machine(), (), port),
+        (channel.own.machine, (), port),
         ("another machine", (UNREACHABLE,), port),
-        (machine(), (), refusing),
+        (channel.own.machine, (), refusing),
         ("another machine", addresses.own(), refusing),  # a network that each machine has for itself
     ]
-    proof = ProofOfDeath(lambda own: [own, *places])
+    others = [channel.own._replace(machine=where, addresses=own, stream_port=at) for where, own, at in places]
+    channel.learn(range(5), [channel.own, *others])
+    proof = ProofOfDeath(channel)
     assert proof.ended(range(5)) == set()
     os.kill(process.pid, signal.SIGSTOP)
     assert proof.ended(range(5)) == set()
@@ -60,7 +63,7 @@ def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
     process.wait()
     assert proof.ended(range(5)) == {1}
     assert proof.ended([0, 2]) == set()
-    proof.close()
+    channel.close()
 
 
 def test_a_forked_child_does_not_answer_for_its_parent():

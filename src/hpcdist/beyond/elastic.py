@@ -34,9 +34,9 @@ from hpcdist.core.ranks import listed
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD, default_group
+from hpcdist.watch.job_end import Meeting
 from hpcdist.watch.liveness import ProofOfDeath
 from hpcdist.watch.logs import LOG
-from hpcdist.watch.meeting import Meeting
 from hpcdist.watch.watchdog import RUNNING
 
 HOUR = 3600.0
@@ -119,7 +119,7 @@ class ElasticJob:
             self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
             everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
         if self.survives and everyone.membership is not None and everyone.membership.leave_launcher():
-            self._proof = ProofOfDeath(everyone.objects.all_gather)
+            self._proof = ProofOfDeath(RUNNING[0].channel)
         self._present = list(range(size))
         if self._spares:
             own = everyone.split([self._members], ["elastic"], self._timeout)
@@ -198,8 +198,6 @@ class ElasticJob:
             return
         if not self._has_ended:
             self._come(Status.LEFT)
-        if self._proof is not None:
-            self._proof.close()
         if WORLD.default is None:
             return
         if is_hit():
@@ -379,7 +377,7 @@ class ElasticJob:
         """Bound a wait for all living processes."""
         for watchdog in RUNNING:
             limit = self._timeout.total_seconds()
-            watchdog.meeting = Meeting(watchdog.liveness, self._everyone, limit, time.monotonic())
+            watchdog.meeting = Meeting(self._everyone, limit, time.monotonic())
         try:
             yield
         finally:

@@ -25,14 +25,12 @@ class Words(NamedTuple):
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist completion", description=described(__doc__))
     made.add_argument("shell", choices=SCRIPTS, help="whose script is printed")
     return made
 
 
 def words(command: str) -> Words:
-    """Return what may follow a command."""
     if command == "submit":  # whose options are sbatch's
         settings = {each for path in submit.templates().values() for each in submit.settings(path.read_text())}
         names = {"template", "dry-run", "help", *submit.FLAGS.split(), *submit.LETTERS.values(), *submit.GPUS}
@@ -45,7 +43,6 @@ def words(command: str) -> Words:
 
 
 def bash() -> str:
-    """Return bash's script."""
     cases = []
     for command in COMMANDS:
         options, others, values = words(command)
@@ -73,7 +70,6 @@ def zsh() -> str:
 
 
 def fish() -> str:
-    """Return fish's script."""
     lines = []
     for command, (_, summary) in COMMANDS.items():
         options, others, values = words(command)
@@ -91,6 +87,5 @@ SCRIPTS = {"bash": bash, "zsh": zsh, "fish": fish}
 
 
 def run(args: list[str]) -> int:
-    """Print a shell's script; return 0."""
     print(SCRIPTS[parser().parse_args(args).shell]())
     return 0

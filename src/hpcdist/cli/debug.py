@@ -17,7 +17,6 @@ from hpcdist.cli.job_arguments import described
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m hpcdist debug", description=described(__doc__), allow_abbrev=False)
     made.add_argument("job", nargs="?", help="a Slurm job's number, or HOST:PORT; your job on this machine without it")
     made.add_argument("--pid", type=int, help="a process of the job, where several run on this machine")

@@ -27,7 +27,6 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist demo", description=described(__doc__))
     made.add_argument(
         "--ranks", type=int, help=f"how many to start if no launcher does ({RANKS}, or the allocation's tasks)"
@@ -49,7 +48,6 @@ def command(ranks: int) -> list[str]:
 
 
 def run(args: list[str]) -> int:
-    """Train on several ranks; return the exit status of the launcher."""
     made = parser()
     given, others = made.parse_known_args(args)
     if given.ranks is not None and given.ranks < 1:

@@ -36,7 +36,6 @@ class Entry(NamedTuple):
         return max((len(each.replace(ANYTHING, "")) for each in self.messages if matches(each, given)), default=0)
 
     def shown(self) -> str:
-        """Return the entry as it is printed."""
         text = LINK.sub(lambda link: f"{link[1]} ({posixpath.normpath(f'docs/reference/{link[2]}')})", self.text)
         paragraphs = map(wrapped, TITLE.sub(r"\1:", text).split("\n\n"))
         messages = (wrapped(f"    {each}", " " * 8) for each in self.messages)
@@ -50,7 +49,6 @@ def matches(pattern: str, message: str) -> bool:
 
 
 def entries() -> dict[str, Entry]:
-    """Return the page's entries by name."""
     page = installed("errors.md", CHECKOUT.parent / "docs/reference").read_text()
     found = {}
     for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
@@ -66,7 +64,6 @@ def best(message: str, among: dict[str, Entry]) -> Entry | None:
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist explain", description=described(__doc__))
     made.add_argument("message", nargs="*", help="an entry's name, or a message of hpcdist; all names without it")
     return made

@@ -6,7 +6,7 @@ import argparse
 import re
 import shutil
 import textwrap
-from typing import IO, Any, NoReturn
+from typing import Any
 
 from hpcdist.launch import environment
 
@@ -35,16 +35,6 @@ class JobParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def print_usage(self, file: IO[str] | None = None) -> None:  # type: ignore[override]  # typeshed's own Protocol
-        """Print how the command is called."""
+    def _print_message(self, message: str, file: Any = None) -> None:
         if is_first_rank():
-            super().print_usage(file)
-
-    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        """Print what the command takes."""
-        if is_first_rank():
-            super().print_help(file)
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End this process."""
-        super().exit(status, message if is_first_rank() else None)
+            super()._print_message(message, file)

@@ -34,13 +34,11 @@ MORE = "options of a command: python -m hpcdist COMMAND --help; also: --version"
 
 
 def usage() -> str:
-    """Return the list of commands."""
     lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: python -m hpcdist COMMAND [ARGUMENT...]", "", "commands:", *lines, "", MORE])
 
 
 def tell(text: str, file: TextIO | None = None) -> None:
-    """Print on one rank of the job."""
     if is_first_rank():
         print(text, file=file)
 

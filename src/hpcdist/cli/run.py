@@ -23,7 +23,6 @@ TORCHRUNS_PORT = 29500
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist run", description=described(__doc__).partition("\n")[0])
     made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
     made.add_argument("script", help="the script to run, unmodified")

@@ -48,7 +48,6 @@ class Picture(NamedTuple):
 
 
 def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
-    """Ask ranks where they are."""
     return channel.ask(ranks, "inspect", debug_socket.INSPECTED, ANSWER_SECONDS, first=first)
 
 
@@ -77,7 +76,7 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
 
 def find(pid: int | None) -> Job:
     """Return the job on this machine, or in this allocation of Slurm's; ConnectionError if it is none or several."""
-    allocation = debug_socket.slurm_job()
+    allocation = os.environ.get(debug_socket.SLURM_JOB, "")
     said = [(each, Endpoint(*each["endpoint"])) for each in debug_socket.ranks_on_this_machine()]
     jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
     for each, endpoint in said:
@@ -104,7 +103,6 @@ def at(address: str) -> Job:
 
 
 def look(job: Job) -> Picture:
-    """Ask all ranks of a job."""
     endpoints = job.channel.endpoints
     answers = ask(job.channel, sorted(endpoints))
     groups: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -136,7 +134,6 @@ def look(job: Job) -> Picture:
 
 
 def span(numbers: list[int]) -> str:
-    """Return the least and the greatest of some numbers."""
     low, high = min(numbers), max(numbers)
     return f"{low}" if low == high else f"{low} to {high}"
 
@@ -156,7 +153,6 @@ def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
 
 
 def tables(picture: Picture) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Return a picture's tables, each with its columns; without those that are empty."""
     all_tables = [(RANKS, picture.ranks), (GROUPS, picture.groups), (CALLS, picture.calls)]
     return [(columns, rows) for columns, rows in all_tables if rows]
 
@@ -196,7 +192,6 @@ def serve(job: Job, port: int, seconds: float) -> None:
         """The page, which shows the job as it is at each request."""
 
         def do_GET(self) -> None:
-            """Answer a browser."""
             is_known = secrets.compare_digest(self.path.encode(), path.encode())
             text = as_html(look(job), seconds).encode() if is_known else b""
             self.send_response(200 if is_known else 404)

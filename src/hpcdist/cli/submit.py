@@ -45,17 +45,10 @@ def installed(name: str, folder: Path = CHECKOUT) -> Path:
 
 
 def templates() -> dict[str, Path]:
-    """Return the templates by name."""
     return {path.stem: path for path in sorted(installed("").glob("*.sbatch"))}
 
 
-def summary(template: str) -> str:
-    """Return the first sentence of a template."""
-    return template.splitlines()[1].lstrip("# ")
-
-
 def settings(template: str) -> dict[str, tuple[str, str]]:
-    """Return the settings of a site: option -> its default and its meaning."""
     found = (SETTING.match(line) for line in template.splitlines())
     return {m[1].lower().replace("_", "-"): (m[2], m[3]) for m in found if m}
 
@@ -113,7 +106,6 @@ def fill(template: str, options: Options, script: list[str]) -> str:
 
 
 def asks_for_gpus(options: Options) -> bool:
-    """Tell whether an option asks for GPUs."""
     return any(name in GPUS and (name != "gres" or "gpu" in (value or "")) for name, value in options.items())
 
 
@@ -139,8 +131,7 @@ def directive_line(name: str, value: str | None) -> str:
 
 
 def usage(name: str, template: str) -> str:
-    """Return the help: the templates, and the settings of one of them."""
-    about = {each: summary(path.read_text()) for each, path in templates().items()}
+    about = {each: path.read_text().splitlines()[1].lstrip("# ") for each, path in templates().items()}
     found = settings(template)
     if "image" not in found:  # whose Python is its own
         found["python"] = (sys.executable, "the Python that has hpcdist")

@@ -41,7 +41,6 @@ CHANGE = 0.1  # what it must gain over all sizes together, as the logarithm of a
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist tune", description=described(__doc__))
     made.add_argument(
         "--output", metavar="FILE", type=json_file, help=f"the .json file to add to ({threshold_file.users_file()})"
@@ -92,7 +91,6 @@ def make_folder(path: Path) -> str:
 def calls(
     row: Row, dtype: torch.dtype, size: int, bench: Bench, sides: dict[str, MPIBackend]
 ) -> dict[str, Callable[[], None]]:
-    """Return one collective by both sides, on the same buffers."""
     whole, out, part = buffers(bench, row.name, dtype, size)
     send = part if row is ALL_GATHER_SINGLE else whole if row.shape in (Shape.SCATTER, Shape.EXCHANGE) else out
     recv = part if row is REDUCE_SCATTER_SINGLE else out

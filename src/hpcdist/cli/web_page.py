@@ -29,13 +29,11 @@ TEMPLATE = Path(__file__).with_name("web_page.html")
 
 
 def stylesheet() -> str:
-    """Return the colors as CSS, for both kinds of screens."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLORS.items()) for i in (0, 1))
     return f":root{{{light}}}\n@media (prefers-color-scheme: dark) {{:root{{{dark}}}}}"
 
 
 def section(title: str, *parts: str) -> str:
-    """Return a part of a page, with a heading."""
     return "\n".join(["<section>", f"<h2>{escape(title)}</h2>", *parts, "</section>"])
 
 
@@ -55,5 +53,4 @@ def page(title: str, parts: Iterable[str], seconds: float | None = None) -> str:
 
 
 def write(path: str, title: str, parts: Iterable[str]) -> None:
-    """Write a page to a file; one that is there is replaced."""
     Path(path).write_text(page(title, parts), encoding="utf-8")

@@ -23,7 +23,6 @@ View = tuple[str, ...]  # the identities of the GPUs that a process sees, in ord
 
 
 def may_share(given: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the user allows several ranks on one GPU."""
     return given.get(SHARE, "0").strip() not in ("", "0")
 
 

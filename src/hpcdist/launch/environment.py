@@ -88,7 +88,6 @@ class Launch(NamedTuple):
 
 
 def integer(environment: Mapping[str, str], variable: str | None) -> int | None:
-    """Return a variable as an integer, or None if it is unset or no number."""
     text = environment.get(variable, "") if variable else ""
     return int(text) if text.strip().lstrip("-").isdigit() else None
 
@@ -195,7 +194,6 @@ LOCAL_RANKS = ("LOCAL_RANK", *dict.fromkeys(each.local_rank for each in LAUNCHER
 
 
 def first_integer(environment: Mapping[str, str], variables: Iterable[str]) -> int | None:
-    """Return the first of some variables that is an integer, or None."""
     return next((value for each in variables if (value := integer(environment, each)) is not None), None)
 
 

@@ -152,7 +152,6 @@ def _create_store_from_options(backend_options: Any, rank: int) -> Store:
 
 
 def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size from a URL's query, unless the caller gave them."""
     given = {key: values[-1] for key, values in parse_qs(url.query).items()}
     if rank == -1:
         rank = int(given.get("rank", -1))
@@ -162,14 +161,12 @@ def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def missing(scheme: str, what: str) -> ValueError:
-    """Return the error of a rendezvous that lacks something."""
     return ValueError(
         explained(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}", "rendezvous")
     )
 
 
 def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size, or raise ValueError if one is missing."""
     if rank < 0:
         raise missing(scheme, f"rank parameter missing; give rank=, or {scheme}://…?rank=…")
     if world_size < 1:
@@ -179,9 +176,7 @@ def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def by_environment(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
     rank, world_size = query(urlparse(url), rank, world_size)
 
@@ -211,7 +206,7 @@ def by_environment(
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 
 
-def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
+def by_tcp(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the server that rank 0 opens at the URL's host and port."""
     parsed = urlparse(url)
     rank, world_size = required("tcp", *query(parsed, rank, world_size))
@@ -221,8 +216,7 @@ def by_tcp(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     yield made, rank, world_size
 
 
-def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
-    """Use a file that all processes see."""
+def by_file(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     parsed = urlparse(url)
     rank, world_size = required("file", *query(parsed, rank, world_size))
     if not parsed.path or parsed.netloc:
@@ -232,7 +226,7 @@ def by_file(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta =
     yield store, rank, world_size
 
 
-def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
+def by_mpi(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Open a store on rank 0 and send its addresses and a random secret over MPI; nothing needs to be configured."""
     from hpcdist.core import registry
     from hpcdist.core.backend import Bootstrap
@@ -245,9 +239,7 @@ def by_mpi(url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = 
     yield store, carrier.rank, carrier.size
 
 
-def by_slurm(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta = default_pg_timeout
-) -> Iterator[Found]:
+def by_slurm(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the variables of an srun step: rank 0's server listens on the step's first node.
 
     The ports to try follow from job and step, because another program may have one of them. A client tells its job's
@@ -327,7 +319,6 @@ def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: byte
 
 
 def is_open(host: str, port: int) -> bool:
-    """Tell whether something listens there."""
     try:
         socket.create_connection((host, port), timeout=1).close()
     except OSError:
@@ -389,5 +380,4 @@ def store_of(group: Any) -> Store:
 
 
 def part(store: Store, prefix: str) -> Store:
-    """Return a part of a store with keys of its own."""
     return stores.PrefixStore(prefix, store)

@@ -29,7 +29,6 @@ MUNGE_SECONDS = 10
 
 
 def secret(identity: str, key: bytes) -> bytes:
-    """Return the secret of a job's step."""
     return hmac.digest(key, b"hpcdist slurm:// " + identity.encode(), "sha256")
 
 
@@ -55,7 +54,6 @@ def tool(name: str) -> str | None:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that a folder is on."""
     kinds = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split()
@@ -100,7 +98,6 @@ def make(file: Path) -> None:
 
 
 def refused(file: Path, why: str) -> DistBackendError:
-    """Return the error of a key that is not only this user's, or cannot be had."""
     text = (
         f"slurm:// cannot use {file}, which holds the key of this user's jobs: {why}. Remove it, or set {VARIABLE} in "
         "the job script"

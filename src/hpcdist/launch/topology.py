@@ -58,7 +58,6 @@ class Topology(NamedTuple):
     cores: int  # that these belong to
 
     def domains(self, cpus: Iterable[int]) -> list[int]:
-        """Return the domains that have some of these CPUs."""
         some = set(cpus)
         return sorted(domain for domain, own in self.cpus.items() if own & some)
 
@@ -117,7 +116,6 @@ def processor(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def text(path: Path) -> str:
-    """Return the content of a file of /sys, empty if there is none."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -125,7 +123,6 @@ def text(path: Path) -> str:
 
 
 def number(path: Path) -> int:
-    """Return the number at the end of a folder's name."""
     return int(re.sub(r"\D", "", path.name))
 
 
@@ -136,7 +133,6 @@ def cpus(listed: str) -> set[int]:
 
 
 def siblings(cpu: int, root: Path = SYS) -> set[int]:
-    """Return the hardware threads of the core that a logical CPU is one of."""
     return cpus(text(root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) | {cpu}
 
 

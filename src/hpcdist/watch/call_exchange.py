@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 from hpcdist.core import hooks
+from hpcdist.core.agreement import lists_differ
 from hpcdist.core.call_log import TELLS, CallLog, CallPosition, Read
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
@@ -28,7 +29,10 @@ PLACE = ([int, int, int], None)
 WHERE = {"place": PLACE, "failure": (str, None)}
 KEPT = {"starts": [[int, int]], "whats": [int], "sizes": [int]}
 NO_BLOCK = -1
+LISTS_KIND, LISTS = "members", {"lists": [[int]]}
 ANSWER_SECONDS = 0.5
+LISTS_SECONDS = 0.3
+ASKED = 64  # members of a group that a look asks
 UNANSWERED = 3  # questions, after which no more are asked until another node answers: UDP may be blocked between nodes
 KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
 TIMES = 3  # how often a place is sent: datagrams may be lost
@@ -117,7 +121,6 @@ class CallExchange:
         return self._where(log, False)
 
     def _take(self, log: CallLog, ranks: list[int], rank: int, answer: Message) -> None:
-        """Take note of where a rank is."""
         if answer.get("failure") is not None:
             self._fail(log, ranks, answer["failure"], log.leader == log.rank)
         elif (
@@ -198,3 +201,40 @@ class CallExchange:
             nap = min(2 * nap, LONGEST_NAP)
         if log.is_ending:
             self._patience -= time.monotonic() - began
+
+
+class Members:
+    """Comparison of the lists of ranks of groups that are made by their members only (MPI_Comm_create_group).
+
+    Nobody else takes part in such a call, so that MPI cannot find that members give different lists: each waits for
+    ranks that make another group. A call that lasts is compared with those of its other members, once a second.
+    """
+
+    def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
+        self._channel, self._end_call = channel, end_call
+        self._before: set[tuple[int, ...]] = set()  # those that were being made at the last look
+        self._lasting: set[tuple[int, ...]] = set()  # and still are
+        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]}, {})
+
+    def look(self) -> None:
+        """Compare the groups whose making lasts with those that their members make."""
+        made = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}
+        self._lasting, self._before = made & self._before, made
+        for mine in self._lasting:
+            if (failure := self._difference(mine)) is not None:
+                for each in calls_under_way.under_way():
+                    if each.call.name == "create_group" and list(mine) in each.group.making:
+                        self._end_call(each, failure)
+
+    def _difference(self, mine: tuple[int, ...]) -> str | None:
+        me = self._channel.rank
+        if me not in mine:  # ranks have other numbers since
+            return None
+        at = mine.index(me)
+        others = [*mine[at + 1 :], *mine[:at]][:ASKED]
+        answers = self._channel.ask(others, LISTS_KIND, LISTS, LISTS_SECONDS)
+        for other, answer in answers.items():
+            theirs = {tuple(each) for each in answer["lists"] if me in each}
+            if mine not in theirs and (different := theirs - self._before):
+                return lists_differ(me, mine, other, min(different))
+        return None

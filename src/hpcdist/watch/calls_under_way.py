@@ -53,7 +53,6 @@ class UnderWay(NamedTuple):
 
     @property
     def call(self) -> CallRecord:
-        """The call, to be read."""
         return CallRecord(*self.record)
 
     @property
@@ -61,11 +60,6 @@ class UnderWay(NamedTuple):
         """The seconds that it may take: its own, or the group's."""
         own = self.group.journal.limit(self.record)
         return self.group.timeout.total_seconds() if own is None else own
-
-    @property
-    def has_own_limit(self) -> bool:
-        """Whether it ends by itself, in a time of its own."""
-        return self.limit is not None
 
     def escalations(self, is_reported: bool) -> list[tuple[Escalation, float]]:
         """Return the ways to end a wait for it; ``is_reported`` says whether another rank has reported the call."""
@@ -81,7 +75,6 @@ class UnderWay(NamedTuple):
         )
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended since it was seen."""
         if self.work is None or not self.in_background:
             return all(each.call is not self.record for each in self.group.journal.blocked())
         self.backend.outstanding()  # asks the device
@@ -103,8 +96,11 @@ def under_way() -> Iterator[UnderWay]:
             if running is not None and running._call is not None and not running._done:
                 yield UnderWay(group, running._call, backend, running, True)
             if (outstanding := backend.outstanding()) is not None:
-                if outstanding._call is None:
-                    outstanding._call = latest(group)  # a barrier, for which the host waits
+                if (
+                    outstanding._call is None
+                ):  # a barrier, for which the host waits: the last call, if that is still kept
+                    last = (record for record in reversed(list(RING.calls)) if record[0] is group.journal)
+                    outstanding._call = next(last, None)
                 if outstanding._call is not None:
                     yield UnderWay(group, outstanding._call, backend, outstanding, True)
                     blocked = [
@@ -116,11 +112,6 @@ def under_way() -> Iterator[UnderWay]:
                 yield UnderWay(group, each.call, first, each.work, False, each.thread, each.limit)
 
 
-def latest(group: Group) -> Any:
-    """Return the record of the last call on a group, or None if so many followed that it is not kept."""
-    return next((record for record in reversed(list(RING.calls)) if record[0] is group.journal), None)
-
-
 def code_lines(frame: FrameType | None) -> Iterator[CodeLine]:
     """Yield the line of a frame, and that of each frame that it was called from, the innermost first."""
     while frame is not None:
@@ -129,12 +120,10 @@ def code_lines(frame: FrameType | None) -> Iterator[CodeLine]:
 
 
 def is_ours(code: CodeType) -> bool:
-    """Tell whether code is this package's."""
     return code.co_filename.startswith(PACKAGE)
 
 
 def is_users(code: CodeType) -> bool:
-    """Tell whether code is the user's."""
     name = code.co_filename
     return not is_ours(code) and not any(part in name for part in FOREIGN) and not name.startswith("<")
 
@@ -182,20 +171,15 @@ def text_of(line: CodeLine | None) -> str:
     return f"{os.path.basename(code.co_filename)}:{number} ({code.co_name})"
 
 
-def call_site(each: UnderWay) -> str:
-    """Return the line of the user's code that made a call, or where the main thread is for one in the background."""
-    return text_of(users_line(stack_of(each.thread)))
-
-
 def caller() -> str:
     """Return the line of the user's code that this thread is in, or the main thread, for a thread of a library's."""
     line = users_line(code_lines(sys._getframe(1)))
-    return text_of(line) if line is not None and is_users(line[0]) else main_line()
+    return text_of(line) if line is not None and is_users(line[0]) else line_in()
 
 
-def main_line() -> str:
-    """Return the line of the user's code where the main thread is."""
-    return text_of(users_line(stack_of()))
+def line_in(thread: int = 0) -> str:
+    """Return the line of the user's code where a thread is, or the main thread, as ``stack_of``."""
+    return text_of(users_line(stack_of(thread)))
 
 
 def stack(thread: int = 0) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ Each rank draws its key at random when its watchdog starts, and the ranks exchan
 (``datagrams``). What is authentic must have the shape that its kind has, so that no handler and no reader of an answer
 needs to check it.
 
-A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` and ``send_until_received`` do not.
+A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` does not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
@@ -47,11 +48,6 @@ def datagram_socket() -> socket.socket:
     return made
 
 
-def reaching(their_machine: str, theirs: Iterable[str], own: Iterable[str]) -> list[str]:
-    """Return the addresses that reach a machine; one that this machine has too (a container network's) does not."""
-    return [addresses.LOOPBACK] if their_machine == machine() else [each for each in theirs if each not in own]
-
-
 def received(source: socket.socket) -> Iterator[tuple[bytes, Any]]:
     """Yield the datagrams that have come, with who sent them; not all if there is a flood of them."""
     for _ in range(AT_ONCE):
@@ -71,15 +67,15 @@ class Reply(NamedTuple):
     address: Any
 
 
+@dataclass
 class Relayed:
-    """A question that this rank asks others for another one, or for nobody who waits."""
+    """A question that this rank asks others for another one."""
 
-    def __init__(self, question: Question, until: float = 0.0) -> None:
-        self.question = question
-        self.until = until  # when nobody is interested any more
-        self.reply: Reply | None = None  # to whom the answers go
-        self.wanted: list[int] = []  # the ranks whose answers were still missing there, when it was last asked
-        self.is_returned = False  # whether all answers were sent there
+    question: Question
+    reply: Reply  # to whom the answers go
+    wanted: list[int]  # the ranks whose answers were still missing there, when it was last asked
+    until: float = 0.0  # when nobody is interested any more
+    is_returned: bool = False  # whether all answers were sent there
 
 
 class Channel:
@@ -121,7 +117,6 @@ class Channel:
     # -- who is where --------------------------------------------------------------------------------
 
     def learn(self, ranks: Iterable[int], endpoints: Iterable[Iterable[Any]]) -> None:
-        """Take note of where the ranks of a group listen."""
         found = [Endpoint(tuple(where), *rest) for where, *rest in endpoints]
         self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
         self.left_out = [each for each in self.left_out if each not in self.endpoints.values()]
@@ -157,8 +152,13 @@ class Channel:
         return [(address, endpoint.port) for address in found]
 
     def stream_targets(self, endpoint: Endpoint) -> list[tuple[str, int]]:
-        """Return the addresses at which connections to a rank's process end with it, and with no other process."""
-        found = reaching(endpoint.machine, endpoint.addresses, self.own.addresses)
+        """Return the addresses at which connections to a rank's process end with it, and with no other process.
+
+        An address that this machine has too (a container network's) does not reach another one.
+        """
+        found = [address for address, _ in self.targets(endpoint)]
+        if endpoint.machine != self.own.machine:
+            found = [address for address in found if address not in self.own.addresses]
         return [(address, endpoint.stream_port) for address in found]
 
     # -- messages ------------------------------------------------------------------------------------
@@ -210,7 +210,6 @@ class Channel:
             self._reply(reply, answer)
 
     def _handled(self, message: Message) -> Message | None:
-        """Return this rank's answer to a message, or None."""
         handler, shape = self._handlers.get(message["kind"], (None, None))
         return handler(message) if handler is not None and fits(message, shape) else None
 
@@ -222,7 +221,6 @@ class Channel:
     # -- questions to many ranks ---------------------------------------------------------------------
 
     def _known(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
-        """Return where ranks listen, of those that are known."""
         return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
 
     def _question(self, asked: dict[int, Endpoint], message: Message, shape: Any, token: str | None) -> Question:
@@ -235,26 +233,24 @@ class Channel:
         if not fits(message, ASKED) or message["numbering"] != self.numbering:
             return
         relayed = self._relayed.get(message["token"])
-        ranks = expanded(message["ranks"], len(self.endpoints))
+        ranks, has_begun = expanded(message["ranks"], len(self.endpoints)), relayed is not None
         if relayed is None:
             self._note(self.endpoints.get(message["message"]["from"]))
             asked = self._known(each for each in ranks if each != self.rank)
             question = self._question(asked, message["message"], {}, message["token"])
-            relayed = self._relayed[message["token"]] = Relayed(question)
+            relayed = self._relayed[message["token"]] = Relayed(question, reply, ranks)
             own = self._handled(message["message"]) if self.rank in ranks else None
             if own is not None:
                 question.answers[self.rank] = own
-        relayed.until = time.monotonic() + INTEREST_SECONDS
-        relayed.reply, relayed.wanted, has_begun = reply, ranks, relayed.reply is not None
+        relayed.until, relayed.reply, relayed.wanted = time.monotonic() + INTEREST_SECONDS, reply, ranks
         if has_begun or relayed.question.is_answered:
             self._return(relayed)
 
     def _return(self, relayed: Relayed) -> None:
         """Send what has come of the answers that a relayed question still lacks."""
-        if relayed.reply is not None:
-            answers = relayed.question.answers
-            for each in merged({rank: answers[rank] for rank in relayed.wanted if rank in answers}):
-                self._reply(relayed.reply, each)
+        answers = relayed.question.answers
+        for each in merged({rank: answers[rank] for rank in relayed.wanted if rank in answers}):
+            self._reply(relayed.reply, each)
 
     def push(self) -> float:
         """Go on with the questions that this rank asks others for another one; return when that is due again.
@@ -271,7 +267,6 @@ class Channel:
         return due
 
     def _send(self, sending: socket.socket, question: Question, now: float) -> None:
-        """Send what is due of a question."""
         for index, endpoint, number, text in question.due(now, self._numbers):
             self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, index & 0xFFFFFFFF), text)
 
@@ -300,17 +295,6 @@ class Channel:
         text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
         for rank, endpoint in self._known(ranks).items():
             self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank & 0xFFFFFFFF), text)
-
-    def send_until_received(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
-        """Send a message to any number of ranks, again to those that have not answered; nothing is waited for.
-
-        The thread that calls ``answer`` calls this.
-        """
-        asked = self._known(rank for rank in ranks if rank != self.rank)
-        token, now = secrets.token_hex(8), time.monotonic()
-        question = self._question(asked, {"kind": kind, "from": self.rank, **content}, {}, token)
-        self._relayed[token] = Relayed(question, now + INTEREST_SECONDS)
-        self._send(self.socket, question, now)
 
     def ask(self, ranks: Iterable[int], kind: str, shape: Any, seconds: float, /, **content: Any) -> dict[int, Message]:
         """Ask ranks and return the answers of a shape (``fits``) that come in time, by rank.
@@ -364,7 +348,6 @@ class Channel:
             self.note_life(sender.process)
 
     def close(self) -> None:
-        """Close the sockets."""
         self.socket.close()
         self.listener.close()
         if self._reserve is not None:

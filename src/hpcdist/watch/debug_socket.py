@@ -19,6 +19,7 @@ from hpcdist.watch.question import fits
 from hpcdist.watch.report import WHERE
 
 PREFIX = "hpcdist-"
+SLURM_JOB = "SLURM_JOB_ID"  # by which a job is found inside its allocation
 SECRET_VARIABLE = "HPCDIST_DEBUG_SECRET"
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
@@ -61,7 +62,6 @@ class DebugSocket:
             self.sockets = []
 
     def close(self) -> None:
-        """Close the socket."""
         for each in self.sockets:
             each.close()
 
@@ -93,8 +93,3 @@ def ranks_on_this_machine() -> list[dict[str, Any]]:
             if fits(answer := json.loads(text), FOUND):
                 found.append(answer)
     return found
-
-
-def slurm_job() -> str:
-    """Return the number of the Slurm job that this process runs in, or nothing."""
-    return os.environ.get("SLURM_JOB_ID", "")

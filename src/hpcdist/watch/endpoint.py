@@ -67,18 +67,15 @@ class Endpoints(Mapping[int, Endpoint]):
         return Endpoint(at, port, stream_port, key.hex(), sender, pid, str(birth or ""), *place)
 
     def __getitem__(self, rank: int) -> Endpoint:
-        """Return where a rank listens."""
         try:
             return self._at(self._ranks.index(rank))
         except ValueError:
             raise KeyError(rank) from None
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the ranks, in order."""
         return iter(self._ranks)
 
     def __len__(self) -> int:
-        """Return how many ranks there are."""
         return len(self._ranks)
 
     def of_processes(self, processes: Container[Process]) -> list[int]:

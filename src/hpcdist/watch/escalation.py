@@ -100,7 +100,6 @@ class Watched:
         self.state, self.since = State.DUE, now
 
     def end(self, now: float, reason: str, steps: list[tuple[Escalation, float]]) -> None:
-        """Begin to end the wait."""
         self.state, self.reason = State.ENDING, reason
         self._escalations, self._next_at = steps, now
 

@@ -12,7 +12,6 @@ nobody, is waited for until the timeout. A forked child is not a rank, and leave
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -153,10 +152,6 @@ class ProcessExit:
             watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
             membership.skip_finalize(ends_well=True)
 
-    def forget(self) -> None:
-        """Forget the job, in a forked child: its threads and its MPI are the parent's."""
-        self.backend = None
-
     def on_exception(self, *exception: Any) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
         if RUNNING:
@@ -192,7 +187,8 @@ class Observer:
         """Return the endpoints of ranks that the world was shrunk by, that have not left, and that do not answer."""
         channel, left = self.watchdog.channel, self.watchdog.liveness.left
         asked = {i: each for i, each in enumerate(channel.left_out) if each.process not in left}
-        answers = channel.ask_endpoints(asked, "alive", {"left": bool}, ANSWER_SECONDS, left=channel.own.process)
+        own = channel.own.process
+        answers = channel.ask_endpoints(asked, "where", report.WHERE, ANSWER_SECONDS, group="", left=own)
         left.update(asked[i].process for i, answer in answers.items() if answer["left"])
         return [each for i, each in asked.items() if i not in answers]
 
@@ -227,7 +223,6 @@ class Observer:
 
 
 EXIT = ProcessExit()
-os.register_at_fork(after_in_child=EXIT.forget)
 
 
 def end_collections() -> None:
@@ -263,7 +258,7 @@ def end_threads() -> None:
     has begun to end by then, it ends the thread in a destructor, and the process is aborted ("terminate called without
     an active exception"): 1 of 100 processes, with 8 ranks on 2 cores.
     """
-    if EXIT.backend is None:  # no group was made here: a forked child's are its parent's, with its threads
+    if not RUNNING:  # no group was made here: a forked child's are its parent's, with its threads
         return
     if not hooks.is_ending:  # else ``leave`` has waited
         WORLD.end()
@@ -316,10 +311,10 @@ def is_stuck() -> bool:
 def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:
     """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer."""
     found = {}
-    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=True)
+    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=watchdog.channel.own.process)
     for rank, answer in answers.items():
         if answer["left"]:
-            watchdog.liveness.note_left(watchdog.channel.endpoints.get(rank))
+            watchdog.liveness.left.add(watchdog.channel.endpoints[rank].process)
         for call in answer["calls"]:
             if call["has_asker"] and needs(call, watchdog.rank):
                 where = f"{report.title(call)} on {call['label']}, {call['where']}"

@@ -67,7 +67,6 @@ class Inspection:
 
 
 def described(group: Group) -> dict[str, Any]:
-    """Return what is answered about a group."""
     return {
         "label": label(group.group_name, group.group_desc),
         "rank": group.rank(),
@@ -79,5 +78,4 @@ def described(group: Group) -> dict[str, Any]:
 
 
 def program() -> str:
-    """Return the program that this process runs."""
     return " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:80]

@@ -6,6 +6,8 @@ stopped, which could not exit by themselves, and exits after a while. A rank who
 
 A rank that leaves the program while others wait for it ends with its own status, which is the job's if the others end
 in a way that does not hide it.
+
+An elastic job is aborted too if its processes wait for all that live, and not all may come (``Meeting``).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
+from hpcdist.core.backend import Backend
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.liveness import Liveness
@@ -24,6 +28,8 @@ LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an
 ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
 END_SECONDS = 15.0  # how long a process may take that ends with its own status; Python and torch take 0.2
 HYDRA_SECONDS = 1.0  # how long Hydra may take to answer
+STOPPED_SECONDS = 5.0  # how long a meeting waits for a stopped process
+UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that has ended
 ABORT_STATUS = 1
 
 
@@ -52,7 +58,6 @@ class JobEnd:
 
     @property
     def is_known(self) -> bool:
-        """Whether this process knows that the job is to end."""
         return self._exits is not None
 
     def note(self, reason: str, leaves: bool = False) -> None:
@@ -63,7 +68,6 @@ class JobEnd:
             self._liveness.kill_stopped()
 
     def note_message(self, reason: str, leaves: bool) -> None:
-        """Take note of what another rank has sent."""
         self.note(reason, leaves)
         if leaves and leave_hydra():  # it does not end this process then
             self._exits = time.monotonic(), ""
@@ -80,3 +84,31 @@ class JobEnd:
         if self._hides_status and backend is not None and backend.faults.interrupts_all():
             backend.end_job(ABORT_STATUS)  # under ULFM mpirun returns the last status with which a process exits itself
         os._exit(ABORT_STATUS)
+
+
+class Meeting(NamedTuple):
+    """One wait of an elastic job's process for all others that live.
+
+    Nothing takes it out of MPI_Comm_shrink or MPI_Comm_agree. So what keeps them from ending is ended: a process of
+    this node that is stopped is killed, whereupon MPI goes on without it. The job is aborted for a process that has
+    ended and that MPI does not count as dead (``os._exit`` with a status, under Open MPI), for one that has left the
+    program, and for one that is late by more than the timeout.
+    """
+
+    backend: Backend  # of all of them
+    limit: float
+    since: float
+
+    def look(self, liveness: Liveness, now: float) -> str:
+        """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
+        seconds = now - self.since
+        if seconds >= STOPPED_SECONDS:
+            liveness.kill_stopped()
+        if any(each.process in liveness.left for each in liveness.channel.everyone()):
+            return "a rank has left the program while others wait for it in a meeting; the job is aborted"
+        gone = liveness.ended_ranks()
+        if seconds >= UNKNOWN_SECONDS and len(gone) > len(self.backend.faults.failed()):
+            return f"a process has ended that MPI does not count as dead (one of ranks {gone}); the job is aborted"
+        if seconds >= self.limit:
+            return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"
+        return ""

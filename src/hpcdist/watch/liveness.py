@@ -17,17 +17,14 @@ import select
 import signal
 import socket
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from hpcdist.launch import addresses
-from hpcdist.watch.channel import Channel, reaching
-from hpcdist.watch.endpoint import Endpoint, Process, machine, process_status
+from hpcdist.watch.channel import Channel
+from hpcdist.watch.endpoint import Endpoint, Process, process_status
 from hpcdist.watch.question import RUN, Message, expanded
 
-PAUSE_SECONDS = 1.0  # between two looks at the connections to the next node
 FRESH_SECONDS = 0.1  # how long a look at the processes of this node is valid
 NEWS_SECONDS = 0.5  # how long the others have to acknowledge news
 # the kernel probes a silent connection so often (s, s, times)
@@ -102,7 +99,6 @@ class Connection:
         return False
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 
@@ -117,7 +113,6 @@ class Liveness:
         self._sent: set[Process] = set()  # what was sent to the other ranks
         self._ended_peers: tuple[float, int, list[int]] = (-math.inf, 0, [])  # as of a moment and a change
         self._connections: dict[int, list[Connection]] = {}
-        self._next_look = 0.0
         self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
         channel.note_life = self.note_life
         channel.register("hello", lambda message: channel.send([message["from"]], "here"), {})
@@ -129,7 +124,6 @@ class Liveness:
     # -- what is known ---------------------------------------------------------------------------------
 
     def has_ended(self, endpoint: Endpoint) -> bool:
-        """Tell whether a rank's process is known to have ended."""
         if not self.channel.sees(endpoint):
             return endpoint.process in self.ended
         return self.state(endpoint) in ENDED
@@ -202,11 +196,6 @@ class Liveness:
 
     # -- what is found out and sent --------------------------------------------------------------------
 
-    def note_left(self, endpoint: Endpoint | None) -> None:
-        """Take note that a rank makes no more calls."""
-        if endpoint is not None:
-            self.left.add(endpoint.process)
-
     def _note_all_left(self, message: Message) -> Message:
         self.left.update(each.process for each in self.channel.endpoints.values())
         return {}
@@ -221,26 +210,24 @@ class Liveness:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self.channel.send_until_received(self.channel.endpoints, "here")
+            self._send_to_others("here", self.channel.endpoints)
         self.ended |= ended - {self.channel.own.process}
         return {}
 
-    def look(self, now: float) -> None:
-        """Look at the connections to the next node, once a second, and send the other ranks which processes have ended.
+    def look(self) -> None:
+        """Look at the connections to the next node, and send the other ranks which processes have ended.
 
         Those of this node are sent to the other nodes by its lowest rank that is neither gone nor stopped; one of
         another node, to all, by the rank that saw it.
         """
-        if now < self._next_look:
-            return
-        self._next_look = now + PAUSE_SECONDS
         self._look_at_next_node()
         channel = self.channel
         if found := self._found - self._sent:
             self._sent |= found
             accused = [rank for rank, each in channel.endpoints.items() if each.process in found]
             channel.send(accused, "ended", processes=sorted(found))  # a process that gets it lives, and answers
-            self._send_news([rank for rank, each in channel.endpoints.items() if not self.has_ended(each)], found)
+            living = [rank for rank, each in channel.endpoints.items() if not self.has_ended(each)]
+            self._send_to_others("ended", living, processes=sorted(found))
         if len(channel.node_peers) == len(channel.endpoints):
             return
         peers = list(channel.node_peers.values())
@@ -250,11 +237,12 @@ class Liveness:
         sender = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None)
         if sender is not None and sender.pid == channel.own.pid:
             self._sent |= gone
-            self._send_news([rank for rank in channel.endpoints if rank not in channel.node_peers], gone)
+            elsewhere = [rank for rank in channel.endpoints if rank not in channel.node_peers]
+            self._send_to_others("ended", elsewhere, processes=sorted(gone))
 
-    def _send_news(self, ranks: list[int], processes: set[Process]) -> None:
+    def _send_to_others(self, kind: str, ranks: Iterable[int], **content: Any) -> None:
         others = [rank for rank in ranks if rank != self.channel.rank]
-        self.channel.ask(others, "ended", {}, NEWS_SECONDS, processes=sorted(processes))
+        self.channel.ask(others, kind, {}, NEWS_SECONDS, **content)
 
     def _look_at_next_node(self) -> None:
         channel, gone = self.channel, self.ended_ranks()
@@ -285,7 +273,6 @@ class Liveness:
 
 
 def disconnect(connections: dict[int, list[Connection]], rank: int) -> None:
-    """Close the connections to a rank's addresses."""
     for each in connections.pop(rank):
         each.close()
 
@@ -294,70 +281,40 @@ def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dic
     """Connect to addresses and return the error number of each that answers in time, 0 for a connection."""
     several = list(dict.fromkeys(targets))
     found: dict[Address, int] = {}
-    for first in range(0, len(several), AT_ONCE):
-        found |= answers_at_once(several[first : first + AT_ONCE], seconds)
-    return found
-
-
-def answers_at_once(targets: Iterable[Address], seconds: float) -> dict[Address, int]:
-    """Return what ``answers`` does, with a socket for each address at the same time."""
-    found = {}
-    begun = {}
-    poll = select.poll()
-    with ExitStack() as sockets:
-        for target in targets:
-            connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            connection.setblocking(False)
-            number = connection.connect_ex(target)
-            if number == errno.EINPROGRESS:
-                begun[connection.fileno()] = connection, target
-                poll.register(connection, select.POLLOUT)
-            else:
-                found[target] = number
-        deadline = time.monotonic() + seconds
-        while begun and (left := deadline - time.monotonic()) > 0:
-            for each, _ in poll.poll(left * 1000):
-                connection, target = begun.pop(each)
-                poll.unregister(each)
-                found[target] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    for first in range(0, len(several), AT_ONCE):  # each takes a descriptor
+        begun, poll = {}, select.poll()
+        with ExitStack() as sockets:
+            for target in several[first : first + AT_ONCE]:
+                connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                number = connection.connect_ex(target)
+                if number == errno.EINPROGRESS:
+                    begun[connection.fileno()] = connection, target
+                    poll.register(connection, select.POLLOUT)
+                else:
+                    found[target] = number
+            deadline = time.monotonic() + seconds
+            while begun and (left := deadline - time.monotonic()) > 0:
+                for each, _ in poll.poll(left * 1000):
+                    connection, target = begun.pop(each)
+                    poll.unregister(each)
+                    found[target] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return found
 
 
 class ProofOfDeath:
-    """Tells a process that has ended from one that cannot be reached, without a watchdog; every process makes one.
+    """Tells a process that has ended from one that cannot be reached, whether or not it is in the world any more.
 
-    Each process listens on a TCP port, and connects to all others' once, to learn an address at which each of them is
-    reached. A refusal where there was a connection before proves that the process has ended. ``all_gather`` returns
-    the objects of all processes of the job, in order.
+    It connects once to the port that each rank of the world listens on (``Channel.listener``), to learn an address at
+    which each is reached. A refusal where there was a connection before proves that the process has ended.
     """
 
-    def __init__(self, all_gather: Callable[[Any], list[Any]]) -> None:
-        self._listener = socket.create_server((addresses.ALL_INTERFACES, 0), backlog=socket.SOMAXCONN)
-        PROOFS.add(self)
-        own = addresses.own()
-        targets = []
-        for other, theirs, port in all_gather((machine(), own, self._listener.getsockname()[1])):
-            targets.append([(each, port) for each in reaching(other, theirs, own)])
+    def __init__(self, channel: Channel) -> None:
+        targets = [channel.stream_targets(each) for _, each in sorted(channel.endpoints.items())]
         found = answers(target for several in targets for target in several)
         self._reached = [[each for each in several if found.get(each) == 0] for several in targets]
 
     def ended(self, numbers: Iterable[int]) -> set[int]:
-        """Return those of some processes, by their numbers, that have surely ended."""
+        """Return those of some processes, by the ranks that they had, that have surely ended."""
         asked = {target: number for number in numbers for target in self._reached[number]}
         return {asked[target] for target, error in answers(asked).items() if error == errno.ECONNREFUSED}
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._listener.close()
-
-
-PROOFS: weakref.WeakSet[ProofOfDeath] = weakref.WeakSet()
-
-
-def close_in_child() -> None:
-    """Close, in a forked child, what its parent listens on: while the child had it, the parent would count as alive."""
-    for proof in list(PROOFS):
-        proof.close()
-
-
-os.register_at_fork(after_in_child=close_in_child)

@@ -30,7 +30,6 @@ class Origin(logging.Filter):
         self.rank, self.size = -1, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Give the record its ``origin``."""
         group = getattr(record, "group", None)
         within = "" if group is None else f" group {group}"
         record.origin = f"rank {self.rank} of {self.size}{within}" if self.size else "before init"
@@ -57,18 +56,12 @@ def set_up() -> None:
         hooks.listen = log_call
 
 
-def locate(rank: int, size: int) -> None:
-    """Set which rank the log's lines name."""
-    ORIGIN.rank, ORIGIN.size = rank, size
-
-
 def of(group: Group) -> dict[str, str]:
     """Return what names a record's group: ``extra`` of the logger's methods."""
     return {"group": group.group_name}
 
 
 def log_call(record: tuple[Any, ...]) -> None:
-    """Log a call of this rank as it begins."""
     call = CallRecord(*record)
     tensor = "" if call.shape is None else f" of {str(call.dtype).removeprefix('torch.')} {list(call.shape)}"
     with_rank = "" if call.root is None else f", {'peer' if call.is_message else 'root'} {call.root}"

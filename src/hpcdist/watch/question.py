@@ -123,7 +123,6 @@ class Question:
 
     @property
     def is_answered(self) -> bool:
-        """Whether everybody has answered."""
         return not self._missing
 
     def due(self, now: float, numbers: Iterator[int]) -> list[tuple[int, Endpoint, int, bytes]]:

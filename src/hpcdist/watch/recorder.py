@@ -65,11 +65,9 @@ class Recorder:
             RING.resize(int(length))
 
     def made(self) -> int:
-        """Return how many calls this process has made on its groups."""
         return RING.past + sum(group.sequence for group in list(WORLD.groups.values()) if group.backends)
 
     def tick(self) -> None:
-        """Note how many calls were made until now."""
         made = self.made()
         if not self.ticks or self.ticks[-1][1] != made:
             self.ticks.append((time.time_ns(), made))

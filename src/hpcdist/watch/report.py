@@ -303,11 +303,6 @@ class Reports:
         _, until = self._askers.get(collective, (None, -math.inf))
         return until + turn(rank)
 
-    def has_lower(self, collective: Collective, rank: int) -> bool:
-        """Tell whether a rank before this one asks about a call."""
-        asker = self.asker(collective)
-        return asker is not None and asker < rank
-
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
         """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""
         askers = [self.asker(collective) for collective in list(self._askers) if collective.group == group]
@@ -319,18 +314,12 @@ class Reports:
         return min(found, default=None)
 
     def add(self, report: Report) -> None:
-        """Keep a report."""
         remember(self._reports, report.collective, (report, self._clock()))
 
     def find(self, collective: Collective, age: float = FRESH_SECONDS) -> Report | None:
         """Return the report on a call, unless it is old."""
         report, when = self._reports.get(collective, (None, -math.inf))
         return report if self._clock() - when < age else None
-
-    def forget(self) -> None:
-        """Forget everything: the ranks have other numbers now."""
-        for each in (self._askers, self._swept, self._reports):
-            each.clear()
 
 
 def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Callable[[int], str]:

@@ -56,22 +56,19 @@ RANGES: list[Callable[[str, bool], Callable[[], Any] | None]] = []  # each opens
 class TimedEvent:
     """A call under way, as a profiler's event."""
 
-    __slots__ = ("__weakref__", "_begin", "_call", "_closers", "_inner", "_is_async", "_nbytes", "_thread", "_where")
+    __slots__ = ("__weakref__", "_closers", "_inner", "timed")
 
     def __init__(self, call: CallRecord, nbytes: int, is_async: bool, inner: Event | None) -> None:
-        self._call = call
-        self._nbytes = nbytes
-        self._is_async = is_async
+        group, kind, thread = call.journal.group, MESSAGE if call.is_message else COLLECTIVE, threading.get_ident()
+        what = call.name, group, call.number, call.root, nbytes, calls_under_way.caller()
         self._inner = inner
-        self._thread = threading.get_ident()
-        self._where = calls_under_way.caller()
-        self._closers = [each(f"{call.name} #{call.number} group {call.journal.group}", is_async) for each in RANGES]
-        self._begin = time.perf_counter_ns()
+        self._closers = [each(f"{call.name} #{call.number} group {group}", is_async) for each in RANGES]
+        self.timed = TimedCall(*what, time.perf_counter_ns(), 0, kind, is_async, thread)
         UNDER_WAY.add(self)
 
     def __exit__(self, *_: object) -> None:
         """End it, from any thread."""
-        timed = self.until(time.perf_counter_ns())
+        timed = self.timed._replace(end=time.perf_counter_ns())
         UNDER_WAY.discard(self)
         for close in self._closers:
             if close is not None:
@@ -80,21 +77,14 @@ class TimedEvent:
             self._inner.__exit__(None, None, None)
         tell(timed)
 
-    def until(self, end: int) -> TimedCall:
-        """Return the call as if it ended at some moment."""
-        call, kind = self._call, MESSAGE if self._call.is_message else COLLECTIVE
-        what = call.name, call.journal.group, call.number, call.root, self._nbytes, self._where
-        return TimedCall(*what, self._begin, end, kind, self._is_async, self._thread)
-
 
 def under_way(since: int, until: int) -> list[TimedCall]:
     """Return the calls that began at some moment or later and have not ended, as if they ended at another one."""
-    calls = [event.until(until) for event in list(UNDER_WAY)]
+    calls = [event.timed._replace(end=until) for event in list(UNDER_WAY)]
     return [call for call in calls if call.begin >= since]
 
 
 def tell(call: TimedCall) -> None:
-    """Give a call that has ended to the listeners."""
     for listener in LISTENERS:
         listener(call)
 
@@ -137,7 +127,6 @@ def listen(listener: Listener) -> None:
 
 
 def leave(listener: Listener) -> None:
-    """Give a listener no more calls."""
     with GUARD:
         LISTENERS.remove(listener)
         if not LISTENERS:

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from traceback import format_exception
 from typing import Any
 
@@ -32,17 +32,15 @@ from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.waiting import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
-from hpcdist.watch.call_exchange import CallExchange
+from hpcdist.watch.call_exchange import CallExchange, Members
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
-from hpcdist.watch.debug_socket import SECRET_VARIABLE, DebugSocket, slurm_job
+from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket
 from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
 from hpcdist.watch.inspection import Inspection, program
-from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd
+from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
-from hpcdist.watch.meeting import Meeting
-from hpcdist.watch.members import Members
 from hpcdist.watch.question import Message
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.report import COLLECTIVE, REPORT, WHERE, Answers, Collective, Report, Reports, judge_of, turn
@@ -64,7 +62,6 @@ class Watchdog:
     def __init__(self, name: str, rank: int) -> None:
         self.channel = Channel(rank)
         self.liveness = Liveness(self.channel)
-        self.each_second: list[Callable[[], object]] = []  # called by the watchdog's thread about once a second
         self.recorder = Recorder(name)
         self.signals = Signals()
         self.calls = WatchedCalls()
@@ -80,28 +77,26 @@ class Watchdog:
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._next_look = 0.0
-        self._next_second = 0.0  # when ``each_second`` is due
+        self._next_second = 0.0  # when ``_each_second`` is due
         self._failures: set[str] = set()  # of this thread, that were reported
         self._debug_socket: DebugSocket | None = None
         self.channel.note_failure = self._note_failure
-        where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": (bool, None)}
+        left = [str, int], None  # a process that makes no more calls
+        where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": left}
         register = self.channel.register
-        register("alive", self._alive, {"left": ([str, int], None)})
         register("where", self._where, where)
         register("report", self._take_report, {"report": REPORT})
         register("abort", self._note_abort, {"reason": str, "leaves": bool})
         register("inspect", self._inspected, {"first": int})
         self.call_exchange = CallExchange(self.channel, self.end_call)
-        self.each_second += [self.call_exchange.look, Members(self.channel, self.end_call).look]
+        self._each_second = self._look_at_others, self.call_exchange.look, Members(self.channel, self.end_call).look
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property
     def rank(self) -> int:
-        """This process's rank in the default group."""
         return self.channel.rank
 
     def start(self) -> None:
-        """Begin to watch."""
         self._debug_socket = DebugSocket()
         self._thread.start()
 
@@ -144,8 +139,10 @@ class Watchdog:
         assert debug_socket is not None
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if any(each in ready for each in debug_socket.sockets):
-            own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "job": self.recorder.name}
-            debug_socket.answer({**own, "program": program(), "slurm_job": slurm_job(), "endpoint": self.channel.own})
+            own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "endpoint": self.channel.own}
+            debug_socket.answer(
+                {**own, "job": self.recorder.name, "program": program(), "slurm_job": os.environ.get(SLURM_JOB, "")}
+            )
         if self.signals.reader in ready:
             for number in self.signals.arrived():
                 self._on_signal(number)
@@ -165,25 +162,27 @@ class Watchdog:
         self.inspection.look(now)
         self.job_end.look(now)
         meeting = self.meeting  # the main thread may end it meanwhile
-        if meeting is not None and (reason := meeting.look(now)):
+        if meeting is not None and (reason := meeting.look(self.liveness, now)):
             self.abort(meeting.backend, reason)
         self._end_failed()
-        if not self.leaving and WORLD.default is not None:
-            self.liveness.look(now)
         if now >= self._next_second:
             self._next_second = now + LONGEST_TICK
-            for work in list(self.each_second):
-                work()
+            for look in self._each_second:
+                look()
         calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
         self.calls.see((each.record for each in calls), now)
         for each in calls:
             if self.job_end.is_known and not each.backend.faults.interrupts_all():
                 continue  # the launcher ends the job, with the status of the rank that has left
-            if not each.has_own_limit and now >= self.waits_until:
+            if each.limit is None and now >= self.waits_until:
                 self._advance(each, now)
             self._escalate(each)
         if self._found and now >= self._sigint_due:
             self._end_interrupted(calls)
+
+    def _look_at_others(self) -> None:
+        if not self.leaving and WORLD.default is not None:
+            self.liveness.look()
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
         """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
@@ -194,7 +193,7 @@ class Watchdog:
             is_same = any(each.record is record for record in found) and not each.in_background
             can_end = not each.backend.ends_waits and self._watched(each).state is not State.ENDING
             if is_same and can_end and each.thread == threading.main_thread().ident:
-                mine = report.described(each, SIGINT_SECONDS, calls_under_way.call_site(each))
+                mine = report.described(each, SIGINT_SECONDS, calls_under_way.line_in(each.thread))
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.say(text)
                 self._end(each, mine, text, False)
@@ -223,7 +222,7 @@ class Watchdog:
             return
         path = self.dump()
         if number == signal.SIGUSR1:
-            self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.main_line()}")
+            self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.line_in()}")
         logs.LOG.info("signal %d; trace written to %s", number, path)
         if self.signals.ends_process(number):
             end_by(number)
@@ -233,12 +232,6 @@ class Watchdog:
 
     # -- answers to other ranks ----------------------------------------------------------------------
 
-    def _alive(self, message: Message) -> Message:
-        """Give a sign of life, and take note that a process makes no more calls."""
-        if message.get("left"):
-            self.liveness.left.add(tuple(message["left"]))
-        return {"left": self.has_left}
-
     def _note_abort(self, message: Message) -> Message:
         self.dump_if_due()  # while there is time
         self.job_end.note_message(f"rank {message['from']} aborts the job ({message['reason']})", message["leaves"])
@@ -246,7 +239,7 @@ class Watchdog:
 
     def _described(self, each: UnderWay) -> dict[str, Any]:
         seconds = time.monotonic() - self._watched(each).first_seen
-        return report.described(each, seconds, calls_under_way.call_site(each))
+        return report.described(each, seconds, calls_under_way.line_in(each.thread))
 
     def _inspected(self, message: Message) -> Message:
         endpoints = self.channel.endpoints or {self.rank: self.channel.own}
@@ -256,11 +249,12 @@ class Watchdog:
     def _where(self, message: Message) -> Message:
         """Return where this rank is, in a ``group``.
 
-        ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` says that it makes no more.
+        ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` is its process, if it makes
+        no more.
         """
         asker, group = message["from"], WORLD.groups.get(message["group"])
         if message.get("left"):
-            self.liveness.note_left(self.channel.endpoints.get(asker))
+            self.liveness.left.add(tuple(message["left"]))
         if message.get("dump"):
             self.reports.note_sweep(message["group"])
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
@@ -276,7 +270,7 @@ class Watchdog:
         return {
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
-            "main": calls_under_way.main_line(),
+            "main": calls_under_way.line_in(),
             "leaving": self.leaving,
             "left": self.has_left,
         }
@@ -296,12 +290,12 @@ class Watchdog:
         self.channel.renumber(remaining)
         self._forget()
         self.channel.rank = remaining.index(self.rank)
-        logs.locate(self.rank, len(remaining))
+        logs.ORIGIN.rank, logs.ORIGIN.size = self.rank, len(remaining)
 
     def _forget(self) -> None:
         """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
         self.liveness.reset()
-        self.reports.forget()
+        self.reports = Reports()
         self._given_up.clear()
 
     def dump_if_due(self) -> None:
@@ -374,7 +368,8 @@ class Watchdog:
         if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
             watched.state = State.RUNNING
             return
-        if collective is not None and self.reports.has_lower(collective, self.rank):
+        asker = None if collective is None else self.reports.asker(collective)
+        if asker is not None and asker < self.rank:
             watched.make_due(time.monotonic())
             return
         headline = report.headline(mine, each.timeout)
@@ -398,7 +393,6 @@ class Watchdog:
         return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, asked, answers))
 
     def _send_report(self, made: Report, answers: Answers) -> None:
-        """Send a report to the ranks that it is for."""
         if receivers := made.receivers(answers):
             others = [rank for rank in receivers if rank != self.rank]
             self.channel.ask(others, "report", {}, NEWS_SECONDS, report=made.truncated(LARGEST // 2))
@@ -411,7 +405,7 @@ class Watchdog:
         if is_known or not found.ends_all:
             return {}
         for each in calls_under_way.under_way():
-            others = each.call.is_message or each.has_own_limit or each.group.group_name != found.collective.group
+            others = each.call.is_message or each.limit is not None or each.group.group_name != found.collective.group
             # a rank whose call has raised goes on with it, without those that the report is about
             others = others or (each.call.name in REMAKING and found.collective.name not in REMAKING)
             if not others and self._watched(each).state is not State.ENDING:
@@ -429,7 +423,6 @@ class Watchdog:
         self._end(each, mine, f"{headline}: {lines}", True)
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
-        """Begin to end an overdue wait."""
         watched, now = self._watched(each), time.monotonic()
         watched.end(now, explained(reason, "call-timeout"), each.escalations(is_reported))
         if each.in_background and watched.next_escalation(now) is not None:
@@ -506,7 +499,6 @@ def before_fork() -> None:
 
 
 def after_fork() -> None:
-    """Undo ``before_fork``."""
     signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
     calls_under_way.LOOKING.release()
 
@@ -532,7 +524,7 @@ def watch(group: Group) -> Watchdog:
     One collective on the group lets the ranks know where the others listen.
     """
     rank = group.ranks[group.rank()]
-    logs.locate(rank, group.size())
+    logs.ORIGIN.rank, logs.ORIGIN.size = rank, group.size()
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
     group.journal.follow()  # the ring that the recorder and the log have set up
     watchdog.channel.rank = rank

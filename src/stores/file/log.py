@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-from hpcdist_stores.errors import DistStoreError
+from torch.distributed import DistStoreError
+
 from hpcdist_stores.integers import U32, parse_i64, wrap_i64
 
 MAX_LENGTH = (1 << 32) - 1

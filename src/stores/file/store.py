@@ -41,11 +41,9 @@ class FileStore(Store):
 
     @property
     def path(self) -> str:
-        """Return the file's name."""
         return self._path
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, replacing any earlier one."""
         pair = (_key(key), as_bytes(value, "value"))
         with self._log.writing(self._deadline()) as fd:
             self._log.append(fd, pair)
@@ -58,16 +56,13 @@ class FileStore(Store):
             self._log.append(fd, *pairs)
 
     def get(self, key: Text) -> bytes:
-        """Return a value, waiting for the key up to the store's timeout."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """Return several values, waiting for all keys."""
         wanted = [b"/" + key for key in as_key_list(keys)]
         return self._when_there(wanted, self._seconds, lambda data: [data[key] for key in wanted])
 
     def append(self, key: Text, value: Text) -> None:
-        """Append to a value; a missing key counts as empty."""
         name, value = _key(key), as_bytes(value, "value")
         with self._log.writing(self._deadline()) as fd:
             self._log.append(fd, (name, self._log.data.get(name, b"") + value))
@@ -87,7 +82,6 @@ class FileStore(Store):
                 raise IndexError(f"add to {name[1:]!r}: {error}") from None
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
         name, expected, desired = _key(key), as_bytes(expected, "expected"), as_bytes(desired, "desired")
         with self._log.writing(self._deadline()) as fd:
             value = self._log.data.get(name)
@@ -97,13 +91,11 @@ class FileStore(Store):
             return expected if value is None else value
 
     def check(self, keys: Sequence[Text]) -> bool:
-        """Return whether all keys are there, without waiting."""
         wanted = [b"/" + key for key in as_key_list(keys)]
         with self._log.reading(self._deadline()) as data:
             return all(key in data for key in wanted)
 
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        """Wait until all keys are there."""
         self._when_there([b"/" + key for key in keys], seconds, lambda data: None)
 
     def delete_key(self, key: Text) -> bool:

@@ -16,7 +16,8 @@ import time
 import weakref
 from pathlib import Path
 
-from hpcdist_stores.errors import DistError, DistStoreError
+from torch.distributed import DistError, DistStoreError
+
 from hpcdist_stores.file.log import FIRST_KEY, NOTE, FileLog
 
 LEFT_KEY = b"cleanup/"

@@ -13,7 +13,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from hpcdist_stores.errors import DistNetworkError, ServerClosedError, connect_timeout
+from torch.distributed import DistNetworkError
+
+from hpcdist_stores.errors import ServerClosedError, connect_timeout
 from hpcdist_stores.integers import U64
 from hpcdist_stores.tcp import wire
 
@@ -44,7 +46,6 @@ class Connection:
         self.sock.settimeout(None if limit is None else min(limit, LONGEST_LIMIT_S))
 
     def exchange(self, frame: bytes, size: int) -> bytes:
-        """Send a request and return its reply of a known size."""
         self.send(frame)
         return self.read(size)
 
@@ -77,11 +78,9 @@ class Connection:
         return data
 
     def read_value(self) -> bytes:
-        """Return one string."""
         return self.read(_u64(self.read(8))[0])
 
     def read_values(self, count: int) -> list[bytes]:
-        """Return so many strings."""
         values: list[bytes] = []
         add = values.append
         data = self.rest
@@ -101,7 +100,6 @@ class Connection:
         return values
 
     def close(self) -> None:
-        """Close the connection."""
         self.sock.close()
 
 

@@ -25,14 +25,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpcdist_stores.errors import (
-    DistNetworkError,
-    DistStoreError,
-    NoAnswerError,
-    ServerClosedError,
-    lost_server,
-    name_keys,
-)
+from torch.distributed import DistNetworkError, DistStoreError
+
+from hpcdist_stores.errors import NoAnswerError, ServerClosedError, lost_server, name_keys
 from hpcdist_stores.tcp.connection import Connection, connect, open_connection
 from hpcdist_stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
 
@@ -288,7 +283,6 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """Close all connections."""
         connection, self.connection = self.connection, None
         for each in [*self.idle, *([connection] if connection else [])]:
             each.close()

@@ -12,16 +12,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
-from hpcdist_stores.errors import (
-    DistNetworkError,
-    DistStoreError,
-    NoAnswerError,
-    barrier_timeout,
-    queue_empty,
-    wait_timeout,
-    wrong_kind,
-)
+from hpcdist_stores.errors import NoAnswerError, barrier_timeout, queue_empty, wait_timeout, wrong_kind
 from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
 from hpcdist_stores.tcp.server.process import ServerProcess, listen, own_address, take_over
@@ -175,7 +169,6 @@ class TCPStore(Store):
         return self._get("get", (name,), _ONE + packed, _GET + packed, Connection.read_value)
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """Return several values, waiting for all keys."""
         names = [b"/" + key for key in as_key_list(keys)]
         body = pack_keys(names)
         count = len(names)
@@ -264,7 +257,6 @@ class TCPStore(Store):
         return self._ask(_CHECK + pack_keys(names), 1, "check", names) == PRESENT
 
     def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        """Wait until all keys are there."""
         names = [b"/" + key for key in keys]
         body = pack_keys(names)
         start = time.monotonic()
@@ -276,7 +268,6 @@ class TCPStore(Store):
             raise wait_timeout(names, seconds, time.monotonic() - start, self.where, f"; {error}") from error
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Store ``desired`` if the value is ``expected``, or the key is missing and ``expected`` empty."""
         name = _wire_key(key)
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
         self._session.check_sizes(name, before, after)
@@ -284,7 +275,6 @@ class TCPStore(Store):
         return self._session.call("compare_set", (name,), self._limit, frame, Connection.read_value)
 
     def delete_key(self, key: Text) -> bool:
-        """Delete a key and return whether it was there."""
         name = _wire_key(key)
         frame = _R[Request.DELETE_KEY] + pack_string(name)
         return _i64(self._ask(frame, 8, "delete_key", (name,)))[0] == 1
@@ -294,8 +284,6 @@ class TCPStore(Store):
         return _i64(self._ask(_R[Request.NUM_KEYS], 8, "num_keys"))[0]
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
-
         def read(connection: Connection) -> list[bytes]:
             return connection.read_values(_i64(connection.read(8))[0])
 
@@ -354,12 +342,10 @@ class TCPStore(Store):
         return value
 
     def queue_len(self, key: Text) -> int:
-        """Return how many values a queue holds."""
         name = self._queue_key(key)
         return _i64(self._ask(_R[Request.QUEUE_LEN] + pack_string(name), 8, "queue_len of", (name,)))[0]
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Wait until ``world_size`` callers have called with the same key; later callers pass at once."""
         seconds = self._seconds if timeout is None else as_seconds(timeout)
         name = _wire_key(key)
         session = self._session
@@ -398,7 +384,6 @@ class TCPStore(Store):
 
     @property
     def port(self) -> int:
-        """Return the server's port."""
         return self._session.port
 
     @property

@@ -55,7 +55,9 @@ part 1-gpu-1rank 110 $M -n 1 $T $PLUGIN tests/gpu
 part 2-bench 75 $M -n 1 $PY $RUN -m hpcdist bench --device cuda --collectives all_reduce --sizes $SIZES --rounds 5 --json "$OUT/bench.json"
 [ -s "$OUT/bench.json" ] && $PY -c "
 import json,sys
-for f in json.load(open('$OUT/bench.json'))['figures']: print('host_over', f['collective'], f['bytes'], f['call'], round(f['host_over'],1), {k: round(v,1) for k,v in f['host_us'].items()}, {k: round(v,1) for k,v in f['whole_us'].items()})" | tee -a "$S"
+rows = {}
+for f in json.load(open('$OUT/bench.json'))['figures']: rows.setdefault((f['what'], f['nbytes']), {})[f['side']] = round(f['median'], 1)
+for (what, nbytes), us in rows.items(): print('host_over' if what.endswith('host') else 'whole', what, nbytes, round(us['hpcdist'] - us['torch'], 1), us)" | tee -a "$S"
 # -- 3: CUDA tensors over MPI, staged, two ranks on the one GPU --------------------------------------------------------
 part 3-staged 45 $M -n 2 $PY $RUN "$HERE/staged.py" $SIZES
 grep -a "^staged" "$OUT/3-staged.log" | tee -a "$S"

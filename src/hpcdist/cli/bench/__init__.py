@@ -19,25 +19,23 @@ from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import opened
 from hpcdist.cli.job_arguments import JobParser, described
 
-# subject -> the module with ``measure(bench)``, or with ``run(args)`` if the subject has its own options
+# subject -> the module with ``measure(bench)``
 SUBJECTS: dict[str, str] = {
     "collectives": "hpcdist.cli.bench.collectives",
     "calls": "hpcdist.cli.bench.calls",
     "p2p": "hpcdist.cli.bench.p2p",
-    "ddp": "hpcdist.cli.bench.ddp",
+    "ddp": "hpcdist.cli.bench.torch_libraries",
     "torch": "hpcdist.cli.bench.torch_libraries",
 }
 
 
 def size_in_bytes(text: str) -> int:
-    """Read a size such as 4, 64K or 16M."""
     if not (nbytes := number_of_bytes(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected bytes such as 4, 64K or 16M")
     return nbytes
 
 
 def dtype(text: str) -> torch.dtype:
-    """Read a torch dtype by name."""
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
         raise argparse.ArgumentTypeError(f"{text!r} is not a torch dtype; expected one such as float32 or bfloat16")
@@ -45,7 +43,6 @@ def dtype(text: str) -> torch.dtype:
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist bench", description=described(__doc__))
     made.add_argument(
         "subject",
@@ -53,11 +50,9 @@ def parser() -> JobParser:
         default="collectives",
         choices=SUBJECTS,
         metavar="SUBJECT",
-        help=f"what is timed: {', '.join(SUBJECTS)} (collectives); ddp has other options (bench ddp --help)",
+        help=f"what is timed: {', '.join(SUBJECTS)} (collectives)",
     )
-    made.add_argument(
-        "--device", choices=("cpu", "cuda"), help="cuda: compare with torch's NCCL (see --device cuda --help)"
-    )
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: collectives, beside torch's NCCL")
     made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all" (all_reduce)')
     made.add_argument(
         "--dtypes", nargs="+", type=dtype, default=[torch.float32], metavar="DTYPE", help="of the buffers (float32)"
@@ -68,6 +63,9 @@ def parser() -> JobParser:
     made.add_argument(
         "--sizes", nargs="+", type=size_in_bytes, metavar="SIZE", help="these sizes instead of --min to --max"
     )
+    made.add_argument("--parameters", type=float, default=10e6, help="of a model that ddp and torch train (10 million)")
+    made.add_argument("--batch", type=int, default=1, help="samples a rank of DDP's step (1)")
+    made.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb (25)")
     made.add_argument("--rounds", type=int, default=7, help="rounds, of which the median is shown (7)")
     made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
     sides = ["hpcdist", "mpi4py", "gloo", "copy"]
@@ -86,24 +84,20 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    """Run the benchmark of one subject on all ranks of this job; return the exit status."""
-    if args and args[0] == "ddp":
-        return int(importlib.import_module(SUBJECTS[args[0]]).run(args[1:]))
-    device = JobParser(prog="python -m hpcdist bench", add_help=False)
-    device.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    chosen, args = device.parse_known_args(args)
-    if chosen.device == "cuda":
-        return int(importlib.import_module("hpcdist.cli.bench.cuda").run(args))
     made = parser()
     options = made.parse_args(args)
+    is_cuda = options.device == "cuda"
     if options.html and find_spec("matplotlib") is None:
         made.error(plots.MISSING)
-    module: Any = importlib.import_module(SUBJECTS[options.subject])
-    with opened(options, made, "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench") as bench:
+    module: Any = importlib.import_module("hpcdist.cli.bench.cuda" if is_cuda else SUBJECTS[options.subject])
+    if is_cuda and (lacks := module.missing()) is not None:
+        made.error(lacks)
+    start = "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench"
+    with opened(options, made, start, "cpu:mpi,cuda:nccl" if is_cuda else None) as bench:
         if options.explain:
             report.explain(bench)
             return 0
-        module.measure(bench)
+        status = module.measure(bench)
         report.write(bench)
         plots.write(bench)
-    return 0
+    return int(status or 0)

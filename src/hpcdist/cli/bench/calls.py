@@ -7,6 +7,7 @@ by its own functions; the sum of the two others is what torch would take with a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -59,30 +60,13 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
     a, b, all_a, all_b = (each.numpy() for each in (one, other, whole, everything))
     after, before = (bench.rank + 1) % size, (bench.rank - 1) % size
 
-    def all_reduce() -> None:
-        comm.Allreduce(mpi.IN_PLACE, a)
-
-    def all_gather() -> None:
-        comm.Allgather(a, all_a)
-
-    def reduce_scatter() -> None:
-        comm.Reduce_scatter_block(all_a, a)
-
-    def all_to_all() -> None:
-        comm.Alltoall(all_a, all_b)
-
+    all_reduce, all_gather = partial(comm.Allreduce, mpi.IN_PLACE, a), partial(comm.Allgather, a, all_a)
+    reduce_scatter, all_to_all = partial(comm.Reduce_scatter_block, all_a, a), partial(comm.Alltoall, all_a, all_b)
     # each with as many elements as the tensors of many shapes have: a rank's share, and all shares
     arrays = cycle([(torch.ones(each).numpy(), torch.ones(each * size).numpy()) for each in sizes])
 
     def all_reduce_many() -> None:
         comm.Allreduce(mpi.IN_PLACE, next(arrays)[0])
-
-    def all_gather_many() -> None:
-        comm.Allgather(*next(arrays))
-
-    def reduce_scatter_many() -> None:
-        share, shares = next(arrays)
-        comm.Reduce_scatter_block(shares, share)
 
     def messages() -> None:
         for request in (comm.Irecv(b, before), comm.Isend(a, after)):
@@ -147,11 +131,11 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
             lambda lib, group: lib.all_gather([torch.empty(count) for _ in range(size)], one, group=group),
         ),
         f"all_gather, list, {SHAPES} shapes": (
-            all_gather_many,
+            lambda: comm.Allgather(*next(arrays)),
             lambda lib, group: lib.all_gather(*next(lists), group=group),
         ),
         f"reduce_scatter, list, {SHAPES} shapes": (
-            reduce_scatter_many,
+            lambda: comm.Reduce_scatter_block(*next(arrays)[::-1]),
             lambda lib, group: lib.reduce_scatter(*next(lists)[::-1], group=group),
         ),
     }

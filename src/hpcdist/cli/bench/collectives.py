@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def sizes(bench: Bench) -> Iterator[int]:
-    """Yield the sizes to measure, in bytes."""
     options = bench.options
     if options.sizes:
         yield from options.sizes
@@ -25,6 +24,14 @@ def sizes(bench: Bench) -> Iterator[int]:
     while size <= options.max:
         yield size
         size *= options.factor
+
+
+def chosen(bench: Bench, known: Collection[str]) -> list[str]:
+    """Return the collectives to measure, of those that are known."""
+    names = list(known) if bench.options.collectives == ["all"] else bench.options.collectives
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"cannot time the collective {unknown[0]!r} (known: {', '.join(known)}, all)")
+    return names
 
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single")
@@ -87,13 +94,8 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[st
 
 
 def measure(bench: Bench) -> None:
-    """Time the collectives asked for at all sizes."""
-    options = bench.options
-    names = COLLECTIVES if options.collectives == ["all"] else options.collectives
-    unknown = [name for name in names if name not in COLLECTIVES]
-    if unknown:
-        raise SystemExit(f"cannot time the collective {unknown[0]!r} (known: {', '.join(COLLECTIVES)}, all)")
-    work = [(name, dtype, size) for name in names for dtype in options.dtypes for size in sizes(bench)]
+    names, dtypes = chosen(bench, COLLECTIVES), bench.options.dtypes
+    work = [(name, dtype, size) for name in names for dtype in dtypes for size in sizes(bench)]
     # no refresh thread: it would compete for a core with the measured calls
     with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("collectives", total=len(work))

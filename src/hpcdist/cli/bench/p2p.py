@@ -31,7 +31,6 @@ def ping_pong(bench: Bench, send: Callable[[int], Any], recv: Callable[[int], An
 
 
 def compare(bench: Bench, nbytes: int) -> dict[str, float]:
-    """Time a ping-pong of one size."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     raw, comm, gloo = tensor.numpy(), bench.comm, bench.gloo
     sides = {
@@ -45,7 +44,6 @@ def compare(bench: Bench, nbytes: int) -> dict[str, float]:
 
 
 def measure(bench: Bench) -> None:
-    """Time ping-pong at all sizes, and the barrier."""
     if bench.size < 2:
         raise SystemExit("bench p2p needs two or more ranks, this job has one: mpirun -n 2 python -m hpcdist bench p2p")
     for size in sizes(bench):
@@ -96,6 +94,5 @@ def put_and_signal(bench: Bench, nbytes: int) -> dict[str, float]:
 
 
 def barrier(bench: Bench) -> dict[str, float]:
-    """Time the barrier."""
     sides = {"hpcdist": dist.barrier, "mpi4py": bench.comm.Barrier, "gloo": lambda: bench.gloo.barrier().wait()}
     return bench.compare("barrier", "", 0, sides)

@@ -102,7 +102,6 @@ def draw_lines(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tu
 
 
 def draw_bars(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tuple[str, str]]) -> None:
-    """Draw the time of one size, a bar for each side."""
     medians = [points[0].median for points in by_side.values()]
     bars = axes.barh(list(by_side), medians, color=[styles[side][0] for side in by_side], height=0.7)
     axes.bar_label(bars, [timed(median / 1e6) for median in medians], padding=4)
@@ -119,7 +118,6 @@ def only_bars(axes: Any) -> None:
 
 
 def parts(figures: list[Figure]) -> list[str]:
-    """Return a section for each call and dtype, as HTML."""
     groups: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         groups.setdefault((figure.what, figure.dtype), []).append(figure)
@@ -143,7 +141,6 @@ def table(figures: list[Figure]) -> str:
 
 
 def cell(figure: Figure | None) -> str:
-    """Return a figure's median and its rounds, as HTML."""
     if figure is None:
         return ""
     unit = unit_of(figure.median / 1e6)[0] * 1e6
@@ -151,7 +148,6 @@ def cell(figure: Figure | None) -> str:
 
 
 def write(bench: Bench) -> None:
-    """Write the page of ``--html``, if it was asked for, on rank 0."""
     if bench.rank or not bench.options.html or not bench.figures:
         return
     found = report.machine()

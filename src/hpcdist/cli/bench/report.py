@@ -17,6 +17,7 @@ from rich.table import Table
 import hpcdist as dist
 from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.backends.mpi.node.places import locate
+from hpcdist.backends.nccl import library
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.printing import sized
 from hpcdist.launch.topology import processor
@@ -32,13 +33,14 @@ def microseconds(value: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and versions behind the figures."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"cores": os.cpu_count(), "cpu": processor(), **versions}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_initialized():
+        version = ".".join(map(str, library.load().version))
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "nccl": version}
+    return {"cores": os.cpu_count(), "cpu": processor(), **found}
 
 
 def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
-    """Group the figures by call: call -> side -> figure."""
     calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
     for figure in figures:
         calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
@@ -51,58 +53,32 @@ def on_the_wire(figure: Figure) -> str:
 
 
 def spread(figure: Figure) -> str:
-    """Write the median of a figure and its lowest and highest round."""
     return f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
 
 
 def table(bench: Bench) -> Table:
-    """Make the printed table: a row for each call, or for each side if there is only one call."""
+    """Make the printed table: a row for each call, a column for each side and for what hpcdist takes of its time."""
     calls = by_call(bench.figures)
-    title = f"{bench.size} ranks, {bench.library}, µs a call: median (lowest–highest round)"
-    if bench.wire.nodes > 1:
-        nodes = f"{bench.wire.nodes} nodes, {bench.library}"
-        title = f"{title.replace(bench.library, nodes)}; what the node sent that sent most"
-    return table_of_sides(title, *calls.popitem()) if len(calls) == 1 else table_of_calls(title, calls)
-
-
-def table_of_sides(title: str, call: tuple[str, str, int], found: dict[str, Figure]) -> Table:
-    """Show one call, a row for each side."""
-    what, dtype, nbytes = call
-    made = Table(title=f"{' '.join((what, dtype, sized(nbytes) if nbytes else '')).strip()}\n{title}")
-    made.add_column("side")
-    for name in ("time", f"{OURS} / side", *(("by a node",) if any(map(on_the_wire, found.values())) else ())):
-        made.add_column(name, justify="right")
-    ours = found.get(OURS)
-    for side, figure in found.items():
-        ratio = f"{ours.median / figure.median:.2f}" if ours and ours is not figure else ""
-        made.add_row(side, spread(figure), ratio, *([on_the_wire(figure)] if len(made.columns) > 3 else []))
-    return made
-
-
-def table_of_calls(title: str, calls: dict[tuple[str, str, int], dict[str, Figure]]) -> Table:
-    """Show several calls, a row for each."""
     sides = list(dict.fromkeys(side for found in calls.values() for side in found))
     rivals = [side for side in sides if side != OURS]
+    nodes, sent = (
+        ("", "") if bench.wire.nodes == 1 else (f"{bench.wire.nodes} nodes, ", "; what the node sent that sent most")
+    )
+    title = f"{bench.size} ranks, {nodes}{bench.library}, µs a call: median (lowest–highest round){sent}"
     made = Table(title=title)
     for name in ("what", "dtype", "size"):
         made.add_column(name)
-    for side in sides:
+    for side in (*sides, *(f"{OURS} /\n{rival}" for rival in rivals)):
         made.add_column(side, justify="right")
-    for rival in rivals:
-        made.add_column(f"{OURS} /\n{rival}", justify="right")
     for (what, dtype, nbytes), found in calls.items():
         shown = {side: f"{spread(figure)}\n{on_the_wire(figure)}".strip() for side, figure in found.items()}
-        cells = [what, dtype, sized(nbytes) if nbytes else "", *(shown.get(side, "") for side in sides)]
         ours = found.get(OURS)
-        for rival in rivals:
-            other = found.get(rival)
-            cells.append(f"{ours.median / other.median:.2f}" if ours and other else "")
-        made.add_row(*cells)
+        ratios = (f"{ours.median / found[rival].median:.2f}" if ours and rival in found else "" for rival in rivals)
+        made.add_row(what, dtype, sized(nbytes) if nbytes else "", *(shown.get(side, "") for side in sides), *ratios)
     return made
 
 
 def least(nbytes: int) -> str:
-    """Say in words from which size on shared memory is used."""
     return "never" if nbytes == threshold_file.NEVER else f"from {sized(nbytes)}"
 
 
@@ -141,7 +117,6 @@ def explain(bench: Bench) -> None:
 
 
 def write(bench: Bench) -> None:
-    """Print the table and write the files that were asked for, on rank 0."""
     if bench.rank or not bench.figures:
         return
     options = bench.options

@@ -1,9 +1,10 @@
-"""Subject ``torch``: time of a step of torch's own distributed libraries, on our group and on stock gloo.
+"""Subjects ``torch`` and ``ddp``: time of a step of torch's own distributed libraries, on our group and on stock gloo.
 
 Each row does the same work on both: a training step of DDP, of FSDP2, of a tensor-parallel block and of a pipeline, a
 redistribution of a DTensor, and a save of a sharded state by ``torch.distributed.checkpoint``. The side "torch's part"
 is the same step with nothing sent: on torch's "fake" group, for DDP under ``no_sync``, for a save each rank by itself;
 where peers have to answer, as in a pipeline, there is none. The files of a save go to the folder for temporary files.
+Communication has its largest share with a batch of one.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as dist
-from hpcdist.cli.bench import ddp
 from hpcdist.cli.bench.timing import Bench
 from hpcdist.torch_bridge import private_names
 
-PARAMETERS = 10e6  # of the models of DDP, FSDP2 and the checkpoint
+LAYERS = 4
 WIDTH = 256  # of a layer of the tensor-parallel block and of a pipeline's stage
 BATCH = 8
 MICROBATCHES = 4
@@ -42,42 +43,62 @@ Step = Callable[[], Any]
 
 
 def measure(bench: Bench) -> None:
-    """Time each library's step on both groups; every rank calls this."""
+    """Time each library's step on both groups, or the one of DDP; every rank calls this."""
+    options = bench.options
     ours, gloo = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")
     fake = private_names.fake_group()
     parent = bench.comm.bcast(tempfile.mkdtemp() if bench.rank == 0 else None)
-    rows: list[tuple[str, float, Callable[[Any], Step], Step | None]] = [
-        ("DDP step", PARAMETERS, ddp_step, ddp_step(ours, is_synced=False)),
-        ("FSDP2 step", PARAMETERS, fsdp_step, fsdp_step(fake)),
-        ("DTensor redistribute", WIDTH * WIDTH, redistribution, redistribution(fake)),
-        ("tensor-parallel block", BATCH * WIDTH, tensor_parallel_step, tensor_parallel_step(fake)),
+    count = options.parameters
+    ddp, fsdp, saving = (partial(make, options) for make in (ddp_step, fsdp_step, save))
+    rows: list[tuple[str, float, Callable[..., Step], Callable[[], Step] | None]] = [
+        ("DDP step", count, ddp, lambda: ddp(ours, is_synced=False)),
+        ("FSDP2 step", count, fsdp, lambda: fsdp(fake)),
+        ("DTensor redistribute", WIDTH * WIDTH, redistribution, lambda: redistribution(fake)),
+        ("tensor-parallel block", BATCH * WIDTH, tensor_parallel_step, lambda: tensor_parallel_step(fake)),
         ("pipeline step", BATCH * WIDTH, pipeline_step, None),
-        ("checkpoint save", PARAMETERS, partial(save, parent=parent), save(None, f"{parent}/{bench.rank}")),
+        ("checkpoint save", count, partial(saving, parent), lambda: saving(f"{parent}/{bench.rank}", None)),
     ]
     try:
-        for what, nbytes, make, alone in rows:
-            sides = {"hpcdist": make(ours), "gloo": make(gloo), **({"torch's part": alone} if alone else {})}
-            bench.compare(what, "float32", int(4 * nbytes), sides)
+        for what, elements, make, alone in rows[:1] if options.subject == "ddp" else rows:
+            sides = {"hpcdist": make(ours), "gloo": make(gloo), **({"torch's part": alone()} if alone else {})}
+            bench.compare(what, "float32", int(4 * elements), sides)
     finally:
         dist.barrier()
         if bench.rank == 0:
             shutil.rmtree(parent)
 
 
-def ddp_step(group: Any, is_synced: bool = True) -> Step:
-    """Return a training step of DistributedDataParallel."""
-    return ddp.stepper(Namespace(parameters=PARAMETERS, batch=1, bucket_mb=25), group, is_synced)[0]
+def perceptron(parameters: float) -> nn.Sequential:
+    """Return a stack of square linear layers with about this many parameters, equal on all ranks."""
+    torch.manual_seed(0)
+    width = max(1, round((parameters / LAYERS) ** 0.5))
+    layers = [nn.Linear(width, width) for _ in range(LAYERS)]
+    return nn.Sequential(*(each for layer in layers for each in (layer, nn.ReLU())))
+
+
+def ddp_step(options: Namespace, group: Any, is_synced: bool = True) -> Step:
+    """Return a training step of DistributedDataParallel, whose gradients are exchanged or not."""
+    model: Any = perceptron(options.parameters)
+    parallel = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
+    )
+    step = trainer(parallel, model[0].in_features, options.batch, fused=True)
+
+    def step_alone() -> None:
+        with parallel.no_sync():
+            step()
+
+    return step if is_synced else step_alone
 
 
 def mesh_of(group: Any) -> DeviceMesh:
-    """Return the one-dimensional mesh of a group."""
     return DeviceMesh.from_group(group, "cpu")
 
 
-def trainer(model: nn.Module, width: int) -> Step:
+def trainer(model: nn.Module, width: int, batch: int = BATCH, **options: Any) -> Step:
     """Return a training step of a model on random samples."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    samples = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, **options)
+    samples = torch.randn(batch, width, generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -87,9 +108,9 @@ def trainer(model: nn.Module, width: int) -> Step:
     return step
 
 
-def fsdp_step(group: Any) -> Step:
+def fsdp_step(options: Namespace, group: Any) -> Step:
     """Return a training step of a model that FSDP2 has sharded, layer by layer, with its gradients clipped."""
-    model: Any = ddp.perceptron(PARAMETERS)
+    model: Any = perceptron(options.parameters)
     mesh = mesh_of(group)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -134,10 +155,10 @@ def pipeline_step(group: Any) -> Step:
     return lambda: schedule.step(*inputs, target=target)
 
 
-def save(group: Any, parent: str) -> Step:
+def save(options: Namespace, parent: str, group: Any) -> Step:
     """Return a save of a state of which each rank holds a shard, over the last one; without a group, of this shard."""
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
-    weights = torch.ones(dist.get_world_size(), int(PARAMETERS) // dist.get_world_size())
+    weights = torch.ones(dist.get_world_size(), int(options.parameters) // dist.get_world_size())
     state = {
         "weights": weights[:1].clone() if group is None else distribute_tensor(weights, mesh_of(group), [Shard(0)])
     }

@@ -35,24 +35,24 @@ from hpcdist.launch import environment
 
 SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
 
-# run before MPI is started, on each rank by itself
-LOCAL: dict[str, Any] = {
-    "installed": installed,
-    "mpi_library": mpi_library,
-    "slurm": slurm_step,
-    "devices": devices,
-    "placement": placement,
+LOCAL = "before MPI is started, on each rank by itself"
+IN_WORLD = "with the world's communicator, None without MPI"
+IN_GROUP = "with the default group"
+# the page's chapters in order, each with its module and with when that looks
+TOPICS: dict[str, tuple[Any, str]] = {
+    "installed": (installed, LOCAL),
+    "mpi_library": (mpi_library, LOCAL),
+    "mpi_world": (mpi_world, IN_WORLD),
+    "placement": (placement, LOCAL),
+    "memory": (memory, IN_WORLD),
+    "devices": (devices, LOCAL),
+    "slurm": (slurm_step, LOCAL),
+    "network": (network, IN_GROUP),
+    "speed": (speed, IN_GROUP),
 }
-# run with the world's communicator (None without MPI), and those that use the default group
-WITH_COMM: dict[str, Any] = {"mpi_world": mpi_world, "memory": memory}
-WITH_GROUP: dict[str, Any] = {"network": network, "speed": speed}
-TOPICS = LOCAL | WITH_COMM | WITH_GROUP
-# of the page's chapters
-ORDER = ("installed", "mpi_library", "mpi_world", "placement", "memory", "devices", "slurm", "network", "speed")
 
 
 def parser() -> JobParser:
-    """Return the parser of the command line."""
     made = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
     made.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     made.add_argument("--html", metavar="FILE", help="write the page for the browser too")
@@ -87,17 +87,18 @@ def run(args: list[str]) -> int:
 def examine(tell: Step, options: Namespace) -> int:
     """Run all checks on this rank, let rank 0 write the page, and return the exit status."""
     facts: Facts = {}
-    for name, topic in LOCAL.items():
-        tell(name)
-        facts[name] = topic.look()
+
+    def look(when: str, *world: Any) -> None:
+        for name, (topic, its_time) in TOPICS.items():
+            if its_time == when:
+                tell(name)
+                facts[name] = topic.look(*world)
+
+    look(LOCAL)
     tell("starting MPI")
     comm, failure = start(facts)
-    for name, topic in WITH_COMM.items():
-        tell(name)
-        facts[name] = topic.look(comm)
-    for name, topic in WITH_GROUP.items():
-        tell(name)
-        facts[name] = topic.look()
+    look(IN_WORLD, comm)
+    look(IN_GROUP)
     tell("merging the ranks' findings")
     size = dist.get_world_size()
     ranks: list[Facts] | None = [{}] * size if dist.get_rank() == 0 else None
@@ -142,12 +143,10 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
 
 
 def judge(ranks: list[Facts]) -> page.Chapters:
-    """Turn the facts of all ranks into findings, a chapter for each topic."""
-    return {TOPICS[name].TITLE: list(TOPICS[name].judge(ranks)) for name in ORDER if name in ranks[0]}
+    return {topic.TITLE: list(topic.judge(ranks)) for name, (topic, _) in TOPICS.items() if name in ranks[0]}
 
 
 def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> None:
-    """Print the page, and write it for the browser if that was asked for."""
     if options.json:
         page.write_json(chapters, ranks)
     else:
@@ -168,7 +167,7 @@ def report_end(ended: Ended, options: Namespace) -> None:
     if launch is not None and launch.rank != 0:
         print(f"hpcdist doctor, rank {launch.rank}: {text}", file=sys.stderr)
         return
-    seen = {name: LOCAL[name].look() for name in ("installed", "mpi_library", "slurm")}
+    seen = {name: TOPICS[name][0].look() for name in ("installed", "mpi_library", "slurm")}
     ranks = [seen]
     chapters = judge(ranks)
     chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.remedy_of_launch(seen["mpi_library"]))]

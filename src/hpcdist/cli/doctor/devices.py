@@ -17,7 +17,6 @@ TITLE = "GPUs"
 
 
 def look() -> Facts:
-    """Query the driver, and compute on this rank's GPU."""
     tool = shutil.which("nvidia-smi")
     driver = None
     if tool is not None:
@@ -39,7 +38,6 @@ def look() -> Facts:
 
 
 def own() -> int:
-    """Return the index of this rank's GPU."""
     return (environment.node_local_rank() or 0) % torch.cuda.device_count()
 
 
@@ -53,7 +51,6 @@ def compute(index: int) -> str:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Say which GPUs work and whether ranks share one."""
     seen = [facts["devices"] for facts in ranks]
     first = seen[0]
     if isinstance(first["driver"], str):
@@ -83,7 +80,6 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
 
 
 def judge_no_gpu(facts: Facts) -> Finding:
-    """Say why torch sees no GPU."""
     if not facts["driver"]:
         return Finding(NOTE, "no GPU on these nodes")
     count = len(facts["driver"])

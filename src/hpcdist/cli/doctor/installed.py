@@ -19,7 +19,6 @@ TITLE = "What is installed"
 
 
 def look() -> Facts:
-    """Return versions and paths."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -36,7 +35,6 @@ def look() -> Facts:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Compare the ranks."""
     for name in ("hpcdist", "python", "torch", "mpi4py"):
         seen = by_value(facts["installed"][name] for facts in ranks)
         if len(seen) > 1:

@@ -22,7 +22,6 @@ NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
 
 
 def look(comm: Any) -> Facts:
-    """Write to shared memory and read what the neighbour wrote; every rank of ``comm`` calls this."""
     facts: Facts = {
         "free": memory_file.free(),
         "limit": memory_limit(),
@@ -94,7 +93,6 @@ def found_thresholds() -> dict[str, str]:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Report whether sharing worked, and its limits."""
     seen = [facts["memory"] for facts in ranks]
     free_bytes = min((facts["free"] for facts in seen if facts["free"] is not None), default=None)
     most = max(facts["ranks"] for facts in seen)

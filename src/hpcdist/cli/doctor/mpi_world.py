@@ -28,7 +28,6 @@ print('gpu', b.sum().item(), flush=True)
 
 
 def look(comm: Any) -> Facts:
-    """Try it; every rank of ``comm`` calls this. None if there is no MPI world."""
     if comm is None:
         return {"world": None}
     from mpi4py import MPI
@@ -85,7 +84,6 @@ def look_at_large_counts(MPI: Any) -> bool:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Say what works."""
     first = ranks[0]["mpi_world"]
     if first["world"] is None:
         yield Finding(NOTE, "not tried: this job has no MPI world")

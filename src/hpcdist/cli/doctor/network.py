@@ -89,13 +89,11 @@ def exchange(host: str, port: int, word: bytes) -> str | float:
 
 
 def at_once(call: Callable[..., str | float], targets: list[Any]) -> list[str | float]:
-    """Call with the arguments of each target, many at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda target: call(*target), targets))
 
 
 def look() -> Facts:
-    """Try all pairs of nodes; every rank calls this."""
     rank, size = dist.get_rank(), dist.get_world_size()
     keys: list[str] = [""] * size
     dist.all_gather_object(keys, environment.node_key())
@@ -140,7 +138,6 @@ def look() -> Facts:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Say which pairs do not reach each other."""
     seen = [facts["network"] for facts in ranks]
     first = seen[0]["interfaces"]
     shown = ", ".join(f"{name} {address}" for name, address in first.items()) or "only the loopback"
@@ -176,7 +173,6 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
 
 
 def judge_names(seen: list[Facts]) -> Iterator[Finding]:
-    """Say where a host's own name means its loopback."""
     wrong = {
         facts["node"]: facts["named"][0]
         for facts in seen

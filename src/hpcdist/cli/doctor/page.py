@@ -23,19 +23,16 @@ MARKS = {OK: ("✓", "green"), NOTE: ("·", "dim"), ADVICE: ("!", "yellow"), PRO
 
 
 def count(chapters: Chapters, level: str) -> int:
-    """Return how many findings are of a level."""
     return sum(finding.level == level for findings in chapters.values() for finding in findings)
 
 
 def write_json(chapters: Chapters, ranks: list[Facts]) -> None:
-    """Print findings and facts as one JSON object."""
     findings = [{"topic": title, **finding._asdict()} for title, findings in chapters.items() for finding in findings]
     verdict = "wrong" if count(chapters, PROBLEM) else "ok"
     print(json.dumps({"verdict": verdict, "findings": findings, "ranks": ranks}, indent=1, default=str))
 
 
 def write(chapters: Chapters, size: int) -> None:
-    """Print the page: a chapter for each topic, then the commands that fix what is wrong."""
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
     console = Console(width=width, highlight=False, soft_wrap=False)
     console.rule(f"hpcdist doctor, {plural(size, 'rank')}")
@@ -68,13 +65,10 @@ def to_fix(chapters: Chapters) -> list[Finding]:
 
 
 def verdict(chapters: Chapters) -> str:
-    """Return the last line of the page."""
     return f"{count(chapters, PROBLEM)} wrong, {count(chapters, ADVICE)} that could be better"
 
 
 def write_html(chapters: Chapters, size: int, path: str) -> None:
-    """Write the page for the browser: first what to do, then a chapter for each topic."""
-
     def items(findings: list[Finding], level: str | None = None) -> str:
         lines = [
             f'<li class="{each.level}"><b>{MARKS[each.level][0]}</b>{escape(each.text)}'

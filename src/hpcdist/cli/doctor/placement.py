@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ CRAY_CARDS = "MPICH_OFI_NIC_POLICY"
 
 
 def look() -> Facts:
-    """Return this rank's node, cores, NUMA domains, GPU, cards and threads."""
     torch.ones(1 << 20).sum()  # starts OpenMP's threads, which OMP_PROC_BIND binds, each to a place of its own
     threads = [int(thread) for thread in os.listdir("/proc/self/task")]
     cores = sorted(set().union(*map(os.sched_getaffinity, threads)))
@@ -48,7 +46,6 @@ def look() -> Facts:
 
 
 def address(index: int) -> str:
-    """Return the PCI address of a GPU."""
     about: Any = torch.cuda.get_device_properties(index)  # whose stub lacks these
     return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
@@ -68,14 +65,13 @@ def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None]
     }
 
 
-def cpu_quota(root: Path = topology.SYS, groups: str | None = None) -> float | None:
+def cpu_quota() -> float | None:
     """Return how many cores the job's control group, or one around it, allows, or None if none sets a limit."""
-    said = [topology.text(each / "cpu.max").split() for each in topology.control_groups("", root, groups)]
+    said = [topology.text(each / "cpu.max").split() for each in topology.control_groups("")]
     return min((int(each[0]) / int(each[1]) for each in said if len(each) == 2 and each[0] != "max"), default=None)
 
 
 def judge(ranks: list[Facts]) -> list[Finding]:
-    """Compare the world with the launcher's, and look for shared cores."""
     places = [facts["placement"] for facts in ranks]
     nodes = by_value(place["node"] for place in places)
     counts = sorted({len(those) for those in nodes.values()})
@@ -90,7 +86,6 @@ def judge(ranks: list[Facts]) -> list[Finding]:
 
 
 def judge_numbering(places: list[Facts]) -> list[Finding]:
-    """Compare this world with what the launcher said."""
     sizes = {place["launcher_size"] for place in places} - {None}
     if sizes - {len(places)}:
         text = f"the launcher started {max(sizes)} ranks, this page covers {len(places)}"
@@ -102,7 +97,6 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
 
 
 def judge_node(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
-    """Check the ranks of one node."""
     some = next(iter(places.values()))
     available = sorted(set().union(*(place["available"] for place in places.values())))
     fix = topology.bind(some["launcher"], len(places), some["room"])
@@ -113,7 +107,6 @@ def judge_node(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
 
 
 def judge_cores(node: str, places: dict[int, Facts], fix: str) -> Iterator[Finding]:
-    """Check the cores of the ranks of one node."""
     sets = {rank: frozenset(place["cores"]) for rank, place in places.items()}
     together, different = frozenset().union(*sets.values()), set(sets.values())
     quota = max((place["quota"] or 0 for place in places.values()), default=0)
@@ -234,7 +227,6 @@ def chosen(value: str, cards: dict[str, int]) -> list[str]:
 
 
 def domains(numbers: list[int]) -> str:
-    """Return NUMA domains as text: ``domains 0, 1``."""
     return f"domain{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 

@@ -18,7 +18,6 @@ TITLE = "Slurm"
 
 
 def look() -> Facts:
-    """List srun's PMIs, and ping the controller."""
     srun = shutil.which("srun")
     facts: Facts = {
         "srun": srun,
@@ -43,7 +42,6 @@ def look() -> Facts:
 
 
 def offered(srun: str) -> list[str]:
-    """Return the PMIs that a srun has."""
     said = output_of([srun, "--mpi=list"], 20)[1]
     return sorted(set(re.findall(r"\b(pmix(?:_v\d+)?|pmi2|cray_shasta|none)\b", said)))
 
@@ -78,7 +76,6 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Report whether srun can start this MPI."""
     first = ranks[0]["slurm"]
     library = ranks[0]["mpi_library"].get("library")
     if first["srun"] is None and first["job"] is None:

@@ -62,7 +62,6 @@ def addends(rank: int, size: int) -> torch.Tensor:
 
 
 def expected_sums(size: int) -> torch.Tensor:
-    """Return the sums of what all ranks add."""
     return (torch.arange(max(1000, size)) % 3 + 1) * min(size, 2)
 
 
@@ -99,7 +98,6 @@ def ping_pong(count: int, partner: int) -> float:
 
 
 def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    """Report on the results of all ranks, then on rank 0's times."""
     wrong = sorted({dtype for facts in ranks for dtype in facts["speed"]["wrong"]})
     first = ranks[0]["speed"]
     count, backend = len(ranks), first["backend"]

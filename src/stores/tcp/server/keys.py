@@ -60,7 +60,6 @@ class Peer:
         self.checked: tuple[bytes, list[bytes]] | None = None  # a list that is asked for twice, raw and parsed
 
     def wake(self, reply: bytes) -> None:
-        """Send a late reply."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Event loop of the server: one thread serves many peers, hostile ones among them, in bounded memory.
+"""Server's process: an event loop in which one thread serves many peers, hostile ones among them, in bounded memory.
 
 Each readable peer is read once, all complete requests are answered with one send, and the
 rest of an unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished
@@ -6,21 +6,25 @@ frames of all peers together may hold ``UNFINISHED_MAX`` bytes; beyond that larg
 peer at a time, and one that stalls then is closed. Nothing is allocated for a length that was only
 announced.
 
-Standard library only. process.py starts it in a process of its own, without torch; main.py says how that ends.
+Standard library only. process.py starts ``main`` in a process of its own, without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
+import resource
 import select
+import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
+from hpcdist_stores.integers import U32
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space
 from hpcdist_stores.tcp.server.requests import HANDLERS, set_pairs
 from hpcdist_stores.tcp.wire import GREETING_SECRET, HELLO, NONCE_SIZE, PROOF_SIZE, is_proof, proof
@@ -45,21 +49,6 @@ WRITE = select.EPOLLOUT
 class SocketPeer(Peer):
     """Holds one peer's socket, its unfinished frame and its unsent replies."""
 
-    __slots__ = (
-        "began",
-        "born",
-        "buf",
-        "fd",
-        "is_open",
-        "nonce",
-        "recv",
-        "send",
-        "server",
-        "sock",
-        "touched",
-        "unsent",
-    )
-
     def __init__(self, server: Server, sock: socket.socket) -> None:
         super().__init__()
         self.server = server
@@ -74,7 +63,6 @@ class SocketPeer(Peer):
         self.born = self.began = self.touched = time.monotonic()
 
     def wake(self, reply: bytes) -> None:
-        """Send a late reply."""
         self.server.transmit(self, [reply])
 
 
@@ -101,7 +89,6 @@ class Server:
             self.watch(listener.fileno(), self.accept_all)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back whenever the descriptor is readable."""
         self.callbacks[fd] = callback
         self.epoll.register(fd, READ)
 
@@ -110,7 +97,6 @@ class Server:
         self.running = False
 
     def run(self) -> None:
-        """Serve until stopped."""
         connections, callbacks, poll = self.connections, self.callbacks, self.epoll.poll
         next_tick = 0.0
         while self.running:
@@ -371,3 +357,30 @@ class Server:
         self.forget(peer)
         peer.unsent = None
         peer.sock.close()  # epoll forgets a closed descriptor by itself
+
+
+def main(arguments: list[str]) -> None:
+    """Run a server process: owner's pid, control descriptor, listening descriptors...
+
+    The control socket brings the secret as a u32 length (0: no secret) and its bytes; one more byte, or the
+    socket's end, ends the server.
+    """
+    owner, control_fd, *listen_fds = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    control = socket.socket(fileno=control_fd)
+    (size,) = U32.unpack(control.recv(4, socket.MSG_WAITALL))
+    secret = control.recv(size, socket.MSG_WAITALL) if size else None
+    server = Server([socket.socket(fileno=fd) for fd in listen_fds], secret)
+    server.watch(control_fd, server.stop)
+    try:
+        server.watch(os.pidfd_open(owner), server.stop)
+    except (AttributeError, OSError):  # before Linux 5.3: look at every tick
+        server.ticks.append(lambda: None if os.getppid() == owner else server.stop())
+    if os.getppid() != owner:
+        return
+    gc.disable()  # no cycles are made here, and a collection over many keys takes milliseconds
+    server.run()

@@ -1,6 +1,6 @@
 """Server process: starts a TCPStore's server beside its owner, and ends it with the owner.
 
-The process runs main.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
+The process runs loop.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
 interpreter lock does not slow it. The listening sockets are made here, so that errors are raised here, and
 handed down; clients can connect at once, because the kernel queues them. The process ends on a byte or the
 end of its control socket, and when its owner's pid goes away (pidfd), which also covers ``kill -9`` and
@@ -19,7 +19,8 @@ import sys
 import weakref
 from pathlib import Path
 
-from hpcdist_stores.errors import DistStoreError
+from torch.distributed import DistStoreError
+
 from hpcdist_stores.integers import U32
 
 BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
@@ -31,7 +32,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "1310
 # never runs.
 _START = (
     "import sys, types; package = types.ModuleType('hpcdist_stores'); package.__path__ = [sys.argv[1]]; "
-    "sys.modules['hpcdist_stores'] = package; from hpcdist_stores.tcp.server.main import main; main(sys.argv[2:])"
+    "sys.modules['hpcdist_stores'] = package; from hpcdist_stores.tcp.server.loop import main; main(sys.argv[2:])"
 )
 _HOME = str(Path(__file__).resolve().parents[2])
 _LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface
@@ -119,7 +120,7 @@ class ServerProcess:
     def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
         if sys.platform != "linux":
             raise DistStoreError(f"a TCPStore's server needs Linux (epoll, pidfd), and this is {sys.platform}")
-        self.host, self.port = listeners[0].getsockname()[:2]
+        self.port: int = listeners[0].getsockname()[1]
         ours, theirs = socket.socketpair()
         handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]
         try:
@@ -139,7 +140,6 @@ class ServerProcess:
         self.close = weakref.finalize(self, _end, self.process, ours, os.getpid())
 
     def is_alive(self) -> bool:
-        """Return whether the process runs."""
         return self.process.poll() is None
 
 
