@@ -16,10 +16,13 @@ UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that 
 
 
 class Meeting:
-    """One wait for all living processes of the job, which share a communicator."""
+    """One wait for all living processes of the job, which share a communicator.
 
-    def __init__(self, liveness: Liveness, backend: Backend, limit: float, since: float) -> None:
-        self.liveness, self.backend, self.limit, self.since = liveness, backend, limit, since
+    It is one of so many processes fewer (``lost``) than the job was started with.
+    """
+
+    def __init__(self, liveness: Liveness, backend: Backend, limit: float, since: float, lost: int) -> None:
+        self.liveness, self.backend, self.limit, self.since, self.lost = liveness, backend, limit, since, lost
 
     def look(self, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
@@ -28,9 +31,11 @@ class Meeting:
             self.liveness.kill_stopped()
         if any(each.process in self.liveness.left for each in self.liveness.channel.everyone()):
             return "a rank has left the program while others wait for it in a meeting; the job is aborted"
-        gone = self.liveness.ended_ranks()
-        if seconds >= UNKNOWN_SECONDS and len(gone) > len(self.backend.faults.failed()):
-            return f"a process has ended that MPI does not count as dead (one of ranks {gone}); the job is aborted"
+        if seconds >= UNKNOWN_SECONDS:
+            gone = [each for each in self.liveness.channel.everyone() if self.liveness.has_ended(each)]
+            if len(gone) > self.lost + len(self.backend.faults.failed()):
+                which = ", ".join(f"process {each.pid} on {each.host}" for each in gone)
+                return f"a process has ended that MPI does not count as dead (of {which}); the job is aborted"
         if seconds >= self.limit:
             return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"
         return ""
