@@ -4,7 +4,8 @@
 
 The plan says which processes die, and when: in a step ("step", between its two sums), some seconds after the first step
 ("seconds", wherever they are then), in a recovery ("setup", at their so-manieth call of it), in their so-manieth
-meeting ("meeting"), or while the state is written after a step ("saving", into the folder "save"). All values are whole
+meeting ("meeting"), or while the state is written after a step ("saving", into the folder "save"). Others come some
+seconds later to the job ("late"), or all ranks take some seconds for each recovery ("slow"). All values are whole
 numbers, so that their sums do not depend on the order: the result equals that of one process that knows only how many
 ranks made each step (``expected``).
 """
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as dist
 from hpcdist.beyond import elastic as machinery
+from hpcdist.watch import meeting
 
 PRIME = 1_000_003
 COUNTS = {"mpi": 16, "window": 1 << 17}  # elements of a sum: 128 B, and 1 MiB through node-shared memory
@@ -136,6 +138,8 @@ def main() -> None:
         setups += 1
         if setups == own.get("setup"):
             die()  # while the others make groups
+        if setups > 1:
+            time.sleep(PLAN.get("slow", 0))
         half, _ = dist.new_subgroups(1)
         assert half.size() == 1
         if saves:
@@ -145,6 +149,8 @@ def main() -> None:
         assert ones.item() == job.size
         tell("setup", size=job.size)
 
+    time.sleep(own.get("late", 0))
+    meeting.UNKNOWN_SECONDS = PLAN.get("unknown", meeting.UNKNOWN_SECONDS)
     with dist.elastic(PLAN.get("spares", 0), PLAN.get("min_size", 1), PLAN.get("limit", 20)) as job:
         started = setups_seen = 0
         if job.rank is None and "spare" in own:

@@ -66,6 +66,9 @@ CALLS = {
     "broadcast": lambda: dist.broadcast(tensor, VICTIM),
     "all_gather": lambda: dist.all_gather_into_tensor(tensor.new_empty(size * tensor.numel()), tensor),
     "reduce_scatter": lambda: dist.reduce_scatter_tensor(tensor.new_empty(tensor.numel() // size), tensor),
+    "nodes": dist.new_subgroups,  # asks on which node each rank is
+    "store": lambda: torch.distributed.distributed_c10d._get_default_store().set("key", "value"),
+    "reproducible": lambda: dist.reproducible().__enter__(),
     "new_group": lambda: dist.new_group(list(range(size))),
     "broadcast_object": lambda: dist.broadcast_object_list([tensor.numpy()], VICTIM),
     "gather_object": lambda: dist.gather_object(tensor.numpy(), [None] * size if rank == 0 else None),

@@ -157,6 +157,32 @@ def test_a_stopped_rank_is_killed_and_replaced(launcher: str) -> None:
     assert [each["rank"] for each in ends(events, stderr)] == [0, 3, 2]
 
 
+@pytest.mark.parametrize("launcher", ULFM)
+def test_a_spare_waits_for_ranks_that_take_long_to_recover(launcher: str) -> None:
+    """It knows of the process whose place another spare has taken, which MPI does not count any more."""
+    plan = {"spares": 2, "steps": 12, "slow": 3, "unknown": 1, "die": {"1": {"step": 5}}}
+    status, events, stderr = run(launcher, plan, 4)
+    assert status == 0, stderr
+    assert [each["rank"] for each in ends(events, stderr)] == [0, 2]
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+def test_a_rank_that_is_stopped_in_a_meeting_is_killed_and_replaced(launcher: str) -> None:
+    plan = {"spares": 1, "steps": 5, "signal": "SIGSTOP", "die": {"1": {"meeting": 1}}}
+    status, events, stderr = run(launcher, plan, 3)
+    assert status == 0, stderr
+    assert [each["rank"] for each in ends(events, stderr)] == [0, 2]
+
+
+@pytest.mark.parametrize("launcher", PLAIN)
+def test_a_rank_that_does_not_come_to_the_job_is_reported(launcher: str) -> None:
+    plan = {"spares": 1, "timeout": 2, "die": {"1": {"late": 60}}}
+    status, events, stderr = run(launcher, plan, 3)
+    assert status != 0
+    assert "rank 1 has not entered elastic #" in stderr
+    assert not [each for each in events if each["event"] == "end"]
+
+
 @pytest.mark.parametrize("launcher", PLAIN)
 def test_without_ulfm_the_same_program_runs_and_says_what_it_cannot_survive(launcher: str) -> None:
     status, events, stderr = run(launcher, {"spares": 1, "steps": 5}, 3)

@@ -108,6 +108,18 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
     assert not any(is_alive(pid) for pid in pids.values())
 
 
+@pytest.mark.parametrize("launcher", FIRST)
+@pytest.mark.parametrize(
+    ("call", "title"),
+    [("nodes", "new_subgroups #3"), ("store", "open_store #3"), ("reproducible", "reproducible #3")],
+)
+def test_what_is_done_before_a_call_begins_is_watched_too(launcher: str, call: str, title: str) -> None:
+    with Job(launcher, RANKS, ["absent", call], FAULT_TIMEOUT=str(TIMEOUT)) as job:
+        job.wait("fault", 1, START_SECONDS)
+        job.wait("raised", RANKS - 1, TIMEOUT + 10 + SLACK)  # or the job's end
+        assert f"rank {VICTIM} has not entered {title}" in job.stderr()
+
+
 def test_a_report_goes_around_a_relay_that_is_stopped() -> None:
     """Each rank asks two others, which ask the rest: rank 0 asks ranks 1 (which is stopped) and 4."""
     environment = {"FAULT_TIMEOUT": str(TIMEOUT), "FAULT_FAN": "2"}

@@ -19,12 +19,16 @@ from hpcdist.backends.mpi.process import runtime
 runtime.START_LEAST = timedelta(0)
 rank, what = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))), sys.argv[1]
 comm = None
+if what == "inside":  # after MPI has connected the ranks
+    from hpcdist.watch import watchdog
+    watch = watchdog.watch
+    watchdog.watch = lambda group: time.sleep(60 if rank == 1 else 0) or watch(group)
 if what == "comm":
     from mpi4py import MPI
     MPI.Init()  # runtime, imported above, keeps the import from it
     comm = MPI.COMM_WORLD
 print(json.dumps({"rank": rank, "event": "here", "pid": os.getpid()}), flush=True)
-if rank == 1:
+if rank == 1 and what != "inside":
     time.sleep(1 if what == "late" else 60)
 dist.init_process_group(comm=comm, timeout=timedelta(seconds=5 if what == "late" else 3))
 time.sleep(6 if what == "late" else 0)
@@ -34,8 +38,8 @@ print(json.dumps({"rank": rank, "event": "done", "pid": os.getpid()}), flush=Tru
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-@pytest.mark.parametrize("what", ["init", "comm"])
-def test_a_rank_that_never_calls_it(launcher: str, what: str, program: Path) -> None:
+@pytest.mark.parametrize("what", ["init", "comm", "inside"])
+def test_a_rank_that_never_calls_it_or_stays_in_it(launcher: str, what: str, program: Path) -> None:
     with Job(launcher, 3, [what], program) as job:
         job.wait("here", 3, 90)
         assert job.finish(3 + 10) != 0

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -211,3 +212,26 @@ def test_many_senders_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatc
     numbers = Numbers()
     assert all(numbers.is_new(each.to_bytes(8, "big"), 1) for each in range(100))
     assert len(numbers._had) == 10
+
+
+def test_with_no_descriptor_left_the_questions_of_two_threads_follow_each_other(pair: tuple[Channel, Channel]) -> None:
+    asking, _ = pair
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(ask(asking))) for _ in range(4)]
+    nobody = threading.Thread(target=lambda: found.append(asking.ask([9], "name", {"name": str}, 0.0)))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limit[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        for each in [*threads, nobody]:
+            each.start()
+        for each in [*threads, nobody]:
+            each.join()
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert sorted(map(str, found)) == sorted(map(str, [{}, *[{"name": "one"}] * 4]))

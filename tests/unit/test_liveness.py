@@ -167,3 +167,23 @@ def test_ranks_that_shrink_a_group_or_destroy_what_is_destroyed_here_wait_for_no
     assert needs(call, 3)
     assert not needs({**call, "name": "shrink_group"}, 3)
     assert not needs({**call, "name": "destroy_process_group"}, 3)  # a rank that is late in it has all that it needs
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")
+def test_a_process_that_the_kernel_hides_is_not_taken_for_dead() -> None:
+    """As where there is no /proc, or it hides processes of this user (``hidepid``, in containers of their own)."""
+    program = (
+        "import os, subprocess, sys\n"
+        "from hpcdist.watch.endpoint import process_status\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+        "assert not os.path.exists('/proc/self')\n"
+        "print(*(process_status(each)[0] for each in (os.getpid(), child.pid, 1)))\n"
+        "child.kill()\n"
+        "child.wait()\n"
+        "print(process_status(child.pid)[0] or 'gone')\n"
+    )
+    hide = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+    done = subprocess.run([*hide, sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout == "? ? ?\ngone\n", done.stderr

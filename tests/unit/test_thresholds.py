@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -74,6 +78,23 @@ def test_an_unreadable_file_is_an_error(home, monkeypatch, content):
     error = threshold_file.find()
     assert isinstance(error, ValueError)
     assert "expected the file that `python -m hpcdist tune` wrote" in str(error)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("has_home", [False, True], ids=["no home", "a home that is another user's"])
+def test_a_user_without_a_home_has_no_file_there(tmp_path, has_home):
+    """As in a container: rank 0 looks for it, and the others would wait for what it says."""
+    program = (
+        "import os\n"
+        "from hpcdist.backends.mpi.node import threshold_file\n"
+        "os.setuid(54321)\n"
+        "assert threshold_file.find() == ('', '', {}), threshold_file.find()\n"
+    )
+    environment = {name: each for name, each in os.environ.items() if name not in ("HOME", "XDG_CONFIG_HOME")}
+    if has_home:
+        environment["HOME"] = str(tmp_path)  # pytest's folders are closed to others
+        tmp_path.chmod(0o700)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
 
 def test_the_processor_is_named_by_its_first_core(tmp_path):

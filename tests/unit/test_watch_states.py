@@ -60,6 +60,14 @@ def test_a_call_that_ended_is_forgotten_and_one_with_its_place_in_memory_begins_
     assert calls.any_due()
 
 
+def test_the_time_in_which_the_process_stood_still_is_no_calls() -> None:
+    calls, record = WatchedCalls(), object()
+    calls.see([record], 0.0)
+    calls.forgive(100.0)
+    assert not calls.of(record, 101.0).is_due(100.0 + LIMIT - 0.1, LIMIT)
+    assert calls.of(record, 101.0).is_due(100.0 + LIMIT, LIMIT)
+
+
 def test_a_call_that_is_being_ended_is_not_due() -> None:
     watched = Watched(object(), 0.0)
     watched.end(10.0, "why", escalations(**SYNC))
@@ -253,6 +261,12 @@ def test_a_process_that_goes_on_starts_the_limit_again() -> None:
     states = ExitStates(LIMIT, 0.0)
     assert set(exit_after(states, [(1.0, stuck), (9.0, stuck), (9.5, CALM), (19.0, stuck)])) == {Decision.WAIT}
     assert states.decide(stuck, 19.5) is Decision.ABORT
+
+
+def test_the_time_in_which_the_process_stood_still_does_not_count_at_its_exit() -> None:
+    stuck = CALM._replace(stuck=["process 12 on n2 does not answer"])  # it was woken a moment later
+    states = ExitStates(LIMIT, 0.0)
+    assert set(exit_after(states, [(1.0, CALM), (3600.0, stuck), (3601.0, CALM)])) == {Decision.WAIT}
 
 
 def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from traceback import format_exception
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ CANNOT_SURVIVE = (
     "this job ends when a rank dies: its MPI does not survive that. Start it with Open MPI 5 and "
     "`mpirun --with-ft ulfm`"
 )
+FORM_LEAST = 300.0  # seconds that a new default group may take, as the first one; a short timeout is meant for calls
 LOOK_SECONDS = 0.005  # between two looks of a spare at whether it is called
 
 
@@ -80,7 +81,7 @@ class ElasticJob:
         self.survives = False
         self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
         self._members: list[int] = []  # ids of the default group's ranks, in order
-        self._id = self._epoch = 0
+        self._id = self._epoch = self._started = 0  # of the last: how many processes the job was started with
         self._present: list[int] = []  # ids of the processes at the last meeting, by their rank in ``_everyone``
         self._proof: ProofOfDeath | None = None  # if no launcher reports deaths
         self._changed: list[float] = []  # when members changed
@@ -110,19 +111,21 @@ class ElasticJob:
         self._config, self._timeout, self._device = default.config, default.timeout, default.bound_device_id
         self._carriers = {device: each.name for device, each in default.backends.items()}
         self._is_shown = WORLD.mirror is not None
-        self._id, self._members = default.rank(), list(range(size - self._spares))
+        self._id, self._members, self._started = default.rank(), list(range(size - self._spares)), size
         self.size = len(self._members)
         self.rank = self._id if self._id < self.size else None
         if self._id == 0 and size > 1 and not self.survives:
             warnings.warn(CANNOT_SURVIVE, RuntimeWarning, stacklevel=2)
+        self._present, own = list(range(size)), None
         if self.survives or self._spares:
-            self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
-            everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
-        if self.survives and everyone.membership is not None and everyone.membership.leave_launcher():
-            self._proof = ProofOfDeath(RUNNING[0].channel)
-        self._present = list(range(size))
+            with default.journal.during("elastic"):
+                self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
+                everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
+                if self.survives and everyone.membership is not None and everyone.membership.leave_launcher():
+                    self._proof = ProofOfDeath(RUNNING[0].channel)
+                if self._spares:
+                    own = everyone.split([self._members], ["elastic"], self._timeout)
         if self._spares:
-            own = everyone.split([self._members], ["elastic"], self._timeout)
             made = WORLD.count()
             destroy_process_group()
             WORLD.made = made
@@ -281,7 +284,9 @@ class ElasticJob:
         """Carry out a part of a meeting; return its result, or None if it failed on any process."""
         result = None
         try:
-            result = part(*arguments)
+            # the calls of the rest are on the default group, which the watchdog knows, and in the program's own time
+            with self._waiting() if part == self._confer else nullcontext():
+                result = part(*arguments)
         except RuntimeError as error:
             if not isinstance(error, DistBackendError) and not is_hit() and not self._everyone.faults.is_revoked():
                 raise
@@ -335,7 +340,8 @@ class ElasticJob:
             clear("the ranks of the job have changed")
             WORLD.made = made
             if own is not None:
-                self._form(own)
+                with self._waiting(FORM_LEAST):
+                    self._form(own)
         self.changes = decision.changes
         if decision.outcome is Outcome.GO_ON and self._id in decision.members:
             self._take_over(default_group(), decision.source)
@@ -373,11 +379,12 @@ class ElasticJob:
             self._setup()
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Bound a wait for all living processes."""
+    def _waiting(self, least: float = 0.0) -> Iterator[None]:
+        """Bound a wait for all living processes: by the timeout, or so many seconds if it is shorter."""
         for watchdog in RUNNING:
-            limit = self._timeout.total_seconds()
-            watchdog.meeting = Meeting(self._everyone, limit, time.monotonic())
+            limit = max(self._timeout.total_seconds(), least)
+            lost = self._started - self._everyone.size
+            watchdog.meeting = Meeting(self._everyone, limit, time.monotonic(), lost)
         try:
             yield
         finally:

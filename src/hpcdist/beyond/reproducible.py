@@ -55,7 +55,8 @@ def switch(is_on: bool) -> None:
         return
     default.cpu.settle()
     try:
-        check_same(default.cpu, {"hpcdist.reproducible": str(is_on)}, "reproducible")
+        with default.journal.during("reproducible"):
+            check_same(default.cpu, {"hpcdist.reproducible": str(is_on)}, "reproducible")
     except BaseException:
         hooks.reproducible = before
         raise

@@ -37,7 +37,8 @@ def torchruns_variables() -> Iterator[None]:
         )
     carrier = group.any_backend()
     carrier.settle()
-    host, port = rendezvous.opened_by_rank_0(carrier, open_store)
+    with group.journal.during("start_debug_server"):
+        host, port = rendezvous.opened_by_rank_0(carrier, open_store)
     given = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": host, "MASTER_PORT": port}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update({name: str(value) for name, value in given.items()})

@@ -140,7 +140,8 @@ def nodes(parent: Group) -> list[list[int]]:
     """Return the global ranks on each node of a group; every rank of it calls."""
     carrier = parent.any_backend()
     carrier.settle()
-    keys = carrier.objects.all_gather(environment.node_key())
+    with parent.journal.during("new_subgroups"):
+        keys = carrier.objects.all_gather(environment.node_key())
     return [[parent.ranks[rank] for rank in those] for those in by_value(keys).values()]
 
 

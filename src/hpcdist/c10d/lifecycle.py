@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
@@ -100,12 +101,13 @@ def init_process_group(
         registry.check(name)  # before the processes look for each other
     registry.check_options(pg_options, device_backends.values())
     limit = timeout if timeout is not None else default_pg_timeout
-    bootstrap = find_peers(device_backends, launch, init_method, store, rank, world_size, comm, limit)
-    bootstrap = bootstrap._replace(device_id=device, options=pg_options)
-    backends = registry.connect_all(device_backends, bootstrap)
-    name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
-    is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
-    make_default_group(backends, config, name, limit, device, bootstrap.store, is_shown)
+    with limited(device_backends, comm, limit):
+        bootstrap = find_peers(device_backends, launch, init_method, store, rank, world_size, comm, limit)
+        bootstrap = bootstrap._replace(device_id=device, options=pg_options)
+        backends = registry.connect_all(device_backends, bootstrap)
+        name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
+        is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
+        make_default_group(backends, config, name, limit, device, bootstrap.store, is_shown)
 
 
 def forget_aborted() -> None:
@@ -227,6 +229,15 @@ def carried(config: str) -> dict[str, str]:
 def has_device(kind: str) -> bool:
     """Tell whether this machine has a device of a type."""
     return kind in ("cuda", "xpu") and hasattr(torch, kind) and getattr(torch, kind).is_available()
+
+
+def limited(device_backends: dict[str, str], comm: Any, limit: timedelta) -> AbstractContextManager[None]:
+    """Limit how long MPI waits for all ranks until the default group is watched; a store has a limit of its own."""
+    if comm is None and Backend.MPI not in device_backends.values():
+        return nullcontext()
+    from hpcdist.backends.mpi.process import runtime
+
+    return runtime.limited(limit)
 
 
 FINDING = {Backend.NCCL, Backend.XCCL, Backend.TORCH}  # by themselves they find their ranks over MPI under mpirun

@@ -79,6 +79,8 @@ def run(args: list[str]) -> int:
 
 def make_folder(path: Path) -> str:
     """Make the file's folder and read what the file holds; return what is wrong, before the time is spent."""
+    if path.parts[0] == "~":
+        return "this user has no home; expected --output FILE.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():

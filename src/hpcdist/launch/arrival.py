@@ -48,7 +48,10 @@ def announced(rank: int, size: int) -> Iterator[None]:
 
 def arrivals() -> list[Arrival]:
     """Return this user's processes on this machine that are in ``init_process_group``."""
-    found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    names = ""
+    with suppress(OSError):  # there is no /proc
+        names = Path("/proc/net/unix").read_text(errors="replace")  # others' sockets may have any bytes in their names
+    found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", names, re.MULTILINE)
     return sorted(Arrival(*map(int, each)) for each in found if variables(int(each[0])))
 
 

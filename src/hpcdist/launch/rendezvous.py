@@ -375,7 +375,8 @@ def store_of(group: Any) -> Store:
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
-        WORLD.store = served(carrier, group.timeout)
+        with group.journal.during("open_store"):
+            WORLD.store = served(carrier, group.timeout)
     return WORLD.store
 
 

@@ -21,6 +21,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
 
-from hpcdist.core.waiting import readable
+from hpcdist.core.waiting import readable, wait_until
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
@@ -112,7 +113,7 @@ class Channel:
         self._sender = bytes.fromhex(self.own.sender)
         self._relayed: dict[str, Relayed] = {}  # by their tokens
         self.numbering = ""  # the same on ranks that count the ranks alike
-        self._reserve: socket.socket | None = datagram_socket()  # there may be no descriptor left for a question
+        self._reserve = deque([datagram_socket()])  # there may be no descriptor left for a question
 
     # -- who is where --------------------------------------------------------------------------------
 
@@ -317,8 +318,8 @@ class Channel:
         """Wait for the answers to a question, and return those that come in time."""
         others = [self.socket] if threading.get_ident() == self.thread else []  # they may ask this one meanwhile
         deadline = time.monotonic() + seconds
-        with self._asking_socket() as asking:
-            while not question.is_answered and (now := time.monotonic()) < deadline:
+        with self._asking_socket(seconds) as asking:
+            while asking is not None and not question.is_answered and (now := time.monotonic()) < deadline:
                 self._send(asking, question, now)
                 due = min(question.again, deadline, self.push() if others else math.inf)
                 ready = readable([asking, *others], due - now)
@@ -330,16 +331,27 @@ class Channel:
         return question.answers
 
     @contextmanager
-    def _asking_socket(self) -> Iterator[socket.socket]:
-        """Open a socket of its own for a question: late answers to earlier ones must not reach it."""
-        reserve, self._reserve = self._reserve, None
+    def _asking_socket(self, seconds: float) -> Iterator[socket.socket | None]:
+        """Have a socket of its own for a question; None if no descriptor is left, and no other question ends in time.
+
+        What it holds of late answers to earlier questions has their numbers.
+        """
+        found: list[socket.socket] = []
+
+        def is_found() -> bool:
+            with suppress(OSError, IndexError):  # another thread was quicker
+                found.append(self._reserve.pop() if self._reserve else datagram_socket())
+            return bool(found)
+
+        wait_until(is_found, seconds)
         try:
-            with reserve or datagram_socket() as asking:
-                yield asking
+            yield next(iter(found), None)
         finally:
-            if self._reserve is None:
-                with suppress(OSError):  # as above; the next question tries again
-                    self._reserve = datagram_socket()
+            if self._reserve:
+                for each in found:
+                    each.close()
+            else:
+                self._reserve += found
 
     def _note(self, sender: Endpoint | None) -> None:
         """Take note that something authentic has come from a process, if it is one of the job's."""
@@ -350,5 +362,5 @@ class Channel:
     def close(self) -> None:
         self.socket.close()
         self.listener.close()
-        if self._reserve is not None:
-            self._reserve.close()
+        for each in self._reserve:
+            each.close()

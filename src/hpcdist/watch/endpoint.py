@@ -99,7 +99,10 @@ def machine() -> str:
 
 
 def process_status(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state in ``/proc`` and when it was started; "" if it has gone, ? if unknown."""
+    """Return the letter of a process's state in ``/proc`` and when it was started; "" if it has gone, ? if unknown.
+
+    There may be no ``/proc``, and it may hide processes, also this user's (``hidepid``, in containers of their own).
+    """
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -108,6 +111,17 @@ def process_status(pid: int) -> tuple[str, str]:
             os.close(descriptor)
         return fields[0].decode(), fields[19].decode()
     except (FileNotFoundError, ProcessLookupError):
-        return "", ""
+        return "?" if is_there(pid) else "", ""
     except (OSError, IndexError):  # this process may have no descriptor left
         return "?", ""
+
+
+def is_there(pid: int) -> bool:
+    """Tell whether there is a process, by the kernel."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True

@@ -134,6 +134,11 @@ class WatchedCalls:
         """Return how far the watch over a call has come; over one that was not seen yet it begins."""
         return self._watched.setdefault(id(record), Watched(record, now))
 
+    def forgive(self, seconds: float) -> None:
+        """Count some seconds, in which this process stood still, for no call."""
+        for each in self._watched.values():
+            each.first_seen += seconds
+
     def any_due(self) -> bool:
         """Tell whether a call waits for its turn to be asked about."""
         return any(each.state is State.DUE for each in self._watched.values())

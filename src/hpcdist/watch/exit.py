@@ -31,6 +31,7 @@ from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
+LONGEST_LOOK = 30.0  # with the pause before it
 LACKING_PAUSE = 1.0  # the longest if a process has ended
 BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
 LONGEST_NAP = 0.02
@@ -72,9 +73,13 @@ class ExitStates:
         self.suspects: set[CallKey] = set()  # calls that waited for this rank at the last look
         self.lacks_one = False  # whether a process had ended at the last look
         self._moved = now  # when no process was stuck, last
+        self._looked = now  # when the last look was
 
     def decide(self, look: Look, now: float) -> Decision:
         """Return what to do, given what is seen now."""
+        if now - self._looked > LONGEST_LOOK:  # this process stood still: the job was suspended
+            self._moved += now - self._looked
+        self._looked = now
         if lasting := [text for key, text in look.waits.items() if key in self.suspects]:
             self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
             return Decision.END

@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.world import WORLD
@@ -86,7 +85,7 @@ class JobEnd:
         os._exit(ABORT_STATUS)
 
 
-class Meeting(NamedTuple):
+class Meeting:
     """One wait of an elastic job's process for all others that live.
 
     Nothing takes it out of MPI_Comm_shrink or MPI_Comm_agree. So what keeps them from ending is ended: a process of
@@ -95,20 +94,23 @@ class Meeting(NamedTuple):
     program, and for one that is late by more than the timeout.
     """
 
-    backend: Backend  # of all of them
-    limit: float
-    since: float
+    def __init__(self, backend: Backend, limit: float, since: float, lost: int) -> None:
+        self.backend, self._limit = backend, limit  # of all of them
+        self.since = since
+        self._lost = lost  # how many fewer they are than the job was started with
 
     def look(self, liveness: Liveness, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
-        seconds = now - self.since
+        seconds, everyone = now - self.since, liveness.channel.everyone()
         if seconds >= STOPPED_SECONDS:
             liveness.kill_stopped()
-        if any(each.process in liveness.left for each in liveness.channel.everyone()):
+        if any(each.process in liveness.left for each in everyone):
             return "a rank has left the program while others wait for it in a meeting; the job is aborted"
-        gone = liveness.ended_ranks()
-        if seconds >= UNKNOWN_SECONDS and len(gone) > len(self.backend.faults.failed()):
-            return f"a process has ended that MPI does not count as dead (one of ranks {gone}); the job is aborted"
-        if seconds >= self.limit:
+        if seconds >= UNKNOWN_SECONDS:
+            gone = [each for each in everyone if liveness.has_ended(each)]
+            if len(gone) > self._lost + len(self.backend.faults.failed()):
+                which = ", ".join(f"process {each.pid} on {each.host}" for each in gone)
+                return f"a process has ended that MPI does not count as dead (of {which}); the job is aborted"
+        if seconds >= self._limit:
             return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"
         return ""

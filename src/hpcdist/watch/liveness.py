@@ -95,7 +95,8 @@ class Connection:
             was_closed = isinstance(error, ConnectionResetError)
         self._was_reset = self._was_reset or was_closed
         self.close()
-        self._socket = self._connect()
+        with suppress(OSError):  # no descriptor is left; the next look tries again
+            self._socket = self._connect()
         return False
 
     def close(self) -> None:

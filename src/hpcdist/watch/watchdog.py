@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from traceback import format_exception
 from typing import Any
 
@@ -53,6 +54,9 @@ ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to act on a rank th
 NO_THREAD = -1  # of a call in the background, where no receive blocks
 SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
 FAILURES = 20  # of its own that the watchdog reports at most
+STANDSTILL_SECONDS = 1.0  # a thread that is this late stood still with its process: the job was suspended
+TRACE_SECONDS = 2.0  # how long a trace is waited for: a file system may never answer
+OTHERS_TRACE_SECONDS = 0.1  # the same on a rank that others ask for it, and for more
 REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
 
 
@@ -79,6 +83,7 @@ class Watchdog:
         self._next_look = 0.0
         self._next_second = 0.0  # when ``_each_second`` is due
         self._failures: set[str] = set()  # of this thread, that were reported
+        self._tracer: threading.Thread | None = None  # which writes a trace, or has written the last one
         self._debug_socket: DebugSocket | None = None
         self.channel.note_failure = self._note_failure
         left = [str, int], None  # a process that makes no more calls
@@ -122,7 +127,8 @@ class Watchdog:
                     self.look()
                     self._next_look = time.monotonic() + (SHORTEST_TICK if self.calls.any_due() else self.tick())
             except Exception as error:  # without this thread nobody would notice a hang
-                self._note_failure(error)
+                with suppress(Exception):  # there may be no memory for it
+                    self._note_failure(error)
                 time.sleep(SHORTEST_TICK)
 
     def _note_failure(self, error: Exception) -> None:
@@ -137,7 +143,13 @@ class Watchdog:
         """Wait for what comes from outside, and deal with it."""
         debug_socket = self._debug_socket
         assert debug_socket is not None
+        began = time.monotonic()
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
+        if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
+            self.calls.forgive(late)
+            meeting = self.meeting
+            if meeting is not None:
+                meeting.since += late
         if any(each in ready for each in debug_socket.sockets):
             own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "endpoint": self.channel.own}
             debug_socket.answer(
@@ -148,7 +160,7 @@ class Watchdog:
                 self._on_signal(number)
         if self.channel.socket in ready:
             self.channel.answer()
-            self.dump_if_due()
+            self.dump_if_due(OTHERS_TRACE_SECONDS)
 
     def tick(self) -> float:
         """Return the seconds to the next look: a part of the shortest timeout."""
@@ -298,18 +310,38 @@ class Watchdog:
         self.reports = Reports()
         self._given_up.clear()
 
-    def dump_if_due(self) -> None:
+    def dump_if_due(self, seconds: float = TRACE_SECONDS) -> None:
         """Write the trace that other ranks have asked for, once for all their questions."""
         if self._is_dump_due:
-            self.dump()
+            self.dump(seconds)
 
-    def dump(self) -> str:
-        """Write this rank's trace; a failure to write must not hide what it is written for."""
+    def dump(self, seconds: float = TRACE_SECONDS) -> str:
+        """Write this rank's trace, and wait so long for it; return where it is.
+
+        A failure to write must not hide what it is written for, nor a file system that never answers.
+        """
         self._is_dump_due = False
+        if self._tracer is not None:
+            self._tracer.join(seconds)
+            if self._tracer.is_alive():
+                return "nowhere (an earlier one is still being written)"
+        said: list[str] = []
+
+        def write() -> None:
+            try:
+                said.append(self.recorder.dump(self.rank))
+            except Exception as error:
+                said.append(f"nowhere ({error})")
+
+        tracer = threading.Thread(target=write, name="hpcdist-trace", daemon=True)
         try:
-            return self.recorder.dump(self.rank)
-        except OSError as error:
-            return f"nowhere ({error})"
+            tracer.start()
+        except RuntimeError:  # no thread can be started, as at Python's end
+            write()
+        else:
+            self._tracer = tracer
+            tracer.join(seconds)
+        return said[0] if said else f"nowhere yet (it takes more than {seconds:g} s)"
 
     def explain(self, record: Any) -> str:
         """Return where the other ranks are, for the error of a wait that timed out."""
@@ -354,7 +386,12 @@ class Watchdog:
             self._end_as_reported(each, found)
         elif now >= self._turn(collective, each.group, watched.since):
             watched.state = State.ASKING
-            self._report(each, watched, now - watched.first_seen, collective)
+            try:
+                self._report(each, watched, now - watched.first_seen, collective)
+            except Exception as error:  # the call is to end all the same
+                self._note_failure(error)
+                headline = report.headline(self._described(each), each.timeout)
+                self.end_call(each, f"{headline}; where the others are could not be found out")
 
     def _report(self, each: UnderWay, watched: Watched, seconds: float, collective: Collective | None) -> None:
         """Ask where the others are, report it, also to those in the same call, and end the wait."""
@@ -433,7 +470,11 @@ class Watchdog:
         """End a wait in the ways whose time has come."""
         watched = self._watched(each)
         while (way := watched.next_escalation(time.monotonic())) is not None:
-            took_effect = self._use(way, each, watched)
+            took_effect = False
+            try:
+                took_effect = self._use(way, each, watched)
+            except Exception as error:  # the next way follows
+                self._note_failure(error)
             watched.note(time.monotonic(), took_effect)
 
     def _use(self, way: Escalation, each: UnderWay, watched: Watched) -> bool:
@@ -456,8 +497,10 @@ class Watchdog:
 
     def abort(self, backend: Backend, reason: str) -> None:
         """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
-        self.announce_abort(reason)
-        backend.end_job(ABORT_STATUS)
+        try:
+            self.announce_abort(reason)
+        finally:
+            backend.end_job(ABORT_STATUS)
 
     def announce_abort(self, reason: str, leaves: bool = False) -> bool:
         """Write why the job is aborted, also to all its processes, which end by themselves if nothing else ends them.

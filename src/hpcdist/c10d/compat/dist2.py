@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.c10d.lifecycle import watch
+from hpcdist.c10d.lifecycle import limited, watch
 from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
@@ -89,16 +89,17 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     carried = DEVICES.get(backend, (where.type,))
     if where.type not in carried:
         raise ValueError(f"backend {backend!r} carries {carried}; got device {where}")
-    bootstrap = find_peers(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
-    made = registry.connect(backend, bootstrap)
-    name = f"dist2:{next(COUNT)}"
-    numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
-    is_first = not {*numbers} - {None}
-    ranks = range(made.size) if None in numbers else numbers  # the world's, by which the watchdog asks
-    own, gpu = {where.type: made}, bootstrap.device_id
-    group = factory.make(ranks, own, backend, name, "dist2", timeout, gpu, is_shown=False, is_own_world=True)
-    if is_first:
-        watch(group)
+    with limited({where.type: backend}, kwargs.get("comm"), timeout):
+        bootstrap = find_peers(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
+        made = registry.connect(backend, bootstrap)
+        name = f"dist2:{next(COUNT)}"
+        numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
+        is_first = not {*numbers} - {None}
+        ranks = range(made.size) if None in numbers else numbers  # the world's, by which the watchdog asks
+        own, gpu = {where.type: made}, bootstrap.device_id
+        group = factory.make(ranks, own, backend, name, "dist2", timeout, gpu, is_shown=False, is_own_world=True)
+        if is_first:
+            watch(group)
     return group
 
 

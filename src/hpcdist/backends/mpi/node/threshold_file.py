@@ -25,13 +25,18 @@ Content = dict[str, dict[str, dict[str, dict[str, int | None]]]]
 
 
 def users_file() -> Path:
-    """Return where a user's own file is (the XDG Base Directory Specification says in which folder)."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpcdist" / "thresholds.json"
+    """Return where a user's own file is (the XDG Base Directory Specification says in which folder).
+
+    For a user who has no home, as in a container, it is a path that begins with ``~``.
+    """
+    folder = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    return Path(folder, "hpcdist", "thresholds.json")
 
 
 def installed_files() -> list[Path]:
     """Return the files that are looked for if ``HPCDIST_SHM`` is not set, in this order."""
-    return [users_file(), *(Path(root) / "etc" / "hpcdist" / "thresholds.json" for root in (sys.prefix, "/"))]
+    files = [users_file(), *(Path(root) / "etc" / "hpcdist" / "thresholds.json" for root in (sys.prefix, "/"))]
+    return [each for each in files if each.is_absolute()]
 
 
 def find() -> tuple[str, str, Measured] | ValueError:
@@ -40,7 +45,7 @@ def find() -> tuple[str, str, Measured] | ValueError:
     What is wrong with a file is returned as the error, for the caller to raise on every rank.
     """
     text = os.environ.get(VARIABLE, "").strip()
-    files = [Path(text)] if is_file(text) else [] if text else [file for file in installed_files() if file.exists()]
+    files = [Path(text)] if is_file(text) else [] if text else list(filter(os.path.exists, installed_files()))
     try:
         for file in files:
             if found := measured(read(file), processor()):

@@ -81,17 +81,11 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]
 
     Every rank of the node raises OSError if one cannot make its segment for want of room, or not map another's.
     """
-    name, failure = "", None
+    name, descriptor, failure = "", -1, None
     segments: list[torch.UntypedStorage] = []
     try:
         try:
             descriptor, name = memory_file.create(nbytes)
-            try:
-                memory_file.reserve(descriptor, nbytes)  # else a rank that writes later may die of SIGBUS
-            except OSError as error:
-                failure = f"{memory_file.too_little(os.uname().nodename, memory_file.free(), nbytes)} ({error})"
-            finally:
-                os.close(descriptor)
         except OSError as error:
             failure = str(error)
         names = node.allgather(name)
@@ -102,9 +96,18 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]
                 segments.append(torch.UntypedStorage.from_file(path, True, nbytes))  # type: ignore[arg-type]
         except (OSError, RuntimeError) as error:
             failure = str(error)
+        node.Barrier()
+        memory_file.remove(name)  # it had one while it was empty, so that a job which is killed leaves no memory behind
+        try:
+            if descriptor >= 0:
+                memory_file.reserve(descriptor, nbytes)  # else a rank that writes later may die of SIGBUS
+        except OSError as error:
+            failure = f"{memory_file.too_little(os.uname().nodename, memory_file.free(), nbytes)} ({error})"
         failures = [each for each in node.allgather(failure) if each]
     finally:
         memory_file.remove(name)
+        if descriptor >= 0:
+            os.close(descriptor)
     if failures:
         raise OSError(failures[0])
     return segments

@@ -7,6 +7,9 @@ from pathlib import Path
 
 
 def loaded_libraries() -> list[str]:
-    """Return the paths of the MPI libraries in this process."""
-    found = re.findall(r"\s(/\S*/libmpi[^/\s]*\.so[^/\s]*)", Path("/proc/self/maps").read_text())
-    return list(dict.fromkeys(found))
+    """Return the paths of the MPI libraries in this process; none if there is no /proc."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return list(dict.fromkeys(re.findall(r"\s(/\S*/libmpi[^/\s]*\.so[^/\s]*)", maps)))

@@ -63,7 +63,8 @@ def is_chosen(environment: Mapping[str, str], library: str | None) -> bool:
     files = [folder / name for folder in folders(environment, library) for name in FILES]
     if home := environment.get("HOME"):
         files.append(Path(home, ".openmpi", "mca-params.conf"))
-    return any(CHOICE_IN_FILE.search(each.read_text(errors="replace")) for each in files if each.is_file())
+    readable = (each for each in files if os.path.isfile(each) and os.access(each, os.R_OK))
+    return any(CHOICE_IN_FILE.search(each.read_text(errors="replace")) for each in readable)
 
 
 def can_do_without(MPI: Any) -> bool:

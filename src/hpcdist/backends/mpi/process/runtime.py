@@ -57,6 +57,7 @@ NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, o
 START_SECONDS: list[float] = []  # how long MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
 OF_EXIT: list[Any] = []  # the communicator of the exit barrier
+LIMITS: list[timedelta] = []  # the limit of ``limited`` that holds now
 os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would end the parent's
 
 
@@ -92,14 +93,19 @@ def limited(timeout: timedelta) -> Iterator[None]:
 
     There is no watchdog yet, and MPI_Init holds Python's lock: faulthandler's own thread writes to stderr where this
     process is, and leaves with status 1, on which the launcher ends the job. A timer that the program itself gave
-    to ``faulthandler.dump_traceback_later`` is gone afterwards.
+    to ``faulthandler.dump_traceback_later`` is gone afterwards. Inside another such limit that one holds.
     """
+    if LIMITS:
+        yield
+        return
+    LIMITS.append(timeout)
     faulthandler.dump_traceback_later(
         min(max(timeout, START_LEAST), LONGEST_TIMEOUT).total_seconds(), exit=True, file=STDERR
     )
     try:
         yield
     finally:
+        LIMITS.clear()
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -45,7 +45,11 @@ def limit(ports: Collection[int]) -> None:
 
 def sockets() -> Iterator[tuple[Socket, socket.socket]]:
     """Yield the TCP sockets of this process, each by another descriptor of its own."""
-    for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:  # there is no /proc
+        return
+    for number in map(int, numbers):
         with suppress(OSError), duplicate(number) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                 yield (number, os.fstat(number).st_ino), found
