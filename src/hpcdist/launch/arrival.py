@@ -48,7 +48,8 @@ def announced(rank: int, size: int) -> Iterator[None]:
 
 def arrivals() -> list[Arrival]:
     """Return this user's processes on this machine that are in ``init_process_group``."""
-    found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    sockets = Path("/proc/net/unix").read_text(errors="replace")  # others' names are any bytes
+    found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", sockets, re.MULTILINE)
     return sorted(Arrival(*map(int, each)) for each in found if variables(int(each[0])))
 
 
@@ -65,7 +66,7 @@ def launcher_of(process: int) -> int:
     """Return the nearest parent of a process without a rank: what started it on this node."""
     while True:
         try:
-            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, IndexError):
             return 0
         if parent <= 1 or environment.detect(variables(parent)) is None:

@@ -57,7 +57,7 @@ def tool(name: str) -> str | None:
 def file_system(folder: Path) -> str:
     """Return the type of the file system that a folder is on."""
     kinds = {}
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in filter(None, os.fsdecode(Path("/proc/self/mounts").read_bytes()).split("\n")):
         _, place, kind, *_ = line.split()
         kinds[place.replace("\\040", " ")] = kind
     real = folder.resolve()

@@ -25,8 +25,12 @@ Content = dict[str, dict[str, dict[str, dict[str, int | None]]]]
 
 
 def users_file() -> Path:
-    """Return where a user's own file is (the XDG Base Directory Specification says in which folder)."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpcdist" / "thresholds.json"
+    """Return where a user's own file is (the XDG Base Directory Specification says in which folder).
+
+    If nobody knows the user's home, as in a container with another user's number, it begins with ``~``.
+    """
+    folder = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    return Path(folder) / "hpcdist" / "thresholds.json"
 
 
 def installed_files() -> list[Path]:
@@ -40,7 +44,7 @@ def find() -> tuple[str, str, Measured] | ValueError:
     What is wrong with a file is returned as the error, for the caller to raise on every rank.
     """
     text = os.environ.get(VARIABLE, "").strip()
-    files = [Path(text)] if is_file(text) else [] if text else [file for file in installed_files() if file.exists()]
+    files = [Path(text)] if is_file(text) else [] if text else [*filter(os.path.exists, installed_files())]
     try:
         for file in files:
             if found := measured(read(file), processor()):
@@ -58,7 +62,7 @@ def is_file(text: str) -> bool:
 def read(path: Path) -> Content:
     """Read a file; ValueError if there is no such file, or it holds something else."""
     try:
-        content: Content = json.loads(path.read_text())
+        content: Content = json.loads(path.read_text(encoding="utf-8"))
         for name in content.keys():  # noqa: SIM118  # a list, which has none, is not what tune wrote
             measured(content, name)
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -84,4 +88,4 @@ def write(path: Path, library: str, place: int | str, found: dict[str, int]) -> 
     rows = {name: None if nbytes == NEVER else nbytes for name, nbytes in found.items()}
     content.setdefault(processor(), {}).setdefault(library, {})[str(place)] = rows
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
