@@ -22,7 +22,7 @@ import torch.distributed as c10d
 
 import hpcdist as dist
 from hpcdist.cli.bench.report import WIDTH
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser, count, described
 from hpcdist.torch_bridge.private_names import occupy_gpu
 
 OVERHEAD_LIMIT = 2.0  # microseconds a call over torch's own
@@ -65,8 +65,8 @@ def parser() -> JobParser:
         metavar="NAME",
         help=f"of {', '.join(COLLECTIVES)} (all)",
     )
-    made.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="SIZE", help="bytes")
-    made.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, of which the median is shown ({ROUNDS})")
+    made.add_argument("--sizes", nargs="+", type=count, default=list(SIZES), metavar="SIZE", help="bytes")
+    made.add_argument("--rounds", type=count, default=ROUNDS, help=f"rounds, of which the median is shown ({ROUNDS})")
     made.add_argument("--json", metavar="FILE", help="write the figures to this file too")
     return made
 

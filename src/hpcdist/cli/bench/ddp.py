@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as dist
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser, count, described
 
 LAYERS = 4
 
@@ -34,9 +34,9 @@ def parser() -> JobParser:
         "--parameters", type=float, default=10e6, help="number of the model's parameters (default 10 million)"
     )
     made.add_argument(
-        "--batch", type=int, default=1, help="samples a rank (default 1: the step is bound by communication)"
+        "--batch", type=count, default=1, help="samples a rank (default 1: the step is bound by communication)"
     )
-    made.add_argument("--steps", type=int, default=20, help="timed steps of each kind")
+    made.add_argument("--steps", type=count, default=20, help="timed steps of each kind")
     made.add_argument("--warmup", type=int, default=3, help="untimed steps before them")
     made.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     made.add_argument("--json", type=Path, help="write the figures to this file")
