@@ -87,7 +87,13 @@ if not _typing.TYPE_CHECKING:  # else each name would be known
         """Return a name that has not been asked for before (PEP 562)."""
         if name == "__all__" or not name.startswith("__"):
             _complete()
-        return object.__getattribute__(_sys.modules[__name__], name)
+        if name in globals():
+            return globals()[name]
+        is_torchs = not name.startswith("__") and hasattr(_sys.modules.get("torch.distributed"), name)
+        where = f"; torch.distributed.{name} is torch's, for the same groups" if is_torchs else ""
+        raise AttributeError(
+            f"module 'hpcdist' has no attribute {name!r}{where}", name=name, obj=_sys.modules[__name__]
+        )
 
     def __dir__() -> list[str]:
         _complete()

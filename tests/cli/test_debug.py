@@ -191,3 +191,26 @@ def test_ctrl_c_ends_the_srun_of_a_job_elsewhere(tmp_path):
     process.send_signal(signal.SIGINT)
     _, said = programs.output(process, 20)
     assert (process.returncode, said, (tmp_path / "ended").exists()) == (0, "", True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["foo"],
+        ["host:99999"],
+        [":1"],
+        ["--serve", "65536"],
+        ["--serve", "-1"],
+        ["--seconds", "0"],
+        ["--seconds", "nan"],
+    ],
+)
+def test_a_wrong_argument_is_2_before_anything_is_looked_for(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        debug.run(given)
+    assert repr(given[-1]) in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_1(running, capsys):
+    assert debug.run(["--pid", str(running[1]), "--html", "/absent/page.html", "--seconds", "0.1"]) == 1
+    assert "error: [Errno 2] No such file or directory: '/absent/page.html'" in capsys.readouterr().err

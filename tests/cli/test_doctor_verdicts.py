@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,8 +13,19 @@ import time
 import pytest
 import torch
 
-from hpcdist.cli.doctor import devices, installed, memory, mpi_library, mpi_world, network, placement, slurm_step, speed
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM
+from hpcdist.cli.doctor import (
+    devices,
+    installed,
+    memory,
+    mpi_library,
+    mpi_world,
+    network,
+    page,
+    placement,
+    slurm_step,
+    speed,
+)
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Finding
 from hpcdist.cli.doctor.supervision import supervise
 from hpcdist.core.ranks import listed
 from hpcdist.launch import topology
@@ -371,3 +383,16 @@ def test_memory_limits_are_those_of_the_jobs_control_group(tmp_path):
     first_version.parent.mkdir(parents=True)
     first_version.write_text("5000\n")
     assert memory.memory_limit(tmp_path, "4:cpu:/\n5:memory:/job_8\n0::/slurm\n") == 5000
+
+
+@pytest.mark.parametrize(("encoding", "marks"), [("utf-8", "✓·!✗"), ("ascii", "+.!x")])
+def test_the_page_in_any_locale_and_width(encoding, marks, monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setenv("COLUMNS", "wide")
+    page.write({"Topic": [Finding(level, f"so {level}", "do") for level in (OK, NOTE, ADVICE, PROBLEM)]}, 1)
+    written.flush()
+    lines = written.buffer.getvalue().decode(encoding).splitlines()
+    shown = [line[0] for line in lines if " so " in line]
+    assert "".join(shown) == marks + marks[3] + marks[2]
+    assert max(map(len, lines)) == 110

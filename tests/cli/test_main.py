@@ -94,6 +94,25 @@ def test_a_job_says_once_what_is_wrong_with_its_arguments(args, capsys, monkeypa
     assert statuses[0] == statuses[1]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_without_the_marks_is_no_error(encoding):
+    done = programs.run([sys.executable, "-m", "hpcdist", "explain", "lost-rank"], PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout[:25]) == (0, "lost-rank\n    ? on rank ?"), done.stderr
+    out = programs.run(
+        [sys.executable, "-m", "hpcdist", "submit", "--dry-run", "été.py"], PYTHONIOENCODING=encoding
+    ).stdout
+    assert "\nset -- 'été.py' " in out  # a job script is as it was given
+
+
+@pytest.mark.parametrize(
+    "args", [["--rounds", "0"], ["--seconds", "0"], ["--factor", "1"], ["--sides", "mpi"], ["--rounds", "two"]]
+)
+def test_numbers_with_which_nothing_could_be_timed_are_refused(args, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli_main.main(["bench", *args])
+    assert f"argument {args[0]}" in capsys.readouterr().err
+
+
 WITHOUT_TORCH = """
 import contextlib, io, sys
 from hpcdist.cli.main import main
@@ -150,7 +169,7 @@ except AttributeError as error:
 def test_the_public_names_come_with_torch_or_with_their_first_use(first):
     autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = programs.run([sys.executable, "-c", NAMES.format(first=first)], **autoload)
-    assert done.stdout == "'module' object has no attribute 'nonsense'\n", done.stderr
+    assert done.stdout == "module 'hpcdist' has no attribute 'nonsense'\n", done.stderr
 
 
 ADDED = """

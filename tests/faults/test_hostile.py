@@ -18,7 +18,7 @@ from hpcdist.watch.endpoint import Endpoint
 from tests.faults.launch import FIRST, HERE, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
-INPUTS = int(os.environ.get("HPCDIST_FUZZ", "3000"))  # of each kind
+INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "3000"))  # of each kind
 ENDS = ("abort", "ended", "verdict")  # messages of ranks that are meant to end calls, or the job
 NUMBERS: list[Any] = [0, -1, 1, 7, 2**31, 2**63, 10**40, -(10**40)]
 TEXTS = ["", "0", "x" * 3000, "\x1b[2J", "\udcff", "ü\n", "default_pg"]

@@ -101,6 +101,11 @@ def test_bad_arguments(rank, size):
         (TypeError, {"comm": 5}, "Intracomm"),
         (ValueError, {"backend": "smoke"}, "Unknown backend"),
         (ValueError, {"backend": 5}, "string"),
+        (RuntimeError, {"init_method": 5}, "`url` must be a string"),
+        (RuntimeError, {"rank": str(rank), "world_size": size}, "`rank` must be an integer. '"),
+        (RuntimeError, {"rank": rank, "world_size": None}, "`world_size` must be an integer. None"),
+        (TypeError, {"store": "tcp", "rank": rank, "world_size": size}, "expected a Store, got str 'tcp'"),
+        (TypeError, {"device_id": "cuda:0"}, "device_id is 'cuda:0' of type str"),
         (ValueError, {"backend": "cpu:mpi,cpu:gloo"}, "Duplicate"),
         (ValueError, {"backend": "undefined"}, "undefined"),
         (AssertionError, {"init_method": "env://", "store": torch.distributed.HashStore()}, "both"),
@@ -110,6 +115,18 @@ def test_bad_arguments(rank, size):
         with pytest.raises(kind, match=text):
             dist.init_process_group(**arguments)
         assert not dist.is_initialized()
+
+
+EMPTY = ("INIT_METHOD", "REPRODUCIBLE", "LOG", "SHM", "CHECK_CALLS", "BRIDGE", "RANKS_FROM", "NODE_KEY", "DEBUG_SECRET")
+
+
+def test_an_empty_variable_counts_as_unset(rank, size, monkeypatch):
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    for name in EMPTY:
+        monkeypatch.setenv(f"HPCDIST_{name}", "")
+    dist.init_process_group()
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, size, backend)
 
 
 @pytest.mark.parametrize("front", ["hpcdist", "torch"])

@@ -31,6 +31,16 @@ def test_nothing_else_looks_public():
     assert public == set(hpcdist.__all__) - modules
 
 
+def test_a_name_that_only_torch_has_says_where_it_is():
+    where = "; torch.distributed.distributed_c10d is torch's, for the same groups"
+    with pytest.raises(AttributeError, match=f"module 'hpcdist' has no attribute 'distributed_c10d'{where}$") as raised:
+        hpcdist.distributed_c10d  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == (
+        "distributed_c10d",
+        hpcdist,
+    )  # by which Python finds what was meant
+
+
 @pytest.mark.parametrize("name", hpcdist.__all__)
 def test_public_functions_say_what_they_do(name):
     value = getattr(hpcdist, name)

@@ -184,6 +184,11 @@ def test_a_removed_file_is_an_error_at_once(tmp_path):
         store.get("k")
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(dist.DistStoreError, match=r"cannot write to .*/absent/store: there is no such folder"):
+        stores.FileStore(tmp_path / "absent" / "store")
+
+
 def test_the_last_user_removes_the_file(tmp_path):
     path = tmp_path / "store"
     first, second = stores.FileStore(path, 2), stores.FileStore(path, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from datetime import timedelta
 
 import pytest
@@ -412,6 +413,10 @@ def test_torchs_split_group(rank, size):
 def test_what_a_group_cannot_do_it_says(world):
     with pytest.raises(RuntimeError, match="does not support merge_remote_group"):
         world.merge_remote_group(torch_dist.HashStore(), 2)
+
+
+def test_each_attribute_can_be_read(world):
+    assert {name for name, _ in inspect.getmembers(world)} >= {*dir(torch_dist.ProcessGroup)}
 
 
 def test_hooks_are_refused_and_not_forgotten(world):

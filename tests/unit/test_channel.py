@@ -22,7 +22,7 @@ from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, 
 from hpcdist.watch.question import fits
 
 NAMES = {"kind": "name", "from": 0}
-INPUTS = int(os.environ.get("HPCDIST_FUZZ", "2000"))  # of each kind; 100,000 were tried
+INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "2000"))  # of each kind; 100,000 were tried
 HOSTILE: list[bytes] = [
     b"",
     b"[" * 50_000,

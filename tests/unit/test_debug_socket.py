@@ -26,7 +26,7 @@ from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.watchdog import Watchdog
 
 JOB = "a job"
-INPUTS = int(os.environ.get("HPCDIST_FUZZ", "300"))
+INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "300"))
 as_another = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 IMPOSTOR = """
 import os, socket, sys

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from hpcdist.core import hooks
 from hpcdist.watch.endpoint import Endpoint
-from hpcdist.watch.inspection import ENDPOINTS, Inspection
+from hpcdist.watch.inspection import ENDPOINTS, Inspection, program
 from hpcdist.watch.timing import COLLECTIVE, LISTENERS, TimedCall
 
 
@@ -34,3 +35,12 @@ def test_endpoints_are_told_in_parts_that_fit():
     assert known == endpoints
     assert made.answer(endpoints, -1)["endpoints"] == []
     made.look(math.inf)
+
+
+def test_a_program_that_embeds_python_has_no_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/opt/solver.py", "--steps", "3"])
+    assert program() == "solver.py --steps 3"
+    sys.argv.clear()
+    assert program() == ""
+    monkeypatch.delattr(sys, "argv")
+    assert program() == ""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.c10d import lifecycle
 from hpcdist.core import registry
 
 
@@ -121,3 +122,18 @@ def test_hpcdist_is_registered_for_the_devices_that_this_torch_has(is_built, mon
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
     autoload.autoload()
     assert registered["devices"] == (["cpu", "cuda"] if is_built else ["cpu"])
+
+
+@pytest.mark.parametrize("given", [1, torch.device("xpu", 1)])
+def test_a_device_of_a_torch_for_xpu(given, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert lifecycle.check_device(given) == torch.device("xpu", 1)
+    with pytest.raises(ValueError, match="xpu:2 is out of range: there are 2 devices"):
+        lifecycle.check_device(torch.device("xpu", 2))
+
+
+def test_a_device_by_name_is_refused():
+    with pytest.raises(TypeError, match="device_id is 'cuda:0' of type str"):
+        lifecycle.check_device("cuda:0")

@@ -91,6 +91,27 @@ def test_later_runs_get_the_argument_that_the_script_knows(batch, tmp_path, text
     assert said.splitlines()[said.splitlines().index("<train.py>") + 1 : -1] == expected
 
 
+@pytest.mark.parametrize(("module", "text"), [("hpcdist", "--resume"), ("own.training", "")])
+def test_the_script_may_follow_a_module(batch, tmp_path, module, text):
+    (tmp_path / "train.py").write_text(text)
+    status, said = ended(batch("requeue", PRINTS, "-m", module, "run", "train.py", SLURM_RESTART_COUNT="1"))
+    assert status == 0, said
+    assert said.splitlines()[said.splitlines().index("<train.py>") + 1 : -1] == [f"<{text}>"] * bool(text)
+    assert "grep" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"HPCDIST_PYTHON": "no-such-python"}, "error: no program no-such-python here; load its module"),
+        ({"HPCDIST_LAUNCHER": "aprun"}, "error: HPCDIST_LAUNCHER=aprun; expected srun or mpirun"),
+    ],
+)
+def test_a_setting_that_elastic_cannot_use_is_named(batch, given, expected):
+    status, said = ended(batch("elastic", PRINTS, "train.py", **given))
+    assert (status, expected in said) == (2, True), said
+
+
 @pytest.mark.parametrize("status", [0, 1, 75, 138])
 def test_a_warning_does_not_hide_the_status_of_the_step(batch, tmp_path, status):
     """The step ends while bash handles the warning: its wait returns 138, of its own."""

@@ -12,6 +12,7 @@ import torch
 from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.backends.mpi.node.threshold_file import FLAT, NEVER, SEVERAL
 from hpcdist.backends.mpi.node.thresholds import Thresholds
+from hpcdist.cli import tune
 from hpcdist.launch import topology
 
 
@@ -67,6 +68,23 @@ def test_the_first_file_that_knows_the_processor_is_found(home, monkeypatch):
     assert threshold_file.find() == ("64K", "", {})
     monkeypatch.setenv(threshold_file.VARIABLE, str(user))
     assert threshold_file.find() == (str(user), "", {})
+
+
+def test_a_user_without_a_home_has_no_file(home, monkeypatch):
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # as in a container that runs as any user
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert threshold_file.find() == ("", "", {})
+    with pytest.raises(SystemExit, match="2"):
+        tune.run([])
+
+
+def test_a_folder_that_cannot_be_looked_into_has_no_file(home, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"/{'x' * 300}")  # too long; another user's is such a one if not to root
+    assert threshold_file.find() == ("", "", {})
 
 
 @pytest.mark.parametrize("content", ["not JSON", "[]", '{"Xeon": {"Some MPI": {"two": {}}}}', None])

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 from urllib.parse import urlparse
 
@@ -75,8 +76,9 @@ def init_process_group(
     Raises:
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit, or HPCDIST_LOG names
             no level.
-        TypeError: a timeout that is not a timedelta, or a comm that is not a communicator.
-        RuntimeError: ``enable_reconfigure``.
+        TypeError: a timeout that is not a timedelta, or a store, comm or device that is none.
+        RuntimeError: ``enable_reconfigure``, a rank or size that is no integer, or an ``init_method`` that is no string
+            or of an unknown scheme.
         DistBackendError: no MPI library, or one that does not belong to the launcher.
     """
     forget_aborted()
@@ -86,12 +88,19 @@ def init_process_group(
     prepare(enable_reconfigure)
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        if not isinstance(number, Integral):
+            raise RuntimeError(f"`{name}` must be an integer. {number!r}")
+    if not isinstance(store, (Store, type(None))):
+        raise TypeError(f"store: expected a Store, got {type(store).__name__} {store!r}")
     if store is not None and (world_size <= 0 or rank < 0):
         raise AssertionError(
             f"world_size must be positive and rank non-negative if using store; got {world_size} and {rank}"
         )
+    if not isinstance(init_method, (str, type(None))):
+        raise RuntimeError(f"`url` must be a string. {type(init_method)}: {init_method}")
     if init_method is None and store is None and comm is None:
-        init_method = os.environ.get(environment.INIT_METHOD)
+        init_method = os.environ.get(environment.INIT_METHOD) or None
     device = check_device(device_id)
     is_given = not (init_method or "env:").startswith("env:") or store is not None or comm is not None
     launch = environment.detect() if is_given else decision.launched()
@@ -290,10 +299,18 @@ def check_loopback(launch: environment.Launch | None, world_size: int) -> None:
 
 
 def check_device(device_id: torch.device | int | None) -> torch.device | None:
-    """Return ``device_id`` as a device; ValueError if this machine does not have it."""
+    """Return ``device_id`` as a device; ValueError if this machine does not have it, TypeError if it is none."""
     if device_id is None:
         return None
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()  # that this torch is built for
+        device = torch.device("cuda" if accelerator is None else accelerator.type, device_id)
+    elif isinstance(device_id, torch.device):
+        device = device_id
+    else:
+        raise TypeError(
+            f"device_id is {device_id!r} of type {type(device_id).__name__}; expected a torch.device or int"
+        )
     if device.type == "cpu":
         return device
     if not has_device(device.type):
@@ -302,8 +319,8 @@ def check_device(device_id: torch.device | int | None) -> torch.device | None:
         )
     if device.index is None:
         raise ValueError(f"Please use a device_id with index; got {device}")
-    if device.index >= torch.cuda.device_count():
-        raise ValueError(f"device_id {device} is out of range: there are {torch.cuda.device_count()} devices")
+    if device.index >= (count := getattr(torch, device.type).device_count()):
+        raise ValueError(f"device_id {device} is out of range: there are {count} devices")
     return device
 
 

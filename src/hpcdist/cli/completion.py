@@ -32,7 +32,9 @@ def parser() -> JobParser:
 
 def words(command: str) -> Words:
     if command == "submit":  # whose options are sbatch's
-        settings = {each for path in submit.templates().values() for each in submit.settings(path.read_text())}
+        settings = {
+            each for path in submit.templates().values() for each in submit.settings(path.read_text(encoding="utf-8"))
+        }
         names = {"template", "dry-run", "help", *submit.FLAGS.split(), *submit.LETTERS.values(), *submit.GPUS}
         return Words([f"--{each}" for each in sorted(names | settings)], [], {"--template": [*submit.templates()]})
     actions: list[argparse.Action] = importlib.import_module(COMMANDS[command].module).parser()._actions

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcdist.cli.job_arguments import described
+from hpcdist.cli.job_arguments import described, positive
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,10 +22,28 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pid", type=int, help="a process of the job, where several run on this machine")
     made.add_argument("--once", action="store_true", help="print one picture and end")
     made.add_argument("--stacks", action="store_true", help="print every rank's stack, not only those of late ranks")
-    made.add_argument("--seconds", type=float, default=2.0, metavar="N", help="between two pictures (2)")
+    made.add_argument("--seconds", type=positive, default=2.0, metavar="N", help="between two pictures (2)")
     made.add_argument("--html", metavar="FILE", help="write one picture to a page for a browser, and end")
-    made.add_argument("--serve", type=int, metavar="PORT", help="serve the page on 127.0.0.1; 0 for any free port")
+    made.add_argument("--serve", type=port, metavar="PORT", help="serve the page on 127.0.0.1; 0 for any free port")
     return made
+
+
+def is_port(text: str) -> bool:
+    """Tell whether a text is the number of a port."""
+    return text.isdecimal() and int(text) <= 65535
+
+
+def port(text: str) -> int:
+    """Read the number of a port."""
+    if not is_port(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; expected a number from 0 to 65535")
+    return int(text)
+
+
+def is_address(text: str) -> bool:
+    """Tell whether a text is HOST:PORT."""
+    host, _, number = text.rpartition(":")
+    return host != "" and is_port(number)
 
 
 def run_there(command: list[str]) -> int:
@@ -56,7 +74,7 @@ def run(args: list[str]) -> int:
         ]
         where_it_runs = ["srun", "--quiet", f"--jobid={given.job}", "--overlap", "--nodes=1", "--ntasks=1"]
         return run_there([*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest])
-    if given.job is not None and not re.fullmatch(r".+:\d+", given.job):
+    if given.job is not None and not is_address(given.job):
         parser().error(f"{given.job!r}: expected a Slurm job's number or HOST:PORT")
     from hpcdist.cli.running_job import as_html, as_text, at, find, look, serve
     from hpcdist.core.printing import printable
@@ -69,7 +87,7 @@ def run(args: list[str]) -> int:
         look(job)  # from here on calls are timed
         time.sleep(min(1.0, given.seconds))
         if given.html:
-            Path(given.html).write_text(as_html(look(job), None))
+            Path(given.html).write_text(as_html(look(job), None), encoding="utf-8")
             return 0
         while True:
             text = as_text(look(job), given.stacks)
@@ -77,7 +95,7 @@ def run(args: list[str]) -> int:
             if given.once:
                 return 0
             time.sleep(given.seconds)
-    except ConnectionError as error:
+    except OSError as error:  # no such job; or the page cannot be written or served
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -49,7 +49,7 @@ def matches(pattern: str, message: str) -> bool:
 
 
 def entries() -> dict[str, Entry]:
-    page = installed("errors.md", CHECKOUT.parent / "docs/reference").read_text()
+    page = installed("errors.md", CHECKOUT.parent / "docs/reference").read_text(encoding="utf-8")
     found = {}
     for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
         name, messages, text = re.split(r"\n\n```text\n|\n```\n", section, maxsplit=2)

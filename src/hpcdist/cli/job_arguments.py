@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import textwrap
@@ -27,6 +28,24 @@ def wrapped(text: str, indent: str = "") -> str:
     """Break a paragraph into lines that fit the terminal, those after the first indented."""
     width = shutil.get_terminal_size().columns
     return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return number
+
+
+def count(text: str) -> int:
+    """Read how many there are to be of something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 1 or more")
+    return int(text)
 
 
 class JobParser(argparse.ArgumentParser):

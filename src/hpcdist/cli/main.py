@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -60,6 +61,8 @@ def main(args: list[str] | None = None) -> int:
     try:
         if sys.stdout is None:  # closed by the caller (`>&-`)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+        elif isinstance(sys.stdout, io.TextIOWrapper) and given[0] != "run":  # whose output is its script's
+            sys.stdout.reconfigure(errors="replace")  # a locale may lack the marks
         status = int(importlib.import_module(command.module).run(given[1:]))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, as `head` has

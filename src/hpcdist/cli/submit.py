@@ -7,6 +7,8 @@ and the settings of the template (``--python``, ``--mpi`` …) are not sbatch's.
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shlex
 import subprocess
@@ -131,7 +133,8 @@ def directive_line(name: str, value: str | None) -> str:
 
 
 def usage(name: str, template: str) -> str:
-    about = {each: path.read_text().splitlines()[1].lstrip("# ") for each, path in templates().items()}
+    texts = {each: path.read_text(encoding="utf-8") for each, path in templates().items()}
+    about = {each: text.splitlines()[1].lstrip("# ") for each, text in texts.items()}
     found = settings(template)
     if "image" not in found:  # whose Python is its own
         found["python"] = (sys.executable, "the Python that has hpcdist")
@@ -157,7 +160,7 @@ def run(args: list[str]) -> int:
         name = options.pop("template", None) or ("gpu" if asks_for_gpus(options) else "cpu")
         if name not in templates():
             raise ValueError(f"no template {name!r} (known: {', '.join(templates())})")
-        template = templates()[name].read_text()
+        template = templates()[name].read_text(encoding="utf-8")
         if "help" in options:
             print(usage(name, template))
             return 0
@@ -172,10 +175,12 @@ def run(args: list[str]) -> int:
         print(f"{USAGE}\nerror: {error}; options: python -m hpcdist submit --help", file=sys.stderr)
         return 2
     if is_dry:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files are any bytes
+            sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
         sys.stdout.write(filled)
         return 0
     try:
-        return subprocess.run(["sbatch"], input=filled, text=True, check=False).returncode
+        return subprocess.run(["sbatch"], input=os.fsencode(filled), check=False).returncode
     except FileNotFoundError:
         print("error: no sbatch on the PATH; run this on the cluster, or keep the script (--dry-run)", file=sys.stderr)
         return 1

@@ -27,7 +27,7 @@ from hpcdist.backends.mpi.node.thresholds import HALF, Thresholds
 from hpcdist.cli.bench.collectives import buffers
 from hpcdist.cli.bench.report import least
 from hpcdist.cli.bench.timing import Bench, opened
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser, count, described, positive
 from hpcdist.core.call import Call
 from hpcdist.core.printing import sized
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
@@ -45,8 +45,8 @@ def parser() -> JobParser:
     made.add_argument(
         "--output", metavar="FILE", type=json_file, help=f"the .json file to add to ({threshold_file.users_file()})"
     )
-    made.add_argument("--rounds", type=int, default=7, help="rounds, of which the median counts (7)")
-    made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
+    made.add_argument("--rounds", type=count, default=7, help="rounds, of which the median counts (7)")
+    made.add_argument("--seconds", type=positive, default=0.05, help="length of one side's round (0.05)")
     return made
 
 
@@ -62,6 +62,8 @@ def run(args: list[str]) -> int:
     made = parser()
     options = made.parse_args(args)
     path = options.output or threshold_file.users_file()
+    if not path.is_absolute() and options.output is None:
+        made.error(f"no folder for {path}: set HOME, or name the file: --output thresholds.json")
     with opened(options, made, "start it by a launcher of MPI: srun python -m hpcdist tune") as bench:
         nodes = bench.wire.nodes
         if bench.size == 1:

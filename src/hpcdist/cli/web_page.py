@@ -47,7 +47,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], is_of_words: bool 
 def page(title: str, parts: Iterable[str], seconds: float | None = None) -> str:
     """Return a page of parts in HTML; a browser asks for it again after so many seconds, if any."""
     again = f'<meta http-equiv="refresh" content="{seconds:g}">' if seconds else ""
-    return Template(TEMPLATE.read_text()).substitute(
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title), again=again, colors=stylesheet(), parts="\n".join(parts)
     )
 

@@ -27,6 +27,8 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
 
     getRank, getSize = C10dMethods.rank, C10dMethods.size  # C++'s own were told once
 
+    use_pg_for_symm_mem_rendezvous = False  # C++'s own asks the default backend, which it does not know
+
     @property
     def pg_name(self) -> str:
         """The group's name, as torch's loggers ask for it."""

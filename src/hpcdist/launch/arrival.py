@@ -50,7 +50,7 @@ def arrivals() -> list[Arrival]:
     """Return this user's processes on this machine that are in ``init_process_group``."""
     names = ""
     with suppress(OSError):  # there is no /proc
-        names = Path("/proc/net/unix").read_text(errors="replace")  # others' sockets may have any bytes in their names
+        names = Path("/proc/net/unix").read_text(errors="replace")  # others' names are any bytes
     found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", names, re.MULTILINE)
     return sorted(Arrival(*map(int, each)) for each in found if variables(int(each[0])))
 
@@ -68,7 +68,7 @@ def launcher_of(process: int) -> int:
     """Return the nearest parent of a process without a rank: what started it on this node."""
     while True:
         try:
-            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, IndexError):
             return 0
         if parent <= 1 or environment.detect(variables(parent)) is None:

@@ -234,8 +234,8 @@ REPRODUCIBLE_CHOICES = {"0": False, "1": True}
 
 
 def is_reproducible() -> bool:
-    """Return what HPCDIST_REPRODUCIBLE chooses; ValueError if it is neither 0 nor 1."""
-    given = os.environ.get(REPRODUCIBLE, "0")
+    """Return what HPCDIST_REPRODUCIBLE chooses; ValueError if it is neither 0 nor 1, nor empty."""
+    given = os.environ.get(REPRODUCIBLE) or "0"
     if given not in REPRODUCIBLE_CHOICES:
         raise ValueError(f"{REPRODUCIBLE}={given!r}: expected one of {', '.join(REPRODUCIBLE_CHOICES)}")
     return REPRODUCIBLE_CHOICES[given]

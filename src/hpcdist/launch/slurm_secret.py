@@ -55,7 +55,7 @@ def tool(name: str) -> str | None:
 
 def file_system(folder: Path) -> str:
     kinds = {}
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in filter(None, os.fsdecode(Path("/proc/self/mounts").read_bytes()).split("\n")):
         _, place, kind, *_ = line.split()
         kinds[place.replace("\\040", " ")] = kind
     real = folder.resolve()

@@ -78,4 +78,5 @@ def described(group: Group) -> dict[str, Any]:
 
 
 def program() -> str:
-    return " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:80]
+    name, *arguments = getattr(sys, "argv", None) or [""]  # a program that embeds Python may have none
+    return " ".join([os.path.basename(name), *arguments])[:80]

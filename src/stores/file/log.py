@@ -124,7 +124,9 @@ class FileLog:
         while True:
             try:
                 fd = os.open(self.path, flags, 0o644)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if not os.path.isdir(os.path.dirname(self.path) or "."):
+                    raise DistStoreError(f"cannot write to {self.path}: there is no such folder") from error
                 raise DistStoreError(
                     f"the store's file {self.path} is gone: all its users have left, or it was removed"
                 ) from None

@@ -17,7 +17,7 @@ import torch
 from hpcdist.backends.mpi.node.thresholds import number_of_bytes
 from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import opened
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser, count, described, positive
 
 # subject -> the module with ``measure(bench)``
 SUBJECTS: dict[str, str] = {
@@ -33,6 +33,13 @@ def size_in_bytes(text: str) -> int:
     if not (nbytes := number_of_bytes(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; expected bytes such as 4, 64K or 16M")
     return nbytes
+
+
+def ratio(text: str) -> int:
+    """Read how many times one size is the size before."""
+    if (times := count(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 2 or more")
+    return times
 
 
 def dtype(text: str) -> torch.dtype:
@@ -59,18 +66,25 @@ def parser() -> JobParser:
     )
     made.add_argument("--min", type=size_in_bytes, default=4, help="smallest size (4)")
     made.add_argument("--max", type=size_in_bytes, default=256 << 20, help="largest size (256M)")
-    made.add_argument("--factor", type=int, default=4, help="ratio of one size to the one before (4)")
+    made.add_argument("--factor", type=ratio, default=4, help="ratio of one size to the one before (4)")
     made.add_argument(
         "--sizes", nargs="+", type=size_in_bytes, metavar="SIZE", help="these sizes instead of --min to --max"
     )
-    made.add_argument("--parameters", type=float, default=10e6, help="of a model that ddp and torch train (10 million)")
-    made.add_argument("--batch", type=int, default=1, help="samples a rank of DDP's step (1)")
-    made.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb (25)")
-    made.add_argument("--rounds", type=int, default=7, help="rounds, of which the median is shown (7)")
-    made.add_argument("--seconds", type=float, default=0.05, help="length of one side's round (0.05)")
+    made.add_argument(
+        "--parameters", type=positive, default=10e6, help="of a model that ddp and torch train (10 million)"
+    )
+    made.add_argument("--batch", type=count, default=1, help="samples a rank of DDP's step (1)")
+    made.add_argument("--bucket-mb", type=positive, default=25, help="DDP's bucket_cap_mb (25)")
+    made.add_argument("--rounds", type=count, default=7, help="rounds, of which the median is shown (7)")
+    made.add_argument("--seconds", type=positive, default=0.05, help="length of one side's round (0.05)")
     sides = ["hpcdist", "mpi4py", "gloo", "copy"]
     made.add_argument(
-        "--sides", nargs="+", default=sides, metavar="SIDE", help=f"what is compared: {', '.join(sides)} (all)"
+        "--sides",
+        nargs="+",
+        default=sides,
+        choices=sides,
+        metavar="SIDE",
+        help=f"what is compared: {', '.join(sides)} (all)",
     )
     made.add_argument("--json", metavar="FILE", help="write the figures to this file too")
     made.add_argument("--csv", metavar="FILE", help="the same, a line for each figure")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
+import shutil
 import sys
 from datetime import datetime
 from html import escape
@@ -20,6 +20,7 @@ from hpcdist.core.ranks import plural
 
 Chapters = dict[str, list[Finding]]
 MARKS = {OK: ("✓", "green"), NOTE: ("·", "dim"), ADVICE: ("!", "yellow"), PROBLEM: ("✗", "bold red")}
+IN_ASCII = str.maketrans("✓·✗", "+.x")
 
 
 def count(chapters: Chapters, level: str) -> int:
@@ -33,8 +34,11 @@ def write_json(chapters: Chapters, ranks: list[Facts]) -> None:
 
 
 def write(chapters: Chapters, size: int) -> None:
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size((110, 0)).columns
     console = Console(width=width, highlight=False, soft_wrap=False)
+    marks = MARKS
+    if console.options.ascii_only:
+        marks = {level: (mark.translate(IN_ASCII), style) for level, (mark, style) in MARKS.items()}
     console.rule(f"hpcdist doctor, {plural(size, 'rank')}")
     for title, findings in chapters.items():
         console.print(f"\n[bold]{title}[/bold]")
@@ -42,7 +46,7 @@ def write(chapters: Chapters, size: int) -> None:
         table.add_column(width=1)
         table.add_column(overflow="fold")
         for finding in findings:
-            mark, style = MARKS[finding.level]
+            mark, style = marks[finding.level]
             table.add_row(Text(mark, style), Text(finding.text, "dim" if finding.level == NOTE else ""))
             if finding.remedy and finding.level == NOTE:
                 table.add_row("", Text(f"  {finding.remedy}", "dim"))
@@ -50,7 +54,7 @@ def write(chapters: Chapters, size: int) -> None:
     if wanted := to_fix(chapters):
         console.print("\n[bold]What to do[/bold]")
     for finding in wanted:
-        mark, style = MARKS[finding.level]
+        mark, style = marks[finding.level]
         console.print(Text(f"{mark} {finding.text}", style))
         # commands are meant to be copied: they are never wrapped
         console.print(Text(f"    {finding.remedy or 'no fix is known'}"), soft_wrap=True)

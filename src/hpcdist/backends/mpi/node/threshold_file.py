@@ -27,10 +27,10 @@ Content = dict[str, dict[str, dict[str, dict[str, int | None]]]]
 def users_file() -> Path:
     """Return where a user's own file is (the XDG Base Directory Specification says in which folder).
 
-    For a user who has no home, as in a container, it is a path that begins with ``~``.
+    If nobody knows the user's home, as in a container with another user's number, it begins with ``~``.
     """
     folder = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
-    return Path(folder, "hpcdist", "thresholds.json")
+    return Path(folder) / "hpcdist" / "thresholds.json"
 
 
 def installed_files() -> list[Path]:
@@ -45,7 +45,7 @@ def find() -> tuple[str, str, Measured] | ValueError:
     What is wrong with a file is returned as the error, for the caller to raise on every rank.
     """
     text = os.environ.get(VARIABLE, "").strip()
-    files = [Path(text)] if is_file(text) else [] if text else list(filter(os.path.exists, installed_files()))
+    files = [Path(text)] if is_file(text) else [] if text else [*filter(os.path.exists, installed_files())]
     try:
         for file in files:
             if found := measured(read(file), processor()):
@@ -63,7 +63,7 @@ def is_file(text: str) -> bool:
 def read(path: Path) -> Content:
     """Read a file; ValueError if there is no such file, or it holds something else."""
     try:
-        content: Content = json.loads(path.read_text())
+        content: Content = json.loads(path.read_text(encoding="utf-8"))
         for name in content.keys():  # noqa: SIM118  # a list, which has none, is not what tune wrote
             measured(content, name)
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -89,4 +89,4 @@ def write(path: Path, library: str, place: int | str, found: dict[str, int]) -> 
     rows = {name: None if nbytes == NEVER else nbytes for name, nbytes in found.items()}
     content.setdefault(processor(), {}).setdefault(library, {})[str(place)] = rows
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+MAPS = Path("/proc/self/maps")
+
 
 def loaded_libraries() -> list[str]:
-    """Return the paths of the MPI libraries in this process; none if there is no /proc."""
+    """Return the paths of the MPI libraries in this process, of any bytes, spaces too; none if there is no /proc."""
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = os.fsdecode(MAPS.read_bytes())
     except OSError:
         return []
-    return list(dict.fromkeys(re.findall(r"\s(/\S*/libmpi[^/\s]*\.so[^/\s]*)", maps)))
+    return list(dict.fromkeys(re.findall(r"(/.*/libmpi[^/\s]*\.so[^/\s]*)", maps)))

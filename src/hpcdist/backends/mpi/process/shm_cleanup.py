@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from hpcdist.backends.mpi.process.libraries import MAPS
 
 LIBRARY = "MPICH Version"  # what MPI_Get_library_version begins with; derived libraries share in their own ways
 SEGMENT = "/dev/shm/mpich_shm_"
-MAPS = Path("/proc/self/maps")
 
 
 @cache
@@ -31,7 +31,7 @@ def unlink_segments(MPI: Any) -> None:
     if not MPI.Get_library_version().startswith(LIBRARY):
         return
     with suppress(OSError):  # no /proc, no files: nothing is found
-        for line in MAPS.read_text().splitlines():
+        for line in filter(None, os.fsdecode(MAPS.read_bytes()).split("\n")):  # other files' paths have any bytes
             _, _, _, _, inode, *path = line.split(maxsplit=5)
             if path and path[0].startswith(SEGMENT):
                 with suppress(FileNotFoundError):  # a rank of this node was quicker
