@@ -140,7 +140,7 @@ def nodes(parent: Group) -> list[list[int]]:
     """Return the global ranks on each node of a group; every rank of it calls."""
     carrier = parent.any_backend()
     carrier.settle()
-    keys = carrier.objects.all_gather(environment.node_key())
+    keys = carrier.objects.all_gather(environment.node_key(), call="new_subgroups")
     return [[parent.ranks[rank] for rank in those] for those in by_value(keys).values()]
 
 

@@ -70,7 +70,7 @@ class MPIBackend(Backend):
         self.objects = CheckedObjects(objects, self.check)
         self.faults = MPIFaults(self.communicator, self.unfinished)
         self.membership = MPIMembership(self.communicator, self.over)
-        self.windows = MPIWindows(self.communicator)
+        self.windows = MPIWindows(self.communicator, self.objects)
         self._bundler: Bundler | None = None
         self._is_closed = False
         # calls go to the parts themselves, not through a method here

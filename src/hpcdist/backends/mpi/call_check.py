@@ -43,6 +43,7 @@ from hpcdist.backends.mpi.datatypes import CUTS
 from hpcdist.backends.mpi.node.call_board import (
     COUNTED,
     COUNTS_KEPT,
+    GATHERS,
     LAST,
     LEAVE,
     NO_CALLS,
@@ -509,11 +510,11 @@ class CheckedObjects(Objects):
     def __init__(self, objects: Objects, check: CallCheck) -> None:
         self._objects, self._make = objects, check.make
         self._said = {name: what(name) for name in OBJECTS}
+        self._gathers = {name: what(OBJECTS[0], root=code) for code, name in enumerate(GATHERS)}
 
-    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
+    def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
         """Gather every rank's object on all ranks."""
-        said = self._said["all_gather_object"]
-        return self._make(said, 0, lambda: self._objects.all_gather(value, weights_only))
+        return self._make(self._gathers[call], 0, lambda: self._objects.all_gather(value, weights_only, call))
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""

@@ -51,7 +51,7 @@ class MPIObjects(Objects):
         self._sending, self._receiving = threading.Lock(), threading.Lock()  # an object is several messages
         self._slots = Slots(256)
 
-    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
+    def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
         """Gather every rank's object on all ranks."""
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         is_in_slot = not (apart or failure or weights_only)
@@ -65,8 +65,8 @@ class MPIObjects(Objects):
                     break
                 slots, received = self._gather_slots(data, is_in_slot)
         except MPI.Exception as error:
-            raise self._communicator.failure("all_gather_object", error) from error
-        self._check("all_gather_object", failure)
+            raise self._communicator.failure(call, error) from error
+        self._check(call, failure)
         if gathered is None:
             return [_loads(each) for (each,) in slots.each(received)]
         return [unpacked(*each, weights_only=weights_only) for each in gathered]
