@@ -217,7 +217,7 @@ MUTANTS = [
     # -- core: agreement of ranks
     Mutant(
         f"{CORE}/agreement.py",
-        "    if len(set(backend.objects.all_gather(digest))) == 1:\n        return\n",
+        "    if len(set(backend.objects.all_gather(digest, call=call))) == 1:\n        return\n",
         "    return\n",
         "mpi/test_agreement.py",
     ),

@@ -11,6 +11,7 @@ import torch
 import hpcdist as dist
 from hpcdist.backends.mpi.datatypes import CUTS
 from hpcdist.backends.mpi.node import call_board
+from hpcdist.core import hooks
 from hpcdist.core.errors import CallsDifferError
 
 from . import wrong_programs
@@ -275,6 +276,25 @@ def test_objects_of_two_roots(name, group, rank, size):
             dist.barrier(group)  # where a rank is told that has not waited for others before
 
         refused(f"{name}_object, root .*{name}_object, root", run)
+
+
+# calls that begin with a gathering of objects; its name alone would not say which they are
+GATHERING = {
+    "all_gather_object": lambda group: dist.all_gather_object([None] * dist.get_world_size(group), 0, group),
+    "Window": lambda group: dist.Window(2, group=group),
+    "node_shared": lambda group: dist.node_shared(2, group=group),
+    "new_subgroups": lambda group: dist.new_subgroups(group=group),
+    "reproducible": lambda group: dist.reproducible(),
+    "profile": lambda group: dist.profile().__enter__(),
+}
+
+
+@pytest.mark.parametrize("one", GATHERING)
+def test_calls_that_gather_objects_are_named(one, rank, size):
+    names = list(GATHERING)
+    other = names[names.index(one) - 1]
+    refused(f"{one}.*{other}|{other}.*{one}", GATHERING[one if rank == size - 1 else other], None)
+    assert not hooks.reproducible
 
 
 def test_a_new_group_that_one_rank_does_not_make(rank, size):

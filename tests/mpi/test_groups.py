@@ -258,6 +258,13 @@ def test_monitored_barrier(rank, size):
             dist.monitored_barrier(group, timedelta(seconds=0.3))
 
 
+@pytest.mark.parametrize("timeout", ["5", [5], b""], ids=repr)
+def test_a_monitored_barrier_takes_a_timedelta_or_seconds(timeout):
+    with pytest.raises(TypeError, match="Expected timeout argument"):
+        dist.monitored_barrier(timeout=timeout)
+    dist.monitored_barrier(timeout=60)
+
+
 @pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND") == "gloo", reason="gloo has a barrier of its own")
 def test_monitored_barriers_count_no_rank_that_came_late_or_gave_up(rank, size):
     if size == 1:

@@ -257,6 +257,16 @@ def test_wrong_arguments(rank, size):
             dist.exchange(sends, {})
     with pytest.raises(ValueError, match="is not part of group"):
         dist.exchange({}, {size: torch.zeros(1)})
+    for wrong in (
+        lambda: dist.HaloExchange(size),
+        lambda: dist.HaloExchange(None),
+        lambda: dist.HaloExchange([float(size)]),
+        lambda: dist.HaloExchange([size], width=1.5),
+        lambda: dist.HaloExchange([size], width="1"),
+        lambda: dist.HaloExchange([size], width=None),
+    ):
+        with pytest.raises(TypeError, match="expected integers"):
+            wrong()
     for wrong, text in (
         (lambda: dist.HaloExchange([size + 1]), "product"),
         (lambda: dist.HaloExchange([]), "product") if size > 1 else (lambda: dist.HaloExchange([0]), "product"),

@@ -158,6 +158,11 @@ def test_bad_lists_leave_the_group_usable(rank, size):
         dist.scatter_object_list([], [1] * size)
     with pytest.raises((TypeError, AttributeError, RuntimeError)):
         dist.all_gather_object([None] * size, lambda: 0)
+    with pytest.raises(ValueError, match="Invalid destination rank"):
+        dist.send_object_list([1], rank)
+    for who in ({"src": rank}, {"group_src": rank}):  # it would wait for ever
+        with pytest.raises(ValueError, match="Invalid source rank"):
+            dist.recv_object_list([None], **who)
     test_all_gather_object(rank, size)
 
 
@@ -220,6 +225,16 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(call, rank, size
         mine = [payload(rank)]
         dist.broadcast_object_list(mine, who)
         assert equal(mine[0], who)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("count", [4, 4000])
+def test_a_tensor_whose_storage_was_freed_is_an_error_and_no_garbage(count, weights_only, rank, size):
+    tensor = torch.ones(count)
+    if rank == 0:
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage was freed"):  # on all ranks
+        dist.all_gather_object([None] * size, {"weights": tensor}, weights_only=weights_only)
 
 
 # -- weights_only: what a peer sends cannot run code here --------------------------------------------------

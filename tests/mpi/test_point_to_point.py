@@ -351,6 +351,49 @@ def test_bad_peers(rank, size):
         dist.isend("text", rank)
 
 
+def frozen():
+    array = np.ones(2, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def freed():
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+REFUSED = {
+    "read-only": (frozen, ValueError, "read-only"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), TypeError, "dense"),
+    "freed": (freed, ValueError, "storage was freed"),
+    "meta": (lambda: torch.ones(2, device="meta"), RuntimeError, "device type meta"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("form", ["batch", "exchange", "asynchronous exchange"])
+def test_what_one_message_cannot_carry_is_an_error_before_any_is_sent(form, kind, rank, size):
+    make, error, text = REFUSED[kind]
+    right, left, lost, got = (rank + 1) % size, (rank - 1) % size, torch.full((2,), 7.0), torch.zeros(2)
+
+    def run(sent, received):
+        if form == "batch":
+            ops = [dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, received, left)]
+            return [work.wait() for work in dist.batch_isend_irecv(ops)]
+        work = dist.exchange({right: sent}, {left: received}, async_op=form != "exchange")
+        return None if work is None else work.wait()
+
+    with pytest.raises(error, match=text):
+        run(lost, make())
+    if kind != "read-only":
+        with pytest.raises(error, match=text):
+            run(make(), got)
+    dist.barrier()
+    run(torch.full((2,), float(rank)), got)  # not what was refused before
+    assert got.tolist() == [float(left)] * 2
+
+
 @pytest.mark.skipif(os.environ.get("HPCDIST_TEST_BACKEND", "mpi") != "mpi", reason="gloo takes the exact size only")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_short_message_leaves_the_rest_of_a_view_alone(is_async, rank, size):

@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 
 import hpcdist as dist
 from hpcdist.backends.mpi.reductions import COMPARES_AS_SIGNED, VENDOR, VERSION
+from hpcdist.core.errors import CallsDifferError
 from tests.mpi.conftest import BACKEND
 
 pytestmark = pytest.mark.filterwarnings("error:a Window is closed")
@@ -294,6 +295,14 @@ WRONG = [
     ),
     (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND"),
     (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),
+    (lambda w, n: w.put(freed(), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.get(freed(), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.accumulate(freed(), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.put(freed(2), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.get(freed(2), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.put(torch.eye(2).to_sparse(), 0), TypeError, r"Window.put takes dense tensors"),
+    (lambda w, n: w.get(torch.eye(2).to_sparse(), 0), TypeError, r"Window.get takes dense tensors"),
+    (lambda w, n: w.put(torch.ones(2, device="meta"), 0), ValueError, "the tensor is torch.float32 on meta"),
     (lambda w, n: w.signal(n), ValueError, "there is no rank"),
     (lambda w, n: w.wait_signal(n), ValueError, "there is no rank"),
     (lambda w, n: w.wait_signal(0, 3.0), TypeError, "timeout"),
@@ -306,6 +315,12 @@ def test_bad_arguments(rank, size):
         for call, error, text in WRONG:
             with pytest.raises(error, match=text):
                 call(window, size)
+
+
+def freed(step=1):
+    tensor = torch.ones(4)[::step]
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def test_dtypes_without_atomic_calls(rank):
@@ -324,6 +339,8 @@ def test_bad_memory_is_an_error_on_all_ranks(rank, size):
         dist.Window(1, "float")
     with pytest.raises(ValueError, match="is not a plain tensor; expected a contiguous one"):
         dist.Window(torch.zeros(2, 2).t())
+    with pytest.raises(ValueError, match="storage was freed"):
+        dist.Window(freed() if last else torch.ones(4))
     with pytest.raises(dist.DistBackendError, match=r"/dev/shm of host .* are needed"):
         dist.Window(1 << 50)
     if size > 1:
@@ -354,6 +371,17 @@ def test_after_its_end(rank):
     with pytest.raises(ValueError, match="the window is closed"):
         window.put(torch.zeros(1), 0)
     assert not hasattr(window, "tensor")
+
+
+def test_a_rank_that_makes_another_call_in_place_of_the_end(opened, rank, size):
+    group = dist.new_group()
+    window = opened(2, group=group)
+    if size > 1:
+        with pytest.raises(CallsDifferError, match=r"Window\.close.*barrier|barrier.*Window\.close"):
+            dist.barrier(group) if rank == size - 1 else window.close()
+    if hasattr(window, "tensor"):
+        del window.tensor
+    dist.destroy_process_group(group)
 
 
 def test_memory_in_use_is_not_freed(rank, size):

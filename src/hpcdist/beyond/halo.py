@@ -6,11 +6,11 @@ messages travel under a tag that users cannot give. A strided tensor is sent fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
-from operator import lt
+from operator import index, lt
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from hpcdist.beyond.gradients import WithGradient
 from hpcdist.c10d.device_mesh import DeviceMesh
 from hpcdist.core import world
 from hpcdist.core.backend import Message
-from hpcdist.core.buffers import COPY_KEPT, PLAIN_TYPES, as_tensor, for_writing, is_plain, on_memory
+from hpcdist.core.buffers import COPY_KEPT, PLAIN_TYPES, as_tensor, check_memory, for_writing, is_plain, on_memory
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import begin, between, dense
+from hpcdist.core.point_to_point import begin, between, checked, dense
 from hpcdist.core.work import AllWork, Work
 
 # a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper one
@@ -71,7 +71,7 @@ def exchange(
     Raises:
         TypeError: no mapping from ranks to dense tensors; before anything is sent.
         ValueError: a rank outside the group; before anything is sent.
-        DistBackendError: what was sent does not fit.
+        RuntimeError: what was sent does not fit.
     """
     if (pg := world.member_group(group, "exchange")) is None:
         return None
@@ -95,9 +95,19 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
         if tensor.__class__ is np.ndarray:
             tensor = on_memory(tensor)
         if not (is_plain(tensor) and tensor.is_cpu):
-            tensor, are_plain = dense(as_tensor(tensor, f"{name}[{rank}]", writable, writable)), False
+            tensor, are_plain = checked(pg, tensor, f"{name}[{rank}]", writable, writable), False
+        elif not tensor.data_ptr():
+            check_memory(tensor)
         found.append((tensor, peer))
     return found, are_plain
+
+
+def integers(name: str, given: Any) -> tuple[int, ...]:
+    """Return a parameter of a ``HaloExchange`` as a tuple of ints; TypeError if it is something else."""
+    values = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(hasattr(each, "__index__") for each in values):
+        raise TypeError(f"HaloExchange: {name} is {given!r}; expected integers")
+    return tuple(map(index, values))
 
 
 class HaloExchange:
@@ -120,6 +130,7 @@ class HaloExchange:
         coordinates: this rank's place in the mesh.
 
     Raises:
+        TypeError: no integers.
         ValueError: numbers that do not fit each other or the group, or a rank that is not in the mesh.
     """
 
@@ -134,14 +145,15 @@ class HaloExchange:
         if isinstance(dims, DeviceMesh):
             self._grid = dims.mesh.cpu().clone().apply_(lambda rank: world.group_rank(pg, rank, None))
         else:
-            if min(dims, default=0) < 1 or prod(dims) != pg.size():
+            sizes = integers("dims", dims)
+            if min(sizes, default=0) < 1 or prod(sizes) != pg.size():
                 raise MismatchError(
-                    f"HaloExchange: dims {list(dims)} are {prod(dims)} ranks; expected dimensions of 1 or more whose "
+                    f"HaloExchange: dims {list(sizes)} are {prod(sizes)} ranks; expected dimensions of 1 or more whose "
                     f"product is the group's {pg.size()} ranks"
                 )
-            self._grid = torch.arange(pg.size(), device="cpu").view(tuple(dims))
+            self._grid = torch.arange(pg.size(), device="cpu").view(sizes)
         self.dims: tuple[int, ...] = tuple(self._grid.shape)
-        self.width: tuple[int, ...] = self._each("width", width)
+        self.width = integers("width", self._each("width", width))
         self.periodic: tuple[bool, ...] = self._each("periodic", periodic)
         if min(self.width) < 0:
             raise MismatchError(f"HaloExchange: width is {self.width}; expected 0 or more")
@@ -193,7 +205,7 @@ class HaloExchange:
         Raises:
             TypeError: no dense tensor.
             ValueError: fewer dimensions than the mesh, or fewer cells than a neighbour needs.
-            DistBackendError: a neighbour's size differs.
+            RuntimeError: a neighbour's size differs; on at least one of the two.
         """
         whole = dense(as_tensor(tensor, "tensor", writable=True, is_viewed=True))
         seen = whole.data_ptr(), whole.shape, whole.stride(), whole.dtype, whole.is_conj(), whole.is_neg()
@@ -221,7 +233,7 @@ class HaloExchange:
             is not periodic.
 
         Raises:
-            TypeError, ValueError, DistBackendError: as for a call of this object.
+            TypeError, ValueError, RuntimeError: as for a call of this object.
         """
         given = dense(as_tensor(tensor, "tensor"))
         self._check(given, 1)
@@ -232,7 +244,8 @@ class HaloExchange:
         return WithGradient.apply(tensor, self._padded, self._unpadded)
 
     def _check(self, tensor: Tensor, layers: int) -> None:
-        """Raise if a tensor has fewer layers of cells than so many times the width."""
+        """Raise if the group does not carry a tensor, or it has fewer layers of cells than so many times the width."""
+        self._group.backend(tensor.device)
         sizes = tensor.shape[-len(self.dims) :]
         needed = [layers * width for width in self.width]
         if len(sizes) < len(self.dims) or any(map(lt, sizes, needed)):

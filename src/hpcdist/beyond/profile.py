@@ -46,7 +46,7 @@ class Profile:
             except OSError as error:
                 problem = str(error)
         with group.journal.during("profile"):
-            problem = group.any_backend().objects.all_gather(problem)[0]
+            problem = group.any_backend().objects.all_gather(problem, call="profile")[0]
             if problem is not None:
                 raise OSError(f"profile: rank 0 cannot write the timeline: {problem}")
             self._first = offsets(group)

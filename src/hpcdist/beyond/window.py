@@ -19,7 +19,7 @@ from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
-from hpcdist.core.buffers import as_tensor, for_reading, for_writing, is_plain, put
+from hpcdist.core.buffers import as_tensor, check_dense, check_memory, for_reading, for_writing, is_plain, put
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.ranks import as_rank, by_value
@@ -78,12 +78,12 @@ class Window:
         Raises:
             ValueError: no such rank or place, another dtype, or the window is closed.
         """
-        data = tensor if is_plain(tensor) and tensor.is_cpu else for_reading(as_tensor(tensor, "tensor"))
+        data = tensor if is_plain(tensor) and tensor.is_cpu else for_reading(with_memory("Window.put", tensor))
         self._remote.put(data, dst, self._place("put", data, dst, offset))
 
     def get(self, tensor: Any, src: int, offset: int = 0) -> None:
         """Read a rank's memory into a tensor, which is written in place; arguments and errors as for ``put``."""
-        target = as_tensor(tensor, "tensor", writable=True)
+        target = tensor if is_plain(tensor) and tensor.is_cpu else with_memory("Window.get", tensor, writable=True)
         staged = for_writing(target)
         self._remote.get(staged, src, self._place("get", staged, src, offset))
         if staged is not target:
@@ -100,7 +100,7 @@ class Window:
             TypeError: MPI lacks the dtype.
             ValueError, RuntimeError: an op without meaning here, and as for ``put``.
         """
-        data = for_reading(as_tensor(tensor, "tensor"))
+        data = for_reading(with_memory("Window.accumulate", tensor))
         self._remote.accumulate(data, dst, self._place("accumulate", data, dst, offset), op)
 
     def fetch_and_add(self, dst: int, offset: int = 0, value: Any = 1) -> Any:
@@ -196,12 +196,23 @@ class Window:
             raise MismatchError(
                 f"Window.{call}: the tensor is {data.dtype} on {data.device}; expected {self.dtype} on cpu"
             )
+        if not data.data_ptr():
+            check_memory(data)
         if not 0 <= operator.index(offset) <= self.sizes[rank] - data.numel():
             raise MismatchError(
                 f"Window.{call}: {data.numel()} elements from offset {offset} on do not lie in the {self.sizes[rank]} "
                 f"elements of rank {rank}"
             )
         return operator.index(offset) * self._itemsize
+
+
+def with_memory(call: str, value: Any, writable: bool = False) -> torch.Tensor:
+    """Return a caller's tensor or array as a dense tensor, from which a copy may be made."""
+    tensor = as_tensor(value, "tensor", writable)
+    check_dense(call, tensor)
+    if tensor.is_cpu:  # of another device ``Window._place`` says what was expected
+        check_memory(tensor)
+    return tensor
 
 
 class Offer(NamedTuple):
@@ -230,6 +241,7 @@ def offer(memory: Any, dtype: Any) -> Offer:
     tensor = as_tensor(memory, "memory", True, True)
     if not is_plain(tensor) or not tensor.is_cpu:
         raise ValueError("`memory` is not a plain tensor; expected a contiguous one on the CPU")
+    check_memory(tensor)
     return Offer(True, tensor.numel(), tensor.dtype, *place)
 
 

@@ -118,11 +118,16 @@ def _coalescing_manager(
     held: list[tuple[Call, HeldWork]] = []
     pg.coalescing = held
     try:
-        yield manager
-    finally:
-        pg.coalescing = None
-    with pg.grouped():
-        works = together(pg, held, async_ops)
+        try:
+            yield manager
+        finally:
+            pg.coalescing = None
+        with pg.grouped():
+            works = together(pg, held, async_ops)
+    except BaseException as error:
+        for _, own in held:
+            own._drop(error)
+        raise
     for work in works:
         manager.append(work)
     if not async_ops:

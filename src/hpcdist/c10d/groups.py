@@ -141,7 +141,7 @@ def nodes(parent: Group) -> list[list[int]]:
     carrier = parent.any_backend()
     carrier.settle()
     with parent.journal.during("new_subgroups"):
-        keys = carrier.objects.all_gather(environment.node_key())
+        keys = carrier.objects.all_gather(environment.node_key(), call="new_subgroups")
     return [[parent.ranks[rank] for rank in those] for those in by_value(keys).values()]
 
 

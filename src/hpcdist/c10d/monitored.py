@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpcdist.c10d.groups import check_timeout
 from hpcdist.core import world
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
@@ -66,9 +67,12 @@ def monitored_barrier(
 
     Raises:
         DistBackendError: a rank did not come in time; on rank 0 it says which.
+        TypeError: a timeout that is neither a timedelta nor a number of seconds.
     """
     if (pg := world.member_group(group, "monitored_barrier")) is None:
         return
+    if not isinstance(timeout, (int, float)):
+        check_timeout(timeout)
     limit = timeout if timeout is not None else pg.timeout
     given = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     seconds = min(given, LONGEST_TIMEOUT.total_seconds())

@@ -40,6 +40,12 @@ def check_list(value: Any, name: str, length: int, what: str, is_read: bool = Fa
         raise ValueError(f"`{name}` has {len(value)} entries; expected {length}, {what}")
 
 
+def check_other(pg: Group, peer: int | None, kind: str) -> None:
+    """Raise c10d's error if a message that blocks is to go to this rank itself, or to come from it."""
+    if peer == pg.rank():
+        raise ValueError(f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process.")
+
+
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False) -> None:
     """Gather every rank's object into ``object_list`` on all ranks.
 
@@ -201,10 +207,7 @@ def send_object_list(
     if (target := world.route(group, "send_object_list", dst, group_dst)) is None:
         return
     pg, peer = target
-    if peer == pg.rank():
-        raise ValueError(
-            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
-        )
+    check_other(pg, peer, "destination")
     check_list(object_list, "object_list", 0, "any number", is_read=True)
     backend = carrier(pg, "send_object_list")
     with pg.journal.during("send_object_list", peer):
@@ -235,13 +238,14 @@ def recv_object_list(
         The sender's global rank; -1 on ranks outside the group.
 
     Raises:
-        ValueError: two senders, or one outside the group.
+        ValueError: two senders, one outside the group, or this rank itself.
         RuntimeError: lists of different lengths.
         UnpicklingError: with ``weights_only``, what could run code.
     """
     if (target := world.origin(group, "recv_object_list", src, group_src)) is None:
         return -1
     pg, source = target
+    check_other(pg, source, "source")
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "recv_object_list")
     with pg.journal.during("recv_object_list", source):

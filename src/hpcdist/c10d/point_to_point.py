@@ -16,7 +16,7 @@ from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import as_tensor
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import FIRST_KEPT, checked_tag, incoming, irecv, isend, outgoing, title
+from hpcdist.core.point_to_point import FIRST_KEPT, checked, checked_tag, incoming, irecv, isend, outgoing, title
 from hpcdist.core.work import Work
 
 
@@ -73,7 +73,7 @@ def recv(
 
     Raises:
         ValueError: two senders, one outside the group, or this rank itself, or an invalid tag.
-        DistBackendError: what was sent does not fit.
+        RuntimeError: what was sent does not fit.
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
@@ -170,7 +170,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         A Work for each, in the same order.
 
     Raises:
-        ValueError: an empty list, something else than P2POps, or several groups.
+        ValueError: an empty list, something else than P2POps, or several groups; before anything is sent.
+        TypeError: a tensor that no message carries; likewise.
     """
     if p2p_op_list == []:
         raise ValueError("Invalid ``p2p_op_list``: the list is empty")
@@ -182,6 +183,9 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
                 "(hpcdist.P2POp)."
             )
         groups.add(each.group)
+        tensor = each.tensor
+        if tensor.__class__ is not torch.Tensor or tensor.layout is not torch.strided or not tensor.data_ptr():
+            checked(each.group, tensor, "tensor", each.op is irecv)
     if len(groups) > 1:
         raise ValueError("All ops need to use the same group.")
     group = groups.pop()

@@ -27,9 +27,9 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
     The DistBackendError names the user's call, the setting, its values, and the ranks that have each.
     """
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
-    if len(set(backend.objects.all_gather(digest))) == 1:
+    if len(set(backend.objects.all_gather(digest, call=call))) == 1:
         return
-    everyone = backend.objects.all_gather(settings)
+    everyone = backend.objects.all_gather(settings, call=call)
     differences = []
     for name in settings:
         ranks = by_value(found.get(name, "not known") for found in everyone)
@@ -83,7 +83,7 @@ def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:
     except Exception as error:
         failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = backend.objects.all_gather((value, text))
+    outcomes = backend.objects.all_gather((value, text), call=call)
     for rank, (_, text) in enumerate(outcomes):
         if text:
             kind = CALLERS_MISTAKES.get(text.partition(":")[0], DistBackendError)

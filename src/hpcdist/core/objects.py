@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.core.buffers import PLAIN_TYPES
+from hpcdist.core.buffers import PLAIN_TYPES, check_memory
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
@@ -67,6 +67,8 @@ class ObjectPickler(pickle.Pickler):
             return NotImplemented
         storage = value.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
+        if not place[1]:
+            check_memory(value)
         shared = self._storages.get(place) if place[1] else SharedStorage(storage)
         if shared is None:
             shared = self._storages[place] = SharedStorage(storage)
@@ -90,6 +92,7 @@ class WeightsPickler(pickle.Pickler):
         storage = value.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
         if place[1] < APART_BYTES:
+            check_memory(value)
             return NotImplemented
         if (stand := self._stands.get(place)) is None:
             text = bytearray(STAND.pack(MARK, len(self.apart)))
@@ -220,8 +223,8 @@ class Objects(ABC):
     """
 
     @abstractmethod
-    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
-        """Gather every rank's object on all ranks."""
+    def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
+        """Gather every rank's object on all ranks, as a part of a call of the user's, the same on all of them."""
 
     @abstractmethod
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
@@ -264,8 +267,8 @@ class TensorObjects(Objects):
         self._backend.run(Call(ALL_GATHER_SINGLE, mine, lengths))
         return lengths.tolist()
 
-    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
-        """Gather every rank's object on all ranks."""
+    def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
+        """Gather every rank's object on all ranks; the library does not compare the call."""
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         everything = self._memory(sum(lengths))

@@ -70,8 +70,16 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
-    check_memory(tensor)
+    if not tensor.is_meta:  # which no group carries
+        check_memory(tensor)
     return tensor
+
+
+def checked(pg: Group, value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
+    """Return what a message is to carry as a tensor (``as_tensor``); raise what its ``isend`` or ``irecv`` would."""
+    tensor = as_tensor(value, name, writable, is_viewed)
+    pg.backend(tensor.device)
+    return dense(tensor)
 
 
 def isend(

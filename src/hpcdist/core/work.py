@@ -302,6 +302,13 @@ class HeldWork(AllWork):
         if self._is_asked:
             self._pursue()
 
+    def _drop(self, error: BaseException) -> None:
+        """Have ended, if the manager has not begun the call, because an error has left its block."""
+        if self._is_held:
+            self._finish(
+                DistBackendError(f"the call was not made, because its group call was left by an error: {error}")
+            )
+
     def _check(self) -> None:
         if self._is_held:
             raise ValueError(

@@ -573,7 +573,9 @@ def watch(group: Group) -> Watchdog:
     watchdog.channel.rank = rank
     own, secret = watchdog.channel.own, os.environ.get(SECRET_VARIABLE)
     mine = (tuple(own), secrets.token_hex(8), key_of(secret) if secret else "")
-    all_ranks = group.any_backend().objects.all_gather(mine) if group.size() > 1 else [mine]
+    all_ranks = [mine]
+    if group.size() > 1:
+        all_ranks = group.any_backend().objects.all_gather(mine, call="init_process_group")
     if group.size() > 1:
         watchdog.channel.learn(group.ranks, [endpoint for endpoint, _, _ in all_ranks])
     _, watchdog.recorder.name, user_key = all_ranks[0]

@@ -67,7 +67,7 @@ class MPIBackend(Backend):
         self.objects.check = self.check = CallCheck(self.communicator, *ways, checks_calls)
         self.collectives.check = self.check if self.size > 1 else None
         self.membership = MPIMembership(self.communicator, self.over)
-        self.windows = MPIWindows(self.communicator)
+        self.windows = MPIWindows(self.communicator, self.objects)
         self._bundler: Bundler | None = None
         self._is_closed = False
         # calls go to the parts themselves, not through a method here

@@ -24,7 +24,7 @@ from hpcdist.backends.mpi import parts
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE
-from hpcdist.backends.mpi.node.call_board import OBJECTS, ROOT, what
+from hpcdist.backends.mpi.node.call_board import GATHERS, OBJECTS, ROOT, what
 from hpcdist.core.objects import TAG, Objects, packed, packed_list, unpacked
 
 LARGEST_SLOT = 4096  # bytes
@@ -57,9 +57,9 @@ class MPIObjects(Objects):
         self._sending, self._receiving = threading.Lock(), threading.Lock()  # an object is several messages
         self._slots = Slots(256)
 
-    def all_gather(self, value: Any, weights_only: bool = False) -> list[Any]:
+    def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
         """Gather every rank's object on all ranks."""
-        return self._checked("all_gather_object", 0, value, weights_only)
+        return self._checked("all_gather_object", GATHERS.index(call), value, weights_only)
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         """Gather every rank's object on the root."""
@@ -81,7 +81,8 @@ class MPIObjects(Objects):
         """Take part in a collective of other ranks with nothing; a root of a scatter has that for each of them."""
         getattr(self, f"_{name}")([None] * self._size if name == "scatter_object" else None, root, False)
 
-    def _all_gather_object(self, value: Any, _: int, weights_only: bool) -> list[Any]:
+    def _all_gather_object(self, value: Any, code: int, weights_only: bool) -> list[Any]:
+        call = GATHERS[code]
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         is_in_slot = not (apart or failure or weights_only)
         gathered = None
@@ -94,8 +95,8 @@ class MPIObjects(Objects):
                     break
                 slots, received = self._gather_slots(data, is_in_slot)
         except MPI.Exception as error:
-            raise self._communicator.failure("all_gather_object", error) from error
-        self._check("all_gather_object", failure)
+            raise self._communicator.failure(call, error) from error
+        self._check(call, failure)
         if gathered is None:
             return [_loads(each) for (each,) in slots.each(received)]
         return [unpacked(*each, weights_only=weights_only) for each in gathered]

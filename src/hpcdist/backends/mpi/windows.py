@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import memmove
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, is_compared_as_sign
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import RemoteMemory, Windows
 from hpcdist.core.errors import DistBackendError, end_all
+from hpcdist.core.objects import Objects
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
@@ -80,7 +82,8 @@ class MPIWindow(RemoteMemory):
 
     ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's if it is the user's, on all ranks or on
     none. The window takes ``places.node`` over. ``during`` records a call that blocks, for the watchdog: MPI may wait
-    until the other rank enters it. ``close`` calls ``forget``.
+    until the other rank enters it. ``close`` calls ``meet``, which raises if another rank makes another call, and
+    ``forget``.
     """
 
     def __init__(
@@ -90,9 +93,11 @@ class MPIWindow(RemoteMemory):
         sizes: Sequence[int],
         tensor: torch.Tensor | None,
         during: Callable[..., AbstractContextManager[object]],
+        meet: Callable[[], object],
         forget: Callable[[MPIWindow], None],
     ) -> None:
-        self._communicator, self._places, self._during, self._forget = communicator, places, during, forget
+        self._communicator, self._places, self._during = communicator, places, during
+        self._meet, self._forget = meet, forget
         rank, size = communicator.rank, communicator.size
         self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
         peers = places.ranks[places.here]
@@ -242,6 +247,8 @@ class MPIWindow(RemoteMemory):
         """Free the windows, but not memory that somebody has a tensor on: that one stays until the process ends."""
         if not self._windows:
             return
+        if not self._communicator.is_revoked():
+            self._meet()
         (shared, *others), self._windows = self._windows, []
         self.own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._mapped, self._addresses, self._signals, self._counters = {}, {}, {}, []
@@ -269,10 +276,11 @@ class MPIWindow(RemoteMemory):
 
 
 class MPIWindows(Windows):
-    """The open windows of one communicator, in the same order on all ranks."""
+    """The open windows of one communicator, whose objects are checked, in the same order on all ranks."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, objects: Objects) -> None:
         self._communicator = communicator
+        self._meet = partial(objects.all_gather, None, call="Window.close")
         self._open: list[MPIWindow] = []
 
     def open(
@@ -282,7 +290,7 @@ class MPIWindows(Windows):
         communicator = self._communicator
         with communicator.translating("Window"):
             places = locate(communicator.comm, communicator.derived)
-            made = MPIWindow(communicator, places, sizes, tensor, during, self._open.remove)
+            made = MPIWindow(communicator, places, sizes, tensor, during, self._meet, self._open.remove)
         self._open.append(made)
         return made
 

@@ -52,6 +52,11 @@ COUNTED = 1 << 48  # sizes at and above are a hash of counts, below zero the cou
 
 LEAVE, SPLIT = "destroy_process_group", "new_group"
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object", "scatter_object")
+# the user's calls that gather objects from all ranks: the word has which one it is in place of a root
+GATHERS = (
+    OBJECTS[0], "init_process_group", "new_subgroups", "reproducible", "profile", "Window", "Window.close",
+    "node_shared",
+)  # fmt: skip
 STOP = "stop"  # no call: an earlier one has failed
 LEFT = "a call that an exception has ended in its middle"
 NO_CALLS = (STOP, LEFT)  # which no other rank takes part in
@@ -74,7 +79,7 @@ class Said(NamedTuple):
     size: int  # elements a rank; COUNTED and above, or below zero: counts
 
     def __str__(self) -> str:
-        text = self.name
+        text = GATHERS[self.root] if self.name == OBJECTS[0] else self.name
         if self.dtype is not None:
             each = "" if self.name in ("all_reduce", "reduce", "broadcast") else " a rank"
             elements = f"{self.size} elements{each}" if 0 <= self.size < COUNTED else "elements by counts"
