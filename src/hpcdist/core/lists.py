@@ -132,7 +132,7 @@ def with_list(
     if listed is not None and len(listed.sizes) == len(pg.ranks):
         sizes = listed.sizes
         if sizes[rank] == one.nbytes and not (row.rooted and sizes.count(one.nbytes) < len(sizes)):
-            return one, listed, None, many, sizes
+            return one, listed, None, listed.tensors, sizes
     one = as_tensor(one, name, writable=not is_written)
     many = as_tensors(many, list_name, writable=is_written)
     check_length(row.name, list_name, many, len(pg.ranks))
@@ -192,7 +192,7 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
         dtype = input_list[0].dtype
         send, recv = as_list(input_list, dtype), as_list(output_list, dtype)
     if send is not None and recv is not None and len(send.sizes) == len(recv.sizes) == len(pg.ranks):
-        then, outputs, sent, received = None, output_list, send.sizes, recv.sizes
+        then, outputs, sent, received = None, recv.tensors, send.sizes, recv.sizes
     else:
         outputs = as_tensors(output_list, "output_tensor_list", writable=True)
         inputs = as_tensors(input_list, "input_tensor_list")
