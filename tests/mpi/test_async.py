@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 import hpcdist as dist
+from hpcdist.core.call_cache import LOOKS
 
 from .expected import OPS, same
 
@@ -54,6 +55,17 @@ def test_dropped_temporaries(name, rank, size):
         expected = {"SUM": sum(ranks), "MAX": max(ranks), "AVG": sum(ranks) / size}[name]
         assert same(output, torch.full((2000,), float(expected)))
     assert len(junk) == 50
+
+
+def test_a_list_may_change_once_its_call_has_begun(rank, size):
+    for _ in range(3 * LOOKS):
+        outputs = [torch.zeros(3) for _ in range(size)]
+        inputs = [torch.full((3,), float(rank)) for _ in range(size)]
+        work = dist.all_to_all(outputs, inputs, async_op=True)
+        outputs.clear()
+        inputs.clear()
+        work.wait()
+        assert [each.tolist() for each in work.result()] == [[float(peer)] * 3 for peer in range(size)]
 
 
 INTO_INFERENCE_TENSORS = {  # each goes by a copy that is written back when the call has ended

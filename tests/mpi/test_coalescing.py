@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,16 @@ def test_tensors_that_require_grad_or_were_made_in_inference_mode(world, rank, s
         assert all(each.grad_fn is None for each in tensors)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_narrow_types_under_autocast_to_another(dtype, size):
+    tensors = [torch.ones(3, 2).to(dtype)[:, 0], torch.ones(3).to(dtype)]
+    with torch.autocast("cpu", torch.bfloat16):
+        dist.all_reduce_coalesced(tensors)
+        received = dist.all_to_all_varied([torch.ones(5000).to(dtype)] * size)  # too many for the slots
+    assert all(each.tolist() == [size] * 3 for each in tensors)
+    assert all(each.dtype is dtype for each in (*tensors, *received))
+
+
 def sparse(rank, size):
     indices, values = torch.tensor([[rank, rank + 1]]), torch.tensor([1.0, 2.0])
     return torch.sparse_coo_tensor(indices, values, (size + 1,), check_invariants=False)
@@ -78,6 +89,22 @@ def test_all_gather_coalesced(rank, size):
     dist.all_gather_coalesced(outputs, inputs)
     for r in range(size):
         assert all(same(outputs[r][i], torch.full((i + 1,), float(r * 10 + i))) for i in range(3))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_arrays_with_strides_below_zero(is_async, rank, size):
+    def backward(value):
+        return np.full(3, float(value))[::-1]
+
+    arrays, outputs = [backward(rank) for _ in range(3)], [[backward(-1)] for _ in range(size)]
+    with dist._coalescing_manager(async_ops=is_async) as manager:
+        for each in arrays:
+            dist.all_reduce(each)
+    manager.wait()
+    assert all(each.tolist() == [sum(range(size))] * 3 for each in arrays)
+    work = dist.all_gather_coalesced(outputs, [np.full(3, float(rank))], async_op=is_async)
+    assert work is None or work.wait()
+    assert [each.tolist() for (each,) in outputs] == [[r] * 3 for r in range(size)]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -146,6 +146,9 @@ def test_layouts(layout, is_async, rank, size):
     outputs = [filled(-1.0) for _ in range(size)]
     run(dist.all_gather, outputs, filled(rank + 1.0))
     assert all(all_equal(out, r + 1.0) for r, out in enumerate(outputs))
+    outputs = tuple(filled(-1.0) for _ in range(size))
+    run(dist.all_gather, outputs, torch.full(outputs[0].shape, rank + 1.0))
+    assert all(all_equal(out, r + 1.0) for r, out in enumerate(outputs))
     output = filled(-1.0)
     run(dist.scatter, output, [filled(r + 1.0) for r in range(size)] if rank == 0 else None, 0)
     assert all_equal(output, rank + 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hpcdist as dist
 from hpcdist.core import hooks
@@ -290,6 +292,16 @@ def test_splits_are_not_taken_for_equal_shares(is_async, group, rank, size):
     assert recv.tolist() == [float((rank - 1) % size)] * size
 
 
+def test_splits_may_be_tensors_that_change(group, rank, size):
+    send, recv = torch.full((size,), float(rank)), torch.empty(size)
+    to, of = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    for turn in range(2 * ENOUGH):
+        receiver, sender = (rank + turn) % size, (rank - turn) % size
+        to.zero_()[receiver] = of.zero_()[sender] = size
+        dist.all_to_all_single(recv, send, list(of), list(to), group=group)
+        assert recv.tolist() == [float(sender)] * size, turn
+
+
 @pytest.mark.parametrize("share", [0, 1, 1 << 15, (1 << 15) + 1])  # two of 1 << 15 are copied without further ado
 def test_exchanges_of_all_sizes(share, group, rank, size):
     expected = torch.arange(float(size)).repeat_interleave(share)
@@ -486,6 +498,18 @@ def test_what_was_prepared_is_used(group, rank, size):
             call(group)
         assert all(len(kept) == 1 for kept in group.known.values()), (name, group.known)
         group.known.clear()
+
+
+def test_what_was_prepared_keeps_no_memory_alive(group, rank, size):
+    made = forms(rank, size)
+    memory = [StorageWeakRef(each.untyped_storage()) for _, outputs, _ in made.values() for each in outputs]
+    while made:
+        call = made.popitem()[1][0]
+        for _ in range(4 * LOOKS):
+            call(group)
+    del call
+    gc.collect()
+    assert all(each.expired() for each in memory)
 
 
 def test_what_comes_most_often_is_compared_first(group, rank, size):

@@ -129,12 +129,24 @@ def test_modes_stay_as_they_were(world, rank, size):
     assert len(outer.seen) == len(inner.seen)
 
 
-def test_an_array_of_numpy_too(world, rank, size):
-    array = np.ones(3)
+def test_arrays_of_numpy_too(world, rank, size):
+    arrays = [np.ones(3), np.ones(3)[::-1]]
+    for _ in range(100):  # until the group knows this call by heart
+        dist.all_reduce(arrays[0].copy())
     with Recorder() as mode:
-        dist.all_reduce(array)
-    assert mode.seen == ["allreduce_"]
-    assert array.tolist() == [size] * 3
+        for each in arrays:
+            dist.all_reduce(each)
+    assert mode.seen == ["allreduce_"] * 2
+    assert [each.tolist() for each in arrays] == [[size] * 3] * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_gather_into_a_tensor_with_gaps_and_a_backward_array(is_async, world, rank, size):
+    for out in (torch.zeros(4 * size)[::2], np.zeros(2 * size, np.float32)[::-1]):
+        with Recorder():
+            work = dist.gather_single(torch.full((2,), float(rank)), out if rank == 0 else None, async_op=is_async)
+        assert work is None or work.wait()
+        assert rank or out.tolist() == [each for each in range(size) for _ in range(2)]
 
 
 @pytest.mark.parametrize("door", [c10d, dist], ids=["torch", "facade"])

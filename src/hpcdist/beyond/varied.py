@@ -30,7 +30,7 @@ from torch.distributed import ReduceOp
 from hpcdist.beyond.gradients import WithGradient
 from hpcdist.c10d.objects import all_gather_object
 from hpcdist.core import table, world
-from hpcdist.core.buffers import as_tensor, as_tensors, for_reading, is_plain
+from hpcdist.core.buffers import as_tensor, as_tensors, cat, for_reading, is_plain
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
@@ -159,7 +159,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     received, is_recorded, slots = agree(pg, "all_to_all_varied", form, is_fit, dim, parts, is_tracked(*given))
     if is_recorded:
         out = WithGradient.apply(
-            torch.cat([recorded(each, True).movedim(dim, 0) for each in given]),
+            cat([recorded(each, True).movedim(dim, 0) for each in given]),
             lambda rows: exchange(rows, pg, sizes, received, slots),
             lambda gradient: exchange(gradient, pg, received, sizes),
         )
@@ -382,6 +382,6 @@ def exchange(rows: Any, pg: Group, sent: list[int], received: list[int], slots: 
     if slots is not None:
         slots.join(received, out)
     else:
-        whole = torch.cat(rows) if rows.__class__ is list else rows
+        whole = cat(rows) if rows.__class__ is list else rows
         issue(table.ALL_TO_ALL, pg, whole, out, counts=(counted(one, sent), counted(one, received)))
     return out

@@ -20,9 +20,19 @@ from hpcdist.core.table import Row
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 from_numpy = torch.from_numpy
-ORIGINAL = "_hpcdist_original"  # attribute of a tensor: the array whose values it holds, with strides below zero
 COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
+
+
+class ArrayCopy(torch.Tensor):
+    """A copy of an array with strides below zero, to which ``put`` writes too.
+
+    Attributes:
+        original: the array.
+    """
+
+    original: np.ndarray
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # what is computed from it is a tensor
 
 
 def is_plain(tensor: Any) -> bool:
@@ -46,7 +56,7 @@ class TensorList:
     is_cpu = True
     device = torch.device("cpu")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
         self.tensors, self.dtype = tensors, dtype
         self.addresses = [each.data_ptr() for each in tensors]
         self.sizes = [each.nbytes for each in tensors]
@@ -56,6 +66,12 @@ class TensorList:
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
         if 0 in self.addresses:
             check_memory(*tensors)
+
+    def without_memory(self) -> TensorList:
+        """Return a list that only tells of what sizes these are."""
+        made = TensorList([], self.dtype)
+        made.sizes, made.nbytes = self.sizes, self.nbytes
+        return made
 
     def places(self) -> Iterable[tuple[int, int]]:
         """Return where each tensor lies, and its bytes."""
@@ -93,7 +109,7 @@ def as_list(values: Any, dtype: Any) -> TensorList | None:
             or (is_complex and each.is_conj())
         ):
             return None
-    return TensorList(values, dtype)
+    return TensorList(values.copy(), dtype)  # the caller may change the list before an asynchronous call has ended
 
 
 def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
@@ -107,7 +123,7 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
         return value
     if isinstance(value, torch.Tensor):
         # what is written to a detached sparse tensor does not reach the original: its number of nonzeros may change
-        return value.detach() if value.layout is torch.strided and not is_copy(value) else value
+        return value.detach() if value.layout is torch.strided and not isinstance(value, ArrayCopy) else value
     if isinstance(value, np.ndarray):
         if writable and not value.flags.writeable:
             raise ValueError(f"parameter `{name}` is a read-only numpy.ndarray, and this call writes to it")
@@ -119,7 +135,8 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
         is_backward = min(value.strides, default=0) < 0 and not is_viewed
         tensor = torch.from_numpy(value.copy() if is_backward or not value.flags.writeable else value)
         if is_backward and writable:
-            setattr(tensor, ORIGINAL, value)
+            tensor = tensor.as_subclass(ArrayCopy)
+            tensor.original = value
         return tensor  # TypeError names the dtypes that torch has
     raise TypeError(
         f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor "
@@ -150,11 +167,6 @@ def has_arrays(values: Any) -> bool:
     return values.__class__ is list and len(values) > 0 and values[0].__class__ is np.ndarray
 
 
-def is_copy(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor stands for an array that is written by ``put`` only."""
-    return ORIGINAL in tensor.__dict__
-
-
 def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Tensor]:
     """Return a caller's list of tensors or arrays as tensors; TypeError if it is not such a list."""
     if not isinstance(values, (list, tuple)):
@@ -173,12 +185,12 @@ def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Ten
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Tell whether a dense tensor's own memory is what a call reads or writes."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and ORIGINAL not in tensor.__dict__
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and not isinstance(tensor, ArrayCopy)
 
 
 def for_reading(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with the same values."""
-    return tensor.clone() if is_copy(tensor) else tensor.resolve_neg().resolve_conj().contiguous()
+    return tensor.clone() if isinstance(tensor, ArrayCopy) else tensor.resolve_neg().resolve_conj().contiguous()
 
 
 def for_writing(tensor: torch.Tensor) -> torch.Tensor:
@@ -340,7 +352,16 @@ def counts_in(dtype: torch.dtype, tensors: Iterable[torch.Tensor]) -> list[int]:
 def concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the tensors' elements one after another, in the dtype that they travel in (``same_dtype``)."""
     check_memory(*tensors)
-    return torch.cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
+    return cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
+
+
+def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return ``torch.cat`` of tensors of one dtype, which autocast refuses if it is a narrow one other than its own."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return torch.cat(tensors)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(tensors)
 
 
 def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -380,8 +401,8 @@ def put(values: torch.Tensor, target: torch.Tensor) -> None:
             target.copy_(values)
     else:
         target.copy_(values)
-    if is_copy(target):
-        getattr(target, ORIGINAL)[...] = target.numpy()
+    if isinstance(target, ArrayCopy):
+        target.original[...] = target.numpy()
 
 
 Places = Iterable[tuple[int, int]]  # addresses, and bytes from there on

@@ -16,6 +16,24 @@ Run = Callable[[Any, Any], None]
 Start = Callable[[Any, Any], Work]
 
 
+class Looks:
+    """What is known of a tensor, or of a list of tensors, without its memory."""
+
+    __slots__ = ("dtype", "inference", "itemsize", "nbytes", "shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.itemsize, self.nbytes, self.shape = tensor.dtype, tensor.itemsize, tensor.nbytes, tensor.shape
+        self.inference = tensor.is_inference()
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def is_inference(self) -> bool:
+        """Tell whether the tensor was made in inference mode."""
+        return self.inference
+
+
 class Call(NamedTuple):
     """One collective of one rank; before the checks its buffers are what the caller gave, such as a NumPy array."""
 
@@ -43,6 +61,14 @@ class Call(NamedTuple):
     def shown(self) -> list[torch.Tensor]:
         """Return what the Work of the call shows."""
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]
+
+    def without_memory(self) -> Call:
+        """Return what may be kept of the call, to be made ``on`` other tensors: it keeps none alive."""
+        send, recv = (
+            each.without_memory() if each.__class__ is TensorList else None if each is None else Looks(each)
+            for each in (self.send, self.recv)
+        )
+        return self._replace(send=send, recv=send if self.recv is self.send else recv, finish=None, result=None)
 
     def on(self, send: Any, recv: Any) -> Call:
         """Return the same call on other tensors or lists of the same looks, without what follows it."""

@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import PLAIN_TYPES, Copies, TensorList
+from hpcdist.core.buffers import PLAIN_TYPES, Copies, TensorList, as_splits
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row
@@ -112,13 +112,15 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         is_easy = not sides or (len(tensors) == 1 and made.tensor.shape == tensors[0].shape)
         any_size = bool(tensors) and is_easy and is_on_cpu and has_any_size(given, made)
         if counts is not None:
-            sent, received = (None if each is None else list(each) for each in counts)  # either of splits may be None
+            sent: Any
+            received: Any
+            sent, received = map(as_splits, counts)  # whose entries may be tensors that change; either may be None
             counts = sent, received
         looks = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors]
         kind = row if root is None and counts is None else (row, root)
         if tensors and not any_size and not self.is_again(kind, (op, counts, looks)):
             return
-        run, start = backend.prepare(made)
+        run, start = backend.prepare(made.without_memory() if is_on_cpu else made)
         if sides:
             run, start = staged(run, *sides, recv is send), None
         if start is None and not is_on_cpu:

@@ -30,7 +30,6 @@ from hpcdist.core.buffers import (
     for_reading,
     for_writing,
     has_arrays,
-    is_copy,
     is_direct,
     make_unpack,
     on_memory,
@@ -132,7 +131,11 @@ def issue(
                     if known.start is not None:
                         return begun(partial(known.start, send, recv), record)
                     queue = backend.queue if backend.queue is not None else backend.open_queue()
-                    result = recv if recv.__class__ is list else [] if recv is None else [recv]
+                    result = [] if recv is None else [recv]
+                    if recv.__class__ is list:  # the caller may change it before the call is carried out
+                        recv = result = recv.copy()
+                    if send.__class__ is list:
+                        send = send.copy()
                     first = tensor[0] if tensor.__class__ is list else tensor
                     is_large = first is not None and first.nbytes >= known.large_from
                     return queue.put(known.run_queued, result, is_large, record, (send, recv))
@@ -163,9 +166,7 @@ def issue(
     elif ARRAY in sides:  # that had more to do
         target = None if recv is None else as_tensor(recv, "tensor", writable=True)
         source = target if send is recv else None if send is None else as_tensor(send, "tensor")
-        if (source is None or not is_copy(source)) and (target is None or not is_copy(target)):
-            return issue(row, pg, source, target, op, root, async_op, counts)
-        send, recv = source, target
+        return issue(row, pg, source, target, op, root, async_op, counts)
     return issue_any(Call(row, send, recv, op, root, counts), pg if group is None else group, async_op)
 
 

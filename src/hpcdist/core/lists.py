@@ -100,7 +100,7 @@ def with_list(
     if listed is not None and len(listed.sizes) == len(pg.ranks):
         sizes = listed.sizes
         if sizes[rank] == one.nbytes and not (row.rooted and sizes.count(one.nbytes) < len(sizes)):
-            return one, listed, None, many, sizes
+            return one, listed, None, listed.tensors, sizes
     one = buffers.as_tensor(one, name, writable=not is_written)
     many = buffers.as_tensors(many, list_name, writable=is_written)
     buffers.check_length(row.name, list_name, many, len(pg.ranks))
@@ -160,7 +160,7 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
         dtype = input_list[0].dtype
         send, recv = buffers.as_list(input_list, dtype), buffers.as_list(output_list, dtype)
     if send is not None and recv is not None and len(send.sizes) == len(recv.sizes) == len(pg.ranks):
-        then, outputs, sent, received = None, output_list, send.sizes, recv.sizes
+        then, outputs, sent, received = None, recv.tensors, send.sizes, recv.sizes
     else:
         outputs = buffers.as_tensors(output_list, "output_tensor_list", writable=True)
         inputs = buffers.as_tensors(input_list, "input_tensor_list")

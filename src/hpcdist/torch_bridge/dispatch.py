@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.distributed import ProcessGroup as TorchProcessGroup
 
 from hpcdist.core import hooks, table
-from hpcdist.core.buffers import PLAIN_TYPES, as_tensor
+from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_writing, put
 from hpcdist.core.call import Call
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
@@ -226,6 +226,8 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     """Carry out a call of the facade by c10d's method, and so through the dispatcher; one on lists ends in here."""
     send = None if call.send is None else as_tensor(call.send, "tensor")  # it may be a NumPy array
     recv = send if call.recv is call.send else None if call.recv is None else as_tensor(call.recv, "tensor", True)
+    if call.row is table.GATHER and recv is not None and (flat := for_writing(recv)) is not recv:  # it is divided
+        call, recv = call._replace(finish=partial(put, flat, recv), result=[recv]), flat
     work = DOORS[call.row](pg, call._replace(send=send, recv=recv), options(call, async_op))
     if async_op and call.finish is None:
         return work
