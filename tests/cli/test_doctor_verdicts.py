@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from hpcdist.cli import doctor
 from hpcdist.cli.doctor import (
     devices,
     installed,
@@ -383,6 +384,13 @@ def test_memory_limits_are_those_of_the_jobs_control_group(tmp_path):
     first_version.parent.mkdir(parents=True)
     first_version.write_text("5000\n")
     assert memory.memory_limit(tmp_path, "4:cpu:/\n5:memory:/job_8\n0::/slurm\n") == 5000
+
+
+def test_a_page_that_cannot_be_written_is_said_and_not_well(tmp_path, capsys):
+    for name, is_written in (("page.html", True), ("absent/page.html", False)):
+        options = doctor.parser().parse_args(["--json", "--html", str(tmp_path / name)])
+        assert doctor.show({"Topic": [Finding(OK, "fine")]}, [{}], options) is is_written
+        assert ("error: [Errno 2] No such file or directory" in capsys.readouterr().err) is not is_written
 
 
 @pytest.mark.parametrize(("encoding", "marks"), [("utf-8", "✓·!✗"), ("ascii", "+.!x")])

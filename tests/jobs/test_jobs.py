@@ -71,6 +71,26 @@ def test_training_without_a_launcher(scheme, tmp_path, short_accuracy):
     assert reached(outputs[0]) == short_accuracy
 
 
+SPAWNED = """
+import sys
+import torch
+import hpcdist as dist
+dist.init_process_group(rank=int(sys.argv[1]), world_size=2)
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print(dist.get_backend(), tensor.item())
+dist.destroy_process_group()
+"""
+
+
+def test_processes_of_the_programs_own_that_say_how_many_they_are():
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start([*python(), "-c", SPAWNED, rank], **address) for rank in range(2)]
+    assert [output(process, timeout=60) for process in ranks] == [("gloo 2.0\n", "")] * 2
+    alone = run([*python(), "-c", SPAWNED, "1"])
+    assert "environment variable MASTER_ADDR expected, but not set" in alone.stderr
+
+
 def test_training_under_torchrun(short_accuracy):
     result = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "4", TRAIN, *SHORT], timeout=90)
     assert result.returncode == 0, result.stderr

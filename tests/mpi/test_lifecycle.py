@@ -110,6 +110,8 @@ def test_bad_arguments(rank, size):
         (ValueError, {"backend": "undefined"}, "undefined"),
         (AssertionError, {"init_method": "env://", "store": torch.distributed.HashStore()}, "both"),
         (AssertionError, {"store": torch.distributed.HashStore()}, "world_size"),
+        (AssertionError, {"comm": 5, "init_method": "env://"}, "comm and init_method"),
+        (AssertionError, {"comm": 5, "store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}, "comm and"),
         (ValueError, {"device_id": torch.device("cuda")}, "cuda"),
     ):
         with pytest.raises(kind, match=text):

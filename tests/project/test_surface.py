@@ -117,3 +117,30 @@ def test_the_installed_console_script():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("hpcdist is on the path and not installed")
     assert [(script.name, script.value) for script in scripts] == [("hpcdist", "hpcdist.cli.main:main")]
+
+
+USERS = """
+import torch
+import hpcdist as dist
+
+def total() -> torch.Tensor:
+    table = dist.node_shared((2, 2), torch.float32)
+    work = dist.all_reduce(table, dist.ReduceOp.SUM, async_op=True)
+    assert isinstance(work, dist.Work) and work.wait()
+    rows, sizes = dist.all_gather_varied(table)
+    with dist.Window(10, torch.float32) as window, dist.elastic(spares=1) as job:
+        for step in job.steps({"model": torch.nn.Linear(1, 1)}, 3):
+            with step as number:
+                window.put(table, dist.get_rank() + number)
+    return table[0] + window.tensor
+"""
+
+
+def test_the_types_of_a_users_program_fit(monkeypatch):
+    monkeypatch.setenv("MYPYPATH", str(ROOT / "src"))
+    api = pytest.importorskip("mypy.api")
+    options = ["--config-file=", "--strict", "--follow-imports=silent", "--cache-dir", str(ROOT / ".mypy_cache/users")]
+    said, _, status = api.run([*options, "-c", USERS])
+    assert status == 0, said
+    said, _, status = api.run([*options, "-c", f"{USERS}\ndist.nonsense"])
+    assert (status, 'has no attribute "nonsense"' in said) == (1, True), said

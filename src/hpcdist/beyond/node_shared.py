@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -39,6 +39,14 @@ class Request(NamedTuple):
         return max(1, math.prod(self.shape) * self.dtype.itemsize)
 
 
+@overload
+def node_shared(
+    shape: int | Sequence[int], dtype: torch.dtype = ..., group: None = None, fill: Any = None
+) -> torch.Tensor: ...
+@overload
+def node_shared(
+    shape: int | Sequence[int], dtype: torch.dtype = ..., group: Group | None = None, fill: Any = None
+) -> torch.Tensor | None: ...
 def node_shared(
     shape: int | Sequence[int], dtype: torch.dtype = torch.float32, group: Group | None = None, fill: Any = None
 ) -> torch.Tensor | None:

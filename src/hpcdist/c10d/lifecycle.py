@@ -88,6 +88,8 @@ def init_process_group(
     prepare(enable_reconfigure)
     if store is not None and init_method is not None:
         raise AssertionError("Cannot specify both init_method and store.")
+    if comm is not None and (store is not None or init_method is not None):
+        raise AssertionError("Cannot specify comm and init_method or store: the ranks are those of comm.")
     for name, number in (("rank", rank), ("world_size", world_size)):
         if not isinstance(number, Integral):
             raise RuntimeError(f"`{name}` must be an integer. {number!r}")
@@ -198,12 +200,17 @@ def choose(
     over_mpi = comm is not None or is_mpi(launch)
     if store is not None or (init_method is not None and not init_method.startswith(("mpi:", "env:"))):
         over_mpi = store is None and is_of_mpi(init_method, rank, world_size)
-    elif not over_mpi and launch is None and init_method is None and not environment.names_others():
+    elif not over_mpi and launch is None and init_method is None and not is_one_of_several(rank, world_size):
         return Backend.LOOPBACK
     cpu = Backend.MPI if over_mpi else Backend.GLOO
     if is_xccl_available():
         return f"cpu:{cpu},xpu:{Backend.XCCL}"
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
+
+
+def is_one_of_several(rank: int, world_size: int) -> bool:
+    """Tell whether the caller or the variables of ``env://`` say that a process that no launcher started has others."""
+    return rank > 0 or world_size > 1 or environment.names_others()
 
 
 def is_of_mpi(url: str | None, rank: int, world_size: int) -> bool:

@@ -111,8 +111,8 @@ def examine(tell: Step, options: Namespace) -> int:
         status = [1 if page.count(chapters, PROBLEM) else 0]
         launch = environment.detect()
         # without a common world every rank is rank 0 of a world of its own
-        if failure is None or launch is None or launch.rank == 0:
-            show(chapters, ranks, options)
+        if (failure is None or launch is None or launch.rank == 0) and not show(chapters, ranks, options):
+            status = [1]
     dist.broadcast_object_list(status, 0)
     dist.destroy_process_group()
     return status[0]
@@ -146,13 +146,19 @@ def judge(ranks: list[Facts]) -> page.Chapters:
     return {topic.TITLE: list(topic.judge(ranks)) for name, (topic, _) in TOPICS.items() if name in ranks[0]}
 
 
-def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> None:
+def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> bool:
+    """Print the page, and write it for the browser if that was asked for; tell whether that could be done."""
     if options.json:
         page.write_json(chapters, ranks)
     else:
         page.write(chapters, len(ranks))
-    if options.html:
-        page.write_html(chapters, len(ranks), options.html)
+    try:
+        if options.html:
+            page.write_html(chapters, len(ranks), options.html)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def report_end(ended: Ended, options: Namespace) -> None:
