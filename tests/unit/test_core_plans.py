@@ -112,6 +112,23 @@ def test_before_the_nodes_are_known_the_least_threshold_of_all_holds():
                     assert known.of(name, dtype, op, nodes, ranks_per_node, 4, library) >= least, (name, dtype, nodes)
 
 
+def test_a_rank_alone_takes_what_many_ranks_take(group):
+    with torch.inference_mode():
+        inferred = torch.zeros(3)
+    issue(ALL_GATHER_SINGLE, group, torch.ones(3), inferred)
+    assert inferred.tolist() == [1] * 3
+    whole = torch.arange(4.0)
+    issue(ALL_GATHER_SINGLE, group, whole[:-1], whole[1:])
+    assert whole.tolist() == [0, 0, 1, 2]
+    narrow = torch.ones(3).to(torch.float8_e4m3fn)
+    issue(ALL_REDUCE, group, narrow, narrow, torch.distributed._make_nccl_premul_sum(2.0))
+    assert narrow.tolist() == [2] * 3
+    messages = SelfMessages(0)
+    messages.send(torch.full((3,), 4.0), 0)
+    assert messages.receive(inferred, 0, None).wait()
+    assert inferred.tolist() == [4] * 3
+
+
 def test_messages_to_oneself_keep_their_order_by_tag():
     messages = SelfMessages(3)
     first, second, other = torch.zeros(2), torch.zeros(2), torch.zeros(2)

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.buffers import overlap, put
 from hpcdist.core.call import Call
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
@@ -43,10 +44,12 @@ class LoopbackBackend(Backend):
         row, send, recv, op, *_ = call
         if send is None or recv is None:
             return
-        if send is not recv:
-            recv.reshape(-1).copy_(send.reshape(-1))
         if row.reduces and op == ReduceOp.PREMUL_SUM:
-            recv.mul_(reduction.premultiplier(op))
+            send = reduction.terms(send, op)
+        elif send is not recv and overlap(send, recv):
+            send = send.clone()
+        if send is not recv:
+            put(send.view(recv.shape), recv)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send to oneself; the message is copied."""

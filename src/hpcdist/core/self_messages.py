@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from hpcdist.core.buffers import put
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.work import Work
 
@@ -27,7 +28,7 @@ class Receive(Work):
                 DistBackendError(f"message of {data.numel()} {data.dtype} does not fit {target.numel()} {target.dtype}")
             )
             return
-        target.reshape(-1)[: data.numel()].copy_(data.reshape(-1))
+        put(data.reshape(-1), target.reshape(-1)[: data.numel()])
         if self._when_done is not None:
             self._when_done()
         self._finish()
