@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcdist.core.buffers import TensorList
 
 if TYPE_CHECKING:
-    import torch
-
     from hpcdist.core.table import Counts, Row
     from hpcdist.core.work import Work
 
@@ -29,7 +27,7 @@ class Call(NamedTuple):
     # elements to and from each rank, for rows of shape COUNTED; those of each tensor if several are reduced as one
     counts: Counts | None = None
     finish: Callable[[], None] | None = None  # runs when ``recv`` holds the result, such as a copy to the caller's
-    result: list[torch.Tensor] | None = None  # what the Work of the call shows; None for the output
+    result: list[Any] | None = None  # what the Work of the call shows, tensors or lists of them; None for the output
     limit: float | None = None  # the seconds that it may take; None for the group's timeout
 
     @property
@@ -37,7 +35,7 @@ class Call(NamedTuple):
         """The input, or the output on a rank that does not send; None for a barrier."""
         return self.recv if self.send is None else self.send
 
-    def shown(self) -> list[torch.Tensor]:
+    def shown(self) -> list[Any]:
         """Return what the Work of the call shows."""
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]
 
