@@ -58,10 +58,24 @@ def test_allgather_has_an_entry_for_each_tensor_of_each_rank(group, rank, size):
     assert [[each[0].item() for each in listed] for listed in outputs] == [expected] * 2
 
 
+def test_the_future_of_several_lists_has_lists(group, rank, size):
+    for count in (1, 2):
+        outputs = [[one(-1) for _ in range(count * size)] for _ in range(count)]
+        shown = group.allgather(outputs, [one(10 * rank + each) for each in range(count)]).get_future().wait()
+        values = [10.0 * r + each for r in range(size) for each in range(count)]
+        listed = shown if count > 1 else [shown]
+        assert [[each[0].item() for each in tensors] for tensors in listed] == [values] * count
+    lists = [[one(-1), one(-1, 2)] for _ in range(size)]
+    shown = group.allgather_coalesced(lists, [one(rank), one(rank, 2)]).get_future().wait()
+    listed = shown if size > 1 else [shown]
+    assert [[each.tolist() for each in tensors] for tensors in listed] == [[[r] * 3, [r] * 2] for r in range(size)]
+
+
 REFUSED = {
     "allreduce, nothing": (lambda pg, n: pg.allreduce([]), "requires (a )?non-empty"),
     "allreduce, dtypes": (lambda pg, n: pg.allreduce([one(), one().double()]), "invalid tensor type"),
     "allreduce, sizes": (lambda pg, n: pg.allreduce([one(), one(length=4)]), "invalid tensor size"),
+    "allreduce_coalesced, nothing": (lambda pg, n: pg.allreduce_coalesced([]), "requires (a )?non-empty"),
     "broadcast, root": (
         lambda pg, n: pg.broadcast([one()], options("BroadcastOptions", rootRank=n)),
         "invalid root rank",

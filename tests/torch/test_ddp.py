@@ -194,10 +194,13 @@ def test_communication_hooks(rank, size, name):
     same(train(parallel, rank, size, steps=4), alone(perceptron(), size, steps=4), **tolerance)
 
 
-def test_the_built_in_hook(rank, size):
+@pytest.mark.parametrize(("kind", "like"), [("ALLREDUCE", "allreduce"), ("FP16_COMPRESS", "fp16")])
+def test_the_built_in_hooks(rank, size, kind, like):
     parallel = DDP(perceptron())
-    parallel._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    same(train(parallel, rank, size, steps=2), alone(perceptron(), size, steps=2))
+    parallel._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+    same(train(parallel, rank, size, steps=2), alone(perceptron(), size, steps=2), **HOOKS[like][1])
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        parallel._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
 
 
 def test_a_hook_that_sees_our_future(rank, size):

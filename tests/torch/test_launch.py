@@ -56,6 +56,8 @@ TRAIN = """
     names = {event.name for event in profiler.events() if event.name.endswith(":all_reduce")}
     assert names == {dist.get_backend() + ":all_reduce"} or dist.get_backend() not in ("gloo", "mpi"), names
     who = [dist.get_rank(), dist.get_world_size(), dist.get_backend()]
+    names = {pair.partition(":")[2] for pair in dist.get_backend_config().split(",")}
+    assert names == {dist.get_backend()} or ":" in dist.get_backend(), dist.get_backend_config()
     logged = model._get_ddp_logging_data()["backend_name"]
     assert logged == {"mpi": "mpi"}.get(dist.get_backend(), "hpcdist"), logged  # "gloo" would be looked into in C++
     line = [*who, int(tensor[0]), type(dist.group.WORLD).__module__]

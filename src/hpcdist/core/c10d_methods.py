@@ -104,7 +104,7 @@ class C10dMethods(Group):
     _held: Sequence[Work] = ()
     _together: AbstractContextManager[Sequence[Work]] | None = None
 
-    def _begin(self, issued: Work | None, result: Tensors) -> Work:
+    def _begin(self, issued: Work | None, result: list[Any]) -> Work:
         """Return a Work for C++, which takes no None: the one that was issued, or one that has ended."""
         work = DoneWork(result) if issued is None else issued
         if self._begun is not None:
@@ -124,6 +124,8 @@ class C10dMethods(Group):
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place."""
+        if not len(tensors):
+            raise MismatchError("allreduce_coalesced: requires non-empty tensor list")
         given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
@@ -192,8 +194,8 @@ class C10dMethods(Group):
         if len(input_tensors) == 1:
             outputs = list(output_tensors[0])
             return self._begin(issue(table.ALL_GATHER, self, input_tensors[0], outputs, None, None, is_async), outputs)
-        everything = [each for outputs in output_tensors for each in outputs]
-        return self._begin(several.all_gather(self, output_tensors, input_tensors, is_async), everything)
+        issued = several.all_gather(self, output_tensors, input_tensors, is_async)
+        return self._begin(issued, several.as_shown(output_tensors))
 
     @as_torch
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:

@@ -45,7 +45,7 @@ class Call(NamedTuple):
     # elements to and from each rank, for rows of shape COUNTED; those of each tensor if several are reduced as one
     counts: Counts | None = None
     finish: Callable[[], None] | None = None  # runs when ``recv`` holds the result, such as a copy to the caller's
-    result: list[torch.Tensor] | None = None  # what the Work of the call shows; None for the output
+    result: list[Any] | None = None  # what the Work of the call shows, tensors or lists of them; None for the output
     limit: float | None = None  # the seconds that it may take; None for the group's timeout
 
     @property
@@ -58,7 +58,7 @@ class Call(NamedTuple):
         """The bytes of the larger buffer."""
         return max(0 if each is None else each.nbytes for each in (self.send, self.recv))
 
-    def shown(self) -> list[torch.Tensor]:
+    def shown(self) -> list[Any]:
         """Return what the Work of the call shows."""
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]
 

@@ -148,11 +148,16 @@ def gather_together(
         issue(table.ALL_GATHER, pg, each, list(outputs), None, None, is_begun(pg, each, async_op))
         for each, outputs in zip(inputs, zip(*output_lists, strict=True), strict=True)
     )
-    return begin_all(pg, "all_gather", inputs, calls, [each for outputs in output_lists for each in outputs])
+    return begin_all(pg, "all_gather", inputs, calls, as_shown(output_lists))
+
+
+def as_shown(lists: Sequence[Tensors]) -> list[Any]:
+    """Return the output lists of a call as the future of c10d's Work has them: one by itself, several as lists."""
+    return list(lists[0]) if len(lists) == 1 else [list(each) for each in lists]
 
 
 def begin_all(
-    pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[torch.Tensor]
+    pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[Any]
 ) -> Work:
     """Make calls that are one for the caller: one Work, and one event of a profiler with the shape of each input."""
     event = None
@@ -238,8 +243,7 @@ def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op
 
 def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op: bool) -> Work | None:
     """Gather all tensors of all ranks into each list of outputs, rank by rank."""
-    result = [tensor for each in outputs for tensor in each]
-    check_same_kind("all_gather", [*inputs, *result])
+    check_same_kind("all_gather", [*inputs, *(tensor for each in outputs for tensor in each)])
     device = inputs[0].device
     flat = flatten(pg, [tensor.to(device) for tensor in inputs], inputs[0].dtype, async_op)
     everything = torch.empty(len(pg.ranks) * flat.numel(), dtype=flat.dtype, device=device)
@@ -249,7 +253,8 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
         for each in copies:
             each()
 
-    return issue_any(Call(table.ALL_GATHER_SINGLE, flat, everything, finish=copy, result=result), pg, async_op)
+    call = Call(table.ALL_GATHER_SINGLE, flat, everything, finish=copy, result=as_shown(outputs))
+    return issue_any(call, pg, async_op)
 
 
 def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: Any, async_op: bool) -> Work | None:

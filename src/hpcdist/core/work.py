@@ -40,12 +40,12 @@ class Work(KeptAlive, torch.distributed.Work):
     _call: tuple[Any, ...] | None  # its record in the group's journal
     _done: bool
     _error: BaseException | None
-    _result: list[torch.Tensor]
+    _result: list[Any]  # the output tensors, or several lists of them
     _is_asked = False  # whether somebody is to be told of the end
     _is_seen = False  # whether somebody was told of its error
     _future: torch.futures.Future | None = None
 
-    def __init__(self, result: list[torch.Tensor]) -> None:
+    def __init__(self, result: list[Any]) -> None:
         init_torch_work(self)
         self._result = result
         self._done = False
@@ -164,7 +164,7 @@ class Work(KeptAlive, torch.distributed.Work):
         self._is_seen = self._error is not None
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Any]:
         """Wait and return the output tensors."""
         self.wait()
         return self._result
@@ -192,7 +192,7 @@ class Work(KeptAlive, torch.distributed.Work):
         assert future is not None
         return future
 
-    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+    def _outcome(self, _: torch.futures.Future) -> list[Any]:
         """Return the output tensors of a call that has ended, or raise what it raised."""
         if self._error is not None:
             self._is_seen = True
@@ -208,7 +208,7 @@ class DoneWork(Work):
 
     __slots__ = ()
 
-    def __init__(self, result: list[torch.Tensor]) -> None:
+    def __init__(self, result: list[Any]) -> None:
         super().__init__(result)
         self._done = True
 
@@ -221,7 +221,7 @@ class AllWork(Work):
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: list[Work], result: list[torch.Tensor]) -> None:
+    def __init__(self, works: list[Work], result: list[Any]) -> None:
         super().__init__(result)
         self._works = works
 
@@ -277,7 +277,7 @@ class AllWork(Work):
             promise: torch.futures.Future = torch.futures.Future(devices=self._devices())
             parts = torch.futures.collect_all([work.get_future() for work in self._works])
 
-            def outcome(_: torch.futures.Future) -> list[torch.Tensor]:
+            def outcome(_: torch.futures.Future) -> list[Any]:
                 for part in parts.value():
                     part.wait()
                 return self._result

@@ -9,7 +9,8 @@ what                                                  why                       
                                                       torch's; ``python -m hpcdist run``: "gloo" too
 ``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
 ``.is_mpi_available``
-``distributed_c10d._world`` (default_pg, pg_map)      the group that is meant; the name that was asked    2.13.0, 2.15.0
+``distributed_c10d._world`` (default_pg, pg_map,      the group that is meant; the name that was asked    2.13.0, 2.15.0
+pg_backend_config)
 ====================================================  ==================================================  ==============
 """
 
@@ -101,7 +102,7 @@ def warn_of_absent(asked: str) -> None:
 def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a group as torch's ``_new_process_group_helper`` does; those that ask for MPI are ours.
 
-    ``get_backend`` goes on to say what the script asked for.
+    ``get_backend`` and ``get_backend_config`` go on to say what the script asked for.
     """
     asked = str(backend)
     name = cpu_backend(asked)
@@ -129,6 +130,7 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
     if group in c10d._world.pg_map and asked != NAME:
         shown = NAME if asked == "undefined" else asked
         c10d._world.pg_map[group] = (shown, store)
+        c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(shown)))
         group.asked_name = None if name in ("undefined", NAME) else name
     return made
 

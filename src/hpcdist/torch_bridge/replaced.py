@@ -14,6 +14,8 @@ what                                                  why                       
 ``distributed_c10d.batch_isend_irecv``                launches a message at a time on a group made in     2.8.0, 2.13.0
                                                       Python: on NCCL they wait for each other
 ``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
+``DistributedDataParallel.                            its FP16_COMPRESS takes a list of tensors made in   2.13.0
+_register_builtin_comm_hook``                         C++ only, and fails on what Python hands on
 ====================================================  ==================================================  ==============
 
 Others are replaced beside what they need: ``_new_process_group_helper`` (``registration``; a program that has not
@@ -30,6 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
@@ -119,6 +122,17 @@ def update_default(stock: Function, pg: Any) -> None:
         WORLD.clear()
 
 
+def register_hook(stock: Function, model: DistributedDataParallel, kind: Any) -> None:
+    """Register the compression that DDP has in Python in place of the one in C++, if the group is ours."""
+    is_half = kind == dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]  # the stubs leave it out
+    if is_half and isinstance(model.process_group, ProcessGroup):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(model.process_group, fp16_compress_hook)
+    else:
+        stock(model, kind)
+
+
 def replace_all() -> None:
     """Replace what this torch needs; called once a process."""
     if has("`batch_isend_irecv` only for its own class"):
@@ -131,3 +145,4 @@ def replace_all() -> None:
     replace("_process_group_name", local_name, c10d)
     replace("_get_split_source", split_source, c10d)
     replace("_update_default_pg", update_default, c10d)
+    replace("_register_builtin_comm_hook", register_hook, DistributedDataParallel)
