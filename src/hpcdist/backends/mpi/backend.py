@@ -164,7 +164,7 @@ class MPIBackend(Backend):
         steps: list[Callable[[], object]] = [super().close]
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
-            steps += [self.check.leave, self.check.close, self.windows.close]
+            steps += [self.check.leave, self.check.close, lambda: self.windows.close(self.check.has_failed)]
             steps += [self.collectives.close, self.communicator.receives.close]
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)

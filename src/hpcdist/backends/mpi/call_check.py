@@ -123,6 +123,11 @@ class CallCheck:
         self.is_open = True
 
     @property
+    def has_failed(self) -> bool:
+        """Whether calls differed between nodes: a rank that was not told in time may still be in one."""
+        return self.log is not None and self.log.was_raised
+
+    @property
     def compares_shares(self) -> bool:
         """Whether the ranks of an exchange compare their shares by MPI: the board does not have them all.
 
@@ -173,6 +178,9 @@ class CallCheck:
             else:  # since the last error nobody has read counts that these replace, but for that error itself
                 self._wait(self._have_all_followed)
             board.write_counts(number, counts)
+        compares = log is not None and (log.is_new(first, size) or first == SPLIT_SAID)
+        if compares:  # before its word is there: until the comparison has ended this rank does not enter MPI
+            board.failing[board.own] = number
         at, wide = number & LAST, not 0 <= size < SIZES
         word = (first | (WIDE if wide else size << NUMBER_BITS)) + (number & NUMBER)  # as with_size does
         board.sizes[board.own][at] = size
@@ -185,7 +193,7 @@ class CallCheck:
                 if not self.is_clear(number):
                     self.fail(number, make)
                 break
-        if log is not None and (log.is_new(first, size) or first == SPLIT_SAID):
+        if log is not None and compares:
             self._compare_first(log, number, make)
         try:
             return make()
@@ -212,7 +220,6 @@ class CallCheck:
         word that was written before it. So this rank looks again when it has said that it goes on.
         """
         board = self.board
-        board.failing[board.own] = number
         hooks.compare_calls(log, NEW_SECONDS)
         log.check()
         board.failing[board.own] = 0

@@ -243,18 +243,22 @@ class MPIWindow(RemoteMemory):
         """Return the memory of a rank of this node."""
         return self._mapped.get(rank)
 
-    def close(self) -> None:
-        """Free the windows, but not memory that somebody has a tensor on: that one stays until the process ends."""
+    def close(self, is_left: bool = False) -> None:
+        """Free the windows, but not memory that somebody has a tensor on: that one stays until the process ends.
+
+        ``is_left`` says that a rank may still be in another call, with which what frees the windows would be mixed up.
+        """
         if not self._windows:
             return
-        if not self._communicator.is_revoked():
+        is_left = is_left or self._communicator.is_revoked()
+        if not is_left:
             self._meet()
         (shared, *others), self._windows = self._windows, []
         self.own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._mapped, self._addresses, self._signals, self._counters = {}, {}, {}, []
         self._forget(self)
         communicator, node = self._communicator, self._places.node
-        if communicator.is_revoked():
+        if is_left:
             return  # to free them would wait for the dead
         with communicator.translating("Window.close"):
             is_used = any(communicator.comm.allgather(any(segment() is not None for segment in self._watched)))
@@ -294,9 +298,9 @@ class MPIWindows(Windows):
         self._open.append(made)
         return made
 
-    def close(self) -> None:
-        """Close the last one first; every rank calls."""
-        end_all(window.close for window in self._open[::-1])
+    def close(self, is_left: bool) -> None:
+        """Close the last one first; every rank calls. ``is_left`` is as for a window."""
+        end_all(partial(window.close, is_left) for window in self._open[::-1])
 
 
 def atomic_type(dtype: torch.dtype) -> MPI.Datatype:
