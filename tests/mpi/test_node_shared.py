@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import hpcdist as dist
 from hpcdist.core import memory_file
 from tests.mpi.conftest import BACKEND
+from tests.mpi.test_bad_input import freed
 
 
 def gathered(value):
@@ -97,6 +98,7 @@ def test_fills(peers, rank, kind):
         (((2,), float), TypeError, "`dtype` is of type type; expected a torch.dtype"),
         (((2,), torch.float32, None, "zeros"), TypeError, "Expected parameter `fill` of type torch.Tensor"),
         (((2,), torch.float32, None, torch.zeros(3)), ValueError, r"`fill` has shape \(3,\); expected .* \(2,\)"),
+        (((2,), torch.float32, None, freed(2)), ValueError, "storage was freed"),
         (((1 << 60,),), dist.DistBackendError, "/dev/shm of host .* bytes free, and 4611686018427387904 are needed"),
     ],
 )

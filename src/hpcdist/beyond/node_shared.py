@@ -19,7 +19,7 @@ from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import as_tensor
+from hpcdist.core.buffers import as_tensor, check_memory
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.launch import environment
@@ -168,4 +168,6 @@ def fill_copy(fill: Any, tensor: torch.Tensor) -> None:
         values = as_tensor(fill, "fill")
         if values.shape != tensor.shape:
             raise MismatchError(f"`fill` has shape {tuple(values.shape)}; expected the tensor's, {tuple(tensor.shape)}")
+        if values.layout is torch.strided and values.is_cpu:
+            check_memory(values)
         tensor.copy_(values)
