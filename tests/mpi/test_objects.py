@@ -230,7 +230,7 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(call, rank, size
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("count", [4, 4000])
 def test_a_tensor_whose_storage_was_freed_is_an_error_and_no_garbage(count, weights_only, rank, size):
-    tensor = torch.ones(count)
+    tensor = torch.ones(count, device="cpu")
     if rank == 0:
         tensor.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="storage was freed"):  # on all ranks

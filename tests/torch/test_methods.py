@@ -308,7 +308,9 @@ def test_local_groups_of_members_in_different_numbers_of_groups(rank, size):
     torch_dist.destroy_process_group(torch_dist.new_group(list(range(size))))  # one name on all ranks, after that too
 
 
-def test_groups_are_forgotten(size):
+def test_groups_are_forgotten(rank, size):
+    under_way = dist.irecv(torch.zeros(1), (rank + 1) % size)  # so that the progress thread looks at all groups
+
     def objects():
         for _ in range(RING.calls.maxlen):  # whose records are of the groups that made the last calls
             dist.barrier()
@@ -323,6 +325,8 @@ def test_groups_are_forgotten(size):
         torch_dist.destroy_process_group(torch_dist.new_group(list(range(size))))
     # Python's caches of abstract classes grow once. torch itself keeps an empty list a group (``_world.tags_to_pg``)
     assert min(counts[1] - counts[0], counts[2] - counts[1]) < 100
+    dist.isend(torch.ones(1), (rank - 1) % size).wait()
+    under_way.wait()
 
 
 def test_works_are_forgotten_by_cxx(rank):

@@ -24,6 +24,7 @@ from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.objects import MPIObjects
 from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.process import intel_mpi, runtime, ulfm
+from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.retired import keep, retire
 from hpcdist.backends.mpi.windows import MPIWindows
 from hpcdist.core.backend import Backend, Bootstrap
@@ -170,6 +171,8 @@ class MPIBackend(Backend):
                 steps.append(self.communicator.close_private)
             if self._bundler is not None:
                 steps.append(self._bundler.close)
+            if not self.unfinished:
+                steps.append(partial(PROGRESS.leave, self.communicator))
             steps.append(partial(retire, self.comm, self.unfinished))
         end_all(steps)
 

@@ -42,6 +42,11 @@ class Progress:
         with self._lock:
             self._sources.add(source)
 
+    def leave(self, source: Any) -> None:
+        """Look after a source no more: the thread, while it looks, would keep what refers to itself alive."""
+        with self._lock:
+            self._sources.discard(source)
+
     def wake(self) -> None:
         """Have the thread look after messages, if this MPI takes calls of several threads."""
         self.is_asleep = False
