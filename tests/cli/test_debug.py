@@ -154,6 +154,11 @@ def test_the_page_is_served_to_those_who_know_its_path(job, capsys):
         urllib.request.urlopen(f"{url}x", timeout=30)
 
 
+def test_a_page_that_cannot_be_written_is_1(running, capsys):
+    assert debug.run(["--pid", str(running[1]), "--html", "/absent/page.html", "--seconds", "0.1"]) == 1
+    assert "error: [Errno 2] No such file or directory: '/absent/page.html'" in capsys.readouterr().err
+
+
 def test_the_job_ends_as_if_nobody_had_looked(running):
     (running[0] / "sleep").touch()
     (running[0] / "wake").touch()
@@ -209,8 +214,3 @@ def test_a_wrong_argument_is_2_before_anything_is_looked_for(given, capsys):
     with pytest.raises(SystemExit, match="2"):
         debug.run(given)
     assert repr(given[-1]) in capsys.readouterr().err
-
-
-def test_a_page_that_cannot_be_written_is_1(running, capsys):
-    assert debug.run(["--pid", str(running[1]), "--html", "/absent/page.html", "--seconds", "0.1"]) == 1
-    assert "error: [Errno 2] No such file or directory: '/absent/page.html'" in capsys.readouterr().err
