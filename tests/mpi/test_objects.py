@@ -234,7 +234,7 @@ def test_a_tensor_whose_storage_was_freed_is_an_error_and_no_garbage(count, weig
     if rank == 0:
         tensor.untyped_storage().resize_(0)
     # on all ranks; with weights only torch saves and loads what gloo carries, and refuses it by itself
-    with pytest.raises(RuntimeError, match="storage was freed|storage that is not resizable"):
+    with pytest.raises(RuntimeError, match=r"storage was freed|storage that is not resizable"):
         dist.all_gather_object([None] * size, {"weights": tensor}, weights_only=weights_only)
 
 
