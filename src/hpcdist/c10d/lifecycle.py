@@ -76,9 +76,9 @@ def init_process_group(
     Raises:
         ValueError: called twice, or an unknown backend, or a rank or size that does not fit, or HPCDIST_LOG names
             no level.
-        TypeError: a timeout that is not a timedelta, or a store, comm or device that is none.
-        RuntimeError: ``enable_reconfigure``, a rank or size that is no integer, or an ``init_method`` that is no string
-            or of an unknown scheme.
+        TypeError: a timeout that is not a timedelta, or a store, comm or device of another type.
+        RuntimeError: ``enable_reconfigure``, a rank or size that is not an integer, or an ``init_method`` that is not a
+            string or has an unknown scheme.
         DistBackendError: no MPI library, or one that does not belong to the launcher.
     """
     forget_aborted()

@@ -68,7 +68,7 @@ class TensorList:
             check_memory(*tensors)
 
     def without_memory(self) -> TensorList:
-        """Return a list that only tells of what sizes these are."""
+        """Return a list with the sizes of these tensors, which keeps none of them."""
         made = TensorList([], self.dtype)
         made.sizes, made.nbytes = self.sizes, self.nbytes
         return made

@@ -17,7 +17,7 @@ Start = Callable[[Any, Any], Work]
 
 
 class Looks:
-    """What is known of a tensor, or of a list of tensors, without its memory."""
+    """What is known of a tensor without its memory."""
 
     __slots__ = ("dtype", "inference", "itemsize", "nbytes", "shape")
 

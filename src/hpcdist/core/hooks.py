@@ -21,7 +21,7 @@ class Event(Protocol):
 
 
 def nothing(*_: Any) -> Any:
-    """Stand for what nobody has installed: do nothing, and return what is no text and not true."""
+    """Stand for what nobody has installed: do nothing, and return an empty text, which is false."""
     return ""
 
 

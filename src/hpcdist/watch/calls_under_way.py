@@ -96,9 +96,8 @@ def under_way() -> Iterator[UnderWay]:
             if running is not None and running._call is not None and not running._done:
                 yield UnderWay(group, running._call, backend, running, True)
             if (outstanding := backend.outstanding()) is not None:
-                if (
-                    outstanding._call is None
-                ):  # a barrier, for which the host waits: the last call, if that is still kept
+                if outstanding._call is None:
+                    # a barrier, for which the host waits: the last call, if that is still kept
                     last = (record for record in reversed(list(RING.calls)) if record[0] is group.journal)
                     outstanding._call = next(last, None)
                 if outstanding._call is not None:

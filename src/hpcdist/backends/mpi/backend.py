@@ -171,7 +171,7 @@ class MPIBackend(Backend):
                 steps.append(self.communicator.close_private)
             if self._bundler is not None:
                 steps.append(self._bundler.close)
-            if not self.unfinished:
+            if not self.unfinished:  # else they are driven until they have ended
                 steps.append(partial(PROGRESS.leave, self.communicator))
             steps.append(partial(retire, self.comm, self.unfinished))
         end_all(steps)
