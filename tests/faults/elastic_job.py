@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import hpcdist as dist
 from hpcdist.beyond import elastic as machinery
-from hpcdist.watch import meeting
+from hpcdist.watch import job_end
 
 PRIME = 1_000_003
 COUNTS = {"mpi": 16, "window": 1 << 17}  # elements of a sum: 128 B, and 1 MiB through node-shared memory
@@ -150,7 +150,7 @@ def main() -> None:
         tell("setup", size=job.size)
 
     time.sleep(own.get("late", 0))
-    meeting.UNKNOWN_SECONDS = PLAN.get("unknown", meeting.UNKNOWN_SECONDS)
+    job_end.UNKNOWN_SECONDS = PLAN.get("unknown", job_end.UNKNOWN_SECONDS)
     with dist.elastic(PLAN.get("spares", 0), PLAN.get("min_size", 1), PLAN.get("limit", 20)) as job:
         started = setups_seen = 0
         if job.rank is None and "spare" in own:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -248,6 +249,19 @@ def test_the_search_finds_circles_and_what_is_reached():
         ["a", "b", "c", "d"],
         ["a", "c"],
     ]
+
+
+@pytest.mark.parametrize("folder", ["tests", "slurm", "docs"])
+def test_what_programs_outside_of_the_package_import_is_there(folder):
+    """Many of them run as processes of their own, in the slow tests only."""
+    missing = []
+    for path in (SRC.parent / folder).rglob("*.py"):
+        for node in statements(ast.parse(path.read_text()), is_deep=True):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("hpcdist", "hpcdist_stores"):
+                module = importlib.import_module(node.module)
+                names = {f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name)}
+                missing += [(path.name, name) for name in names - FILES.keys()]
+    assert not missing
 
 
 def test_one_function_makes_groups():
