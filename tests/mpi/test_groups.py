@@ -479,6 +479,13 @@ def test_the_same_ranks_are_made_a_group_again_and_again(world, size):
         group.shutdown()
 
 
+def test_a_group_may_end_on_a_rank_before_others_have_made_it(size):
+    for _ in range(25):
+        group = dist.new_group()
+        assert group.size() == size
+        group.shutdown()
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_options_of_a_group(make, size):
     theirs = dist.get_backend_impl(device=torch.device("cpu")).options

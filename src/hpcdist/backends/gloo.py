@@ -26,8 +26,11 @@ def process_group(bootstrap: Bootstrap) -> Any:
         raise ValueError("backend 'gloo' needs a store or an init_method to find the other ranks")
     address = None if os.environ.get(addresses.CHOICE) else addresses.among(store, size)
     if address is None:
-        return c10d.ProcessGroupGloo(store, rank, size, timeout)
-    return private_names.gloo_at(address, store, rank, size, timeout)
+        group = c10d.ProcessGroupGloo(store, rank, size, timeout)
+    else:
+        group = private_names.gloo_at(address, store, rank, size, timeout)
+    group.barrier().wait()  # a rank that is connected may close the group at once, and others would fail to connect
+    return group
 
 
 class GlooBackend(C10dBackend):
