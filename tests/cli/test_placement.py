@@ -34,7 +34,7 @@ def machine(request, make):
 
 def only(ranks, *levels):
     """Return the findings on a node."""
-    found = placement.judge_node("n0", {rank: facts["placement"] for rank, facts in enumerate(ranks)})
+    found = placement.judge_node("n0", dict(enumerate(ranks)))
     return [each for each in found if each.level in levels]
 
 
@@ -252,7 +252,7 @@ def test_openmp_binds_main_threads_to_one_core():
     facts = json.loads(done.stdout)
     facts["room"] = topology.Room(*facts["room"])
     assert len(facts["main"]) == 1 < len(facts["cores"])
-    found = advice([{"placement": {**facts, "threads": 1}}] * 2)
+    found = advice([{**facts, "threads": 1}] * 2)
     text = f"OMP_PROC_BIND=true binds the main threads of all ranks on n0 to core {facts['main'][0]}"
     assert found[text].startswith("unset OMP_PROC_BIND   # or bind the ranks first: srun --cpus-per-task=")
 

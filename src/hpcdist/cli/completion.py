@@ -9,19 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import NamedTuple
 
 from hpcdist.cli import explain, submit
 from hpcdist.cli.job_arguments import JobParser, described
 from hpcdist.cli.main import COMMANDS
-
-
-class Words(NamedTuple):
-    """What may follow a command: its options, what else it takes (files, if empty), and an option's values."""
-
-    options: list[str]
-    others: list[str]
-    values: dict[str, list[str]]
 
 
 def parser() -> JobParser:
@@ -30,18 +21,19 @@ def parser() -> JobParser:
     return made
 
 
-def words(command: str) -> Words:
+def words(command: str) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Return what may follow a command: its options, what else it takes (files, if empty), and an option's values."""
     if command == "submit":  # whose options are sbatch's
         settings = {
             each for path in submit.templates().values() for each in submit.settings(path.read_text(encoding="utf-8"))
         }
         names = {"template", "dry-run", "help", *submit.FLAGS.split(), *submit.LETTERS.values(), *submit.GPUS}
-        return Words([f"--{each}" for each in sorted(names | settings)], [], {"--template": [*submit.templates()]})
+        return [f"--{each}" for each in sorted(names | settings)], [], {"--template": [*submit.templates()]}
     actions: list[argparse.Action] = importlib.import_module(COMMANDS[command].module).parser()._actions
     options = [each for action in actions for each in action.option_strings]
     values = {each: [*action.choices] for action in actions if action.choices for each in action.option_strings}
     others = [each for action in actions if action.choices and not action.option_strings for each in action.choices]
-    return Words(options, [*explain.entries()] if command == "explain" else others, values)
+    return options, [*explain.entries()] if command == "explain" else others, values
 
 
 def bash() -> str:

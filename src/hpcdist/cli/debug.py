@@ -66,12 +66,8 @@ def run(args: list[str]) -> int:
     """Show a running job; return 0, or srun's exit status; 1 if no job is found or it does not answer."""
     given = parser().parse_args(args)
     if given.job is not None and re.fullmatch(r"\d+([_.+]\d+)?", given.job):
-        values = {name: getattr(given, name) for name in ("pid", "seconds", "html", "serve", "once", "stacks")}
-        rest = [
-            f"--{name}" if value is True else f"--{name}={value}"
-            for name, value in values.items()
-            if value is not None and value is not False
-        ]
+        rest = [*args]
+        rest.remove(given.job)
         where_it_runs = ["srun", "--quiet", f"--jobid={given.job}", "--overlap", "--nodes=1", "--ntasks=1"]
         return run_there([*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest])
     if given.job is not None and not is_address(given.job):

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor import mpi_library, slurm_step
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser, count, described
 from hpcdist.cli.submit import CHECKOUT, installed
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import environment
@@ -28,9 +28,8 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 def parser() -> JobParser:
     made = JobParser(prog="python -m hpcdist demo", description=described(__doc__))
-    made.add_argument(
-        "--ranks", type=int, help=f"how many to start if no launcher does ({RANKS}, or the allocation's tasks)"
-    )
+    about = f"how many to start if no launcher does ({RANKS}, or the allocation's tasks)"
+    made.add_argument("--ranks", type=count, help=about)
     return made
 
 
@@ -50,8 +49,6 @@ def command(ranks: int) -> list[str]:
 def run(args: list[str]) -> int:
     made = parser()
     given, others = made.parse_known_args(args)
-    if given.ranks is not None and given.ranks < 1:
-        made.error(f"--ranks is {given.ranks}; expected 1 or more")
     if find_spec("sklearn") is None:
         made.error("the demo needs scikit-learn: pip install 'hpcdist[demo]'")
     start, script = slurm_step.whole_allocation(given.ranks), str(installed(SCRIPT, CHECKOUT / "jobs"))

@@ -25,7 +25,6 @@ LATE_SECONDS = 1.0  # how long others wait in a call before those that have not 
 RANKS = ("rank", "host", "", "where it is")
 GROUPS = ("group", "backend", "ranks", "collectives", "messages", "behind")
 CALLS = ("call", "calls", "bytes", "time s", "mean µs", "longest µs", "where")
-TITLES = {RANKS: "Ranks", GROUPS: "Groups", CALLS: "Calls"}
 
 
 class Job(NamedTuple):
@@ -152,15 +151,15 @@ def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
     return rows
 
 
-def tables(picture: Picture) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    all_tables = [(RANKS, picture.ranks), (GROUPS, picture.groups), (CALLS, picture.calls)]
-    return [(columns, rows) for columns, rows in all_tables if rows]
+def tables(picture: Picture) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    found = [("Ranks", RANKS, picture.ranks), ("Groups", GROUPS, picture.groups), ("Calls", CALLS, picture.calls)]
+    return [each for each in found if each[-1]]
 
 
 def as_text(picture: Picture, shows_all: bool) -> str:
     """Return a picture for the terminal: the stacks of the late ranks, or of all."""
     parts = [picture.title]
-    parts += [aligned_text([columns, *rows], set(range(len(columns)))) for columns, rows in tables(picture)]
+    parts += [aligned_text([columns, *rows], set(range(len(columns)))) for _, columns, rows in tables(picture)]
     for rank, frames in picture.stacks.items():
         if shows_all or rank in picture.late:
             parts.append("\n".join([f"stack of rank {rank}:", *(f"  {frame}" for frame in frames)]))
@@ -171,11 +170,11 @@ def as_html(picture: Picture, seconds: float | None) -> str:
     """Return a picture as a page, which a browser asks for again after so many seconds."""
     late = {f"{rank}" for rank in picture.late}
     parts = []
-    for columns, rows in tables(picture):
+    for title, columns, rows in tables(picture):
         cells = [[escape(each) for each in row] for row in rows]
         if columns is RANKS:
             cells = [[f"<span class=late>{each}</span>" for each in row] if row[0] in late else row for row in cells]
-        parts.append(web_page.section(TITLES[columns], web_page.table(columns, cells, is_of_words=True)))
+        parts.append(web_page.section(title, web_page.table(columns, cells, is_of_words=True)))
     stacks = []
     for rank, frames in picture.stacks.items():
         stack = escape("\n".join(frames))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 import hpcdist as dist
 from hpcdist.backends.mpi.backend import MPIBackend
@@ -24,13 +23,13 @@ from hpcdist.backends.mpi.node import threshold_file
 from hpcdist.backends.mpi.node.calls import SHARED_CALLS
 from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import HALF, Thresholds
-from hpcdist.cli.bench.collectives import buffers
+from hpcdist.cli.bench.collectives import Calls, buffers
 from hpcdist.cli.bench.report import least
 from hpcdist.cli.bench.timing import Bench, opened
 from hpcdist.cli.job_arguments import JobParser, count, described, positive
 from hpcdist.core.call import Call
 from hpcdist.core.printing import sized
-from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, Row, Shape
+from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 from hpcdist.launch.topology import processor
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
@@ -81,8 +80,6 @@ def run(args: list[str]) -> int:
 
 def make_folder(path: Path) -> str:
     """Make the file's folder and read what the file holds; return what is wrong, before the time is spent."""
-    if path.parts[0] == "~":
-        return "this user has no home; expected --output FILE.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -90,16 +87,6 @@ def make_folder(path: Path) -> str:
     except (OSError, ValueError) as error:
         return str(error)
     return ""
-
-
-def calls(
-    row: Row, dtype: torch.dtype, size: int, bench: Bench, sides: dict[str, MPIBackend]
-) -> dict[str, Callable[[], None]]:
-    whole, out, part = buffers(bench, row.name, dtype, size)
-    send = part if row is ALL_GATHER_SINGLE else whole if row.shape in (Shape.SCATTER, Shape.EXCHANGE) else out
-    recv = part if row is REDUCE_SCATTER_SINGLE else out
-    call = Call(row, send, recv, dist.ReduceOp.SUM, 0)
-    return {side: partial(backend.run, call) for side, backend in sides.items()}
 
 
 def best(times: dict[int, dict[str, float]]) -> int:
@@ -121,11 +108,9 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
     rows |= {row.name + HALF: (row, torch.bfloat16) for row in SHARED_CALLS if row.reduces}
     sides = {side: MPIBackend(bench.comm.Dup(), Thresholds(text)) for side, text in ((SHARED, "1"), (MPI, "off"))}
     where = "" if is_one_node else f" on {bench.wire.nodes} nodes"
-    table = Table(title=f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI")
-    table.add_column("collective")
-    for size in sizes:
-        table.add_column(sized(size), justify="right")
-    table.add_column("shared memory")
+    columns = [Column(sized(size), justify="right") for size in sizes]
+    title = f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI"
+    table = Table("collective", *columns, "shared memory", title=title)
     found: dict[str, int] = {}
     with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=len(rows) * len(sizes))
@@ -133,7 +118,11 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
             times: dict[int, dict[str, float]] = {}
             for size in sizes:
                 bar.update(task, description=f"{name} {sized(size)}", refresh=True)
-                times[size] = bench.compare(name, str(dtype), size, calls(row, dtype, size, bench, sides))
+                whole, out, part = buffers(bench, row.name, dtype, size)
+                send, recv = {ALL_GATHER_SINGLE: (part, out), REDUCE_SCATTER_SINGLE: (whole, part)}.get(row, (out, out))
+                call = Call(row, send, recv, dist.ReduceOp.SUM, 0)
+                calls: Calls = {side: partial(backend.run, call) for side, backend in sides.items()}
+                times[size] = bench.compare(name, str(dtype), size, calls)
                 bar.advance(task)
             found[name] = best(times)
             ratios = (f"{times[size][SHARED] / times[size][MPI]:.2f}" for size in sizes)

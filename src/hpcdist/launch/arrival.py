@@ -86,25 +86,17 @@ def ranks_here(launcher: int) -> dict[int, list[int]]:
     return found
 
 
-def absent(size: int) -> dict[int, int]:
-    """Return the ranks of this process's node that have not come, each with its first process.
-
-    Nothing is returned if the world is not the launcher's, whose ranks have other numbers then.
-    """
-    launch = environment.detect()
-    if launch is None or launch.size != size:
-        return {}
-    come = {each.process for each in arrivals()}
-    here = ranks_here(launcher_of(os.getpid()))
-    return {rank: min(here[rank]) for rank in sorted(here) if come.isdisjoint(here[rank])}
-
-
 def report(rank: int, size: int) -> None:
-    """Say which ranks have not come; the first rank of the node that waits does."""
-    launcher = launcher_of(os.getpid())
-    if any(each.rank < rank for each in arrivals() if launcher_of(each.process) == launcher):
+    """Say which ranks have not come; the first rank of the node that waits does.
+
+    None is named if the world is not the launcher's, whose ranks have other numbers then.
+    """
+    launch, launcher = environment.detect(), launcher_of(os.getpid())
+    come = {each.process: each.rank for each in arrivals() if launcher_of(each.process) == launcher}
+    if any(other < rank for other in come.values()):
         return
-    missing = absent(size)
+    here = ranks_here(launcher) if launch is not None and launch.size == size else {}
+    missing = {each: min(here[each]) for each in sorted(here) if come.keys().isdisjoint(here[each])}
     which = "of other ranks, none of them on this node, one"
     if missing:
         processes = ", ".join(map(str, missing.values()))

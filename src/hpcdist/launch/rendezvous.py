@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from urllib.parse import ParseResult, parse_qs, urlparse
+from urllib.parse import ParseResult, parse_qsl, urlparse
 
 from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
@@ -152,12 +152,11 @@ def _create_store_from_options(backend_options: Any, rank: int) -> Store:
 
 
 def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
-    given = {key: values[-1] for key, values in parse_qs(url.query).items()}
-    if rank == -1:
-        rank = int(given.get("rank", -1))
-    if world_size == -1:
-        world_size = int(given.get("world_size", -1))
-    return rank, world_size
+    given = dict(parse_qsl(url.query))
+    return (
+        int(given.get("rank", -1)) if rank == -1 else rank,
+        int(given.get("world_size", -1)) if world_size == -1 else world_size,
+    )
 
 
 def missing(scheme: str, what: str) -> ValueError:
@@ -179,25 +178,17 @@ def required(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
 def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them."""
     rank, world_size = query(urlparse(url), rank, world_size)
-
-    def variable(name: str) -> str:
-        if (value := os.environ.get(name)) is None:
-            raise missing("env", f"environment variable {name} expected, but not set")
-        return value
-
-    def number(name: str) -> int:
-        text = variable(name)
-        try:
-            return int(text)
-        except ValueError:
-            raise missing("env", f"environment variable {name} is {text!r}, expected a number") from None
-
-    if rank == -1:
-        rank = number("RANK")
-    if world_size == -1:
-        world_size = number("WORLD_SIZE")
-    host, port = variable("MASTER_ADDR"), number("MASTER_PORT")
-    rank, world_size = required("env", rank, world_size)
+    found: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "", "MASTER_PORT": -1}
+    for name, value in found.items():
+        if value in (-1, ""):  # the caller has not given it
+            if (text := os.environ.get(name)) is None:
+                raise missing("env", f"environment variable {name} expected, but not set")
+            try:
+                found[name] = text if value == "" else int(text)
+            except ValueError:
+                raise missing("env", f"environment variable {name} is {text!r}, expected a number") from None
+    rank, world_size = required("env", found["RANK"], found["WORLD_SIZE"])
+    host, port = found["MASTER_ADDR"], found["MASTER_PORT"]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent = stores.TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)

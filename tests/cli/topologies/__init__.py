@@ -79,5 +79,5 @@ def ranks(machine: Machine, cpus: list[str], launcher: str = "srun", gpus: bool 
                 machine.gpus[rank % len(machine.gpus)] if gpus and machine.gpus else None,
             ),
         }
-        found.append({"placement": about | same})
+        found.append(about | same)
     return found

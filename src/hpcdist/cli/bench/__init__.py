@@ -51,49 +51,28 @@ def dtype(text: str) -> torch.dtype:
 
 def parser() -> JobParser:
     made = JobParser(prog="python -m hpcdist bench", description=described(__doc__))
-    made.add_argument(
-        "subject",
-        nargs="?",
-        default="collectives",
-        choices=SUBJECTS,
-        metavar="SUBJECT",
-        help=f"what is timed: {', '.join(SUBJECTS)} (collectives)",
-    )
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: collectives, beside torch's NCCL")
-    made.add_argument("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all" (all_reduce)')
-    made.add_argument(
-        "--dtypes", nargs="+", type=dtype, default=[torch.float32], metavar="DTYPE", help="of the buffers (float32)"
-    )
-    made.add_argument("--min", type=size_in_bytes, default=4, help="smallest size (4)")
-    made.add_argument("--max", type=size_in_bytes, default=256 << 20, help="largest size (256M)")
-    made.add_argument("--factor", type=ratio, default=4, help="ratio of one size to the one before (4)")
-    made.add_argument(
-        "--sizes", nargs="+", type=size_in_bytes, metavar="SIZE", help="these sizes instead of --min to --max"
-    )
-    made.add_argument(
-        "--parameters", type=positive, default=10e6, help="of a model that ddp and torch train (10 million)"
-    )
-    made.add_argument("--batch", type=count, default=1, help="samples a rank of DDP's step (1)")
-    made.add_argument("--bucket-mb", type=positive, default=25, help="DDP's bucket_cap_mb (25)")
-    made.add_argument("--rounds", type=count, default=7, help="rounds, of which the median is shown (7)")
-    made.add_argument("--seconds", type=positive, default=0.05, help="length of one side's round (0.05)")
-    sides = ["hpcdist", "mpi4py", "gloo", "copy"]
-    made.add_argument(
-        "--sides",
-        nargs="+",
-        default=sides,
-        choices=sides,
-        metavar="SIDE",
-        help=f"what is compared: {', '.join(sides)} (all)",
-    )
-    made.add_argument("--json", metavar="FILE", help="write the figures to this file too")
-    made.add_argument("--csv", metavar="FILE", help="the same, a line for each figure")
-    made.add_argument("--html", metavar="FILE", help="a page with plots; needs matplotlib: pip install 'hpcdist[plot]'")
-    made.add_argument(
-        "--explain",
-        action="store_true",
-        help="print from which size on shared memory is used, and by which setting, and time nothing",
-    )
+    add, sides = made.add_argument, ["hpcdist", "mpi4py", "gloo", "copy"]
+    about = f"what is timed: {', '.join(SUBJECTS)} (collectives)"
+    add("subject", nargs="?", default="collectives", choices=SUBJECTS, metavar="SUBJECT", help=about)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: collectives, beside torch's NCCL")
+    add("--collectives", nargs="+", metavar="NAME", default=["all_reduce"], help='or "all" (all_reduce)')
+    add("--dtypes", nargs="+", type=dtype, default=[torch.float32], metavar="DTYPE", help="of the buffers (float32)")
+    add("--min", type=size_in_bytes, default=4, help="smallest size (4)")
+    add("--max", type=size_in_bytes, default=256 << 20, help="largest size (256M)")
+    add("--factor", type=ratio, default=4, help="ratio of one size to the one before (4)")
+    add("--sizes", nargs="+", type=size_in_bytes, metavar="SIZE", help="these sizes instead of --min to --max")
+    add("--parameters", type=positive, default=10e6, help="of a model that ddp and torch train (10 million)")
+    add("--batch", type=count, default=1, help="samples a rank of DDP's step (1)")
+    add("--bucket-mb", type=positive, default=25, help="DDP's bucket_cap_mb (25)")
+    add("--rounds", type=count, default=7, help="rounds, of which the median is shown (7)")
+    add("--seconds", type=positive, default=0.05, help="length of one side's round (0.05)")
+    about = f"what is compared: {', '.join(sides)} (all)"
+    add("--sides", nargs="+", default=sides, choices=sides, metavar="SIDE", help=about)
+    add("--json", metavar="FILE", help="write the figures to this file too")
+    add("--csv", metavar="FILE", help="the same, a line for each figure")
+    add("--html", metavar="FILE", help="a page with plots; needs matplotlib: pip install 'hpcdist[plot]'")
+    about = "print from which size on shared memory is used, and by which setting, and time nothing"
+    add("--explain", action="store_true", help=about)
     return made
 
 

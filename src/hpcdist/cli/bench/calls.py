@@ -29,24 +29,21 @@ Call = Callable[[], Any]
 
 def measure(bench: Bench) -> None:
     """Time all calls at all sizes, each rank's tensor of so many bytes."""
-    fake = private_names.fake_group()
     for nbytes in bench.options.sizes or SIZES:
-        for name, (raw, call) in calls(bench, max(1, nbytes // 4)).items():
-            sides = {
-                "mpi4py": raw,
-                "torch's part": lambda: call(torch.distributed, fake),  # noqa: B023
-                "hpcdist": lambda: call(dist, None),  # noqa: B023
-            }
+        count = max(1, nbytes // 4)
+        by = calls(bench, count)
+        theirs = by(torch.distributed, private_names.fake_group())
+        for name, (raw, ours) in by(dist, None).items():
             for _ in range(PREPARED):
-                sides["hpcdist"]()
-            bench.compare(name, "float32", nbytes, sides)
+                ours()
+            bench.compare(name, "float32", nbytes, {"mpi4py": raw, "torch's part": theirs[name][1], "hpcdist": ours})
             first, second = bench.figures[-3:-1]
             limit = (getattr(first, each) + getattr(second, each) for each in ("median", "low", "high"))
             bench.figures.insert(-1, Figure(name, "float32", nbytes, LIMIT, *limit))
 
 
-def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any], Any]]]:
-    """Return each call by raw MPI, and by the functions of a module on a group; ``count`` elements a rank."""
+def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call, Call]]]:
+    """Return what makes each call by raw MPI, and by a module's functions on a group; ``count`` elements a rank."""
     comm, size, mpi = bench.comm, bench.size, runtime.load()
     is_root = bench.rank == 0
     sizes = [count + more for more in range(SHAPES)]
@@ -59,11 +56,15 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
     split, everything = [count] * size, torch.ones(count * size)
     a, b, all_a, all_b = (each.numpy() for each in (one, other, whole, everything))
     after, before = (bench.rank + 1) % size, (bench.rank - 1) % size
-
-    all_reduce, all_gather = partial(comm.Allreduce, mpi.IN_PLACE, a), partial(comm.Allgather, a, all_a)
-    reduce_scatter, all_to_all = partial(comm.Reduce_scatter_block, all_a, a), partial(comm.Alltoall, all_a, all_b)
+    average = dist.ReduceOp.AVG
+    gathered, scattered = (outputs, inputs) if is_root else (None, None)
+    root_of = all_b if is_root else None
     # each with as many elements as the tensors of many shapes have: a rank's share, and all shares
     arrays = cycle([(torch.ones(each).numpy(), torch.ones(each * size).numpy()) for each in sizes])
+
+    # raw MPI's
+    all_reduce, all_gather = partial(comm.Allreduce, mpi.IN_PLACE, a), partial(comm.Allgather, a, all_a)
+    reduce_scatter, all_to_all = partial(comm.Reduce_scatter_block, all_a, a), partial(comm.Alltoall, all_a, all_b)
 
     def all_reduce_many() -> None:
         comm.Allreduce(mpi.IN_PLACE, next(arrays)[0])
@@ -72,75 +73,57 @@ def calls(bench: Bench, count: int) -> dict[str, tuple[Call, Callable[[Any, Any]
         for request in (comm.Irecv(b, before), comm.Isend(a, after)):
             request.Wait()
 
-    def both(lib: Any, group: Any) -> None:
-        for work in (lib.irecv(other, before, group), lib.isend(one, after, group)):
-            work.wait()
+    def by(lib: Any, on: Any) -> dict[str, tuple[Call, Call]]:
+        # the module's, with the names that this torch has
+        reduces, gathers, scatters = (
+            partial(function, group=on) for function in (lib.all_reduce, lib.all_gather, lib.reduce_scatter)
+        )
+        exchanges = partial(lib.all_to_all_single, everything, whole, group=on)
+        gather_single = getattr(lib, "all_gather_single", None) or lib.all_gather_into_tensor
+        scatter_single = getattr(lib, "reduce_scatter_single", None) or lib.reduce_scatter_tensor
 
-    average = dist.ReduceOp.AVG
-    gathered, scattered = (outputs, inputs) if is_root else (None, None)
-    root_of = all_b if is_root else None
-    return {
-        "all_reduce": (all_reduce, lambda lib, group: lib.all_reduce(one, group=group)),
-        "all_reduce, async_op and wait": (
-            all_reduce,
-            lambda lib, group: lib.all_reduce(one, group=group, async_op=True).wait(),
-        ),
-        "all_reduce, bfloat16": (all_reduce, lambda lib, group: lib.all_reduce(half, group=group)),
-        "all_reduce, AVG": (all_reduce, lambda lib, group: lib.all_reduce(one, average, group=group)),
-        "all_reduce, complex64": (all_reduce, lambda lib, group: lib.all_reduce(pairs, group=group)),
-        "all_reduce, strided": (all_reduce, lambda lib, group: lib.all_reduce(strided, group=group)),
-        "broadcast": (lambda: comm.Bcast(a), lambda lib, group: lib.broadcast(one, 0, group=group)),
-        "reduce": (lambda: comm.Reduce(a, b if is_root else None), lambda lib, group: lib.reduce(one, 0, group=group)),
-        "gather": (lambda: comm.Gather(a, root_of), lambda lib, group: lib.gather(one, gathered, 0, group=group)),
-        "scatter": (lambda: comm.Scatter(root_of, a), lambda lib, group: lib.scatter(one, scattered, 0, group=group)),
-        "all_gather, list": (all_gather, lambda lib, group: lib.all_gather(outputs, one, group=group)),
-        "all_gather, list, async_op and wait": (
-            all_gather,
-            lambda lib, group: lib.all_gather(outputs, one, group=group, async_op=True).wait(),
-        ),
-        "all_gather_into_tensor": (
-            all_gather,
-            lambda lib, group: named(lib, "all_gather_single", "all_gather_into_tensor")(whole, one, group=group),
-        ),
-        "reduce_scatter, list": (reduce_scatter, lambda lib, group: lib.reduce_scatter(one, inputs, group=group)),
-        "reduce_scatter_tensor": (
-            reduce_scatter,
-            lambda lib, group: named(lib, "reduce_scatter_single", "reduce_scatter_tensor")(one, whole, group=group),
-        ),
-        "all_to_all, list": (all_to_all, lambda lib, group: lib.all_to_all(outputs, inputs, group=group)),
-        "all_to_all_single": (all_to_all, lambda lib, group: lib.all_to_all_single(everything, whole, group=group)),
-        "all_to_all_single, splits": (
-            all_to_all,
-            lambda lib, group: lib.all_to_all_single(everything, whole, split, split, group=group),
-        ),
-        "barrier": (comm.Barrier, lambda lib, group: lib.barrier(group=group)),
-        "irecv and isend, and waits": (messages, both),
-        # what no call can be known by: new tensors and lists, and many shapes
-        "all_reduce, new tensors": (all_reduce, lambda lib, group: lib.all_reduce(torch.empty(count), group=group)),
-        f"all_reduce, {SHAPES} shapes": (all_reduce_many, lambda lib, group: lib.all_reduce(next(shapes), group=group)),
-        f"all_reduce, {SHAPES} shapes, async_op and wait": (
-            all_reduce_many,
-            lambda lib, group: lib.all_reduce(next(shapes), group=group, async_op=True).wait(),
-        ),
-        f"all_reduce, {SHAPES} shapes, bfloat16": (
-            all_reduce_many,
-            lambda lib, group: lib.all_reduce(next(halves), group=group),
-        ),
-        "all_gather, new lists": (
-            all_gather,
-            lambda lib, group: lib.all_gather([torch.empty(count) for _ in range(size)], one, group=group),
-        ),
-        f"all_gather, list, {SHAPES} shapes": (
-            lambda: comm.Allgather(*next(arrays)),
-            lambda lib, group: lib.all_gather(*next(lists), group=group),
-        ),
-        f"reduce_scatter, list, {SHAPES} shapes": (
-            lambda: comm.Reduce_scatter_block(*next(arrays)[::-1]),
-            lambda lib, group: lib.reduce_scatter(*next(lists)[::-1], group=group),
-        ),
-    }
+        def both() -> None:
+            for work in (lib.irecv(other, before, on), lib.isend(one, after, on)):
+                work.wait()
 
+        return {
+            "all_reduce": (all_reduce, partial(reduces, one)),
+            "all_reduce, async_op and wait": (all_reduce, lambda: reduces(one, async_op=True).wait()),
+            "all_reduce, bfloat16": (all_reduce, partial(reduces, half)),
+            "all_reduce, AVG": (all_reduce, partial(reduces, one, average)),
+            "all_reduce, complex64": (all_reduce, partial(reduces, pairs)),
+            "all_reduce, strided": (all_reduce, partial(reduces, strided)),
+            "broadcast": (lambda: comm.Bcast(a), partial(lib.broadcast, one, 0, group=on)),
+            "reduce": (lambda: comm.Reduce(a, b if is_root else None), partial(lib.reduce, one, 0, group=on)),
+            "gather": (lambda: comm.Gather(a, root_of), partial(lib.gather, one, gathered, 0, group=on)),
+            "scatter": (lambda: comm.Scatter(root_of, a), partial(lib.scatter, one, scattered, 0, group=on)),
+            "all_gather, list": (all_gather, partial(gathers, outputs, one)),
+            "all_gather, list, async_op and wait": (all_gather, lambda: gathers(outputs, one, async_op=True).wait()),
+            "all_gather_into_tensor": (all_gather, partial(gather_single, whole, one, group=on)),
+            "reduce_scatter, list": (reduce_scatter, partial(scatters, one, inputs)),
+            "reduce_scatter_tensor": (reduce_scatter, partial(scatter_single, one, whole, group=on)),
+            "all_to_all, list": (all_to_all, partial(lib.all_to_all, outputs, inputs, group=on)),
+            "all_to_all_single": (all_to_all, exchanges),
+            "all_to_all_single, splits": (all_to_all, partial(exchanges, split, split)),
+            "barrier": (comm.Barrier, partial(lib.barrier, group=on)),
+            "irecv and isend, and waits": (messages, both),
+            # what no call can be known by: new tensors and lists, and many shapes
+            "all_reduce, new tensors": (all_reduce, lambda: reduces(torch.empty(count))),
+            f"all_reduce, {SHAPES} shapes": (all_reduce_many, lambda: reduces(next(shapes))),
+            f"all_reduce, {SHAPES} shapes, async_op and wait": (
+                all_reduce_many,
+                lambda: reduces(next(shapes), async_op=True).wait(),
+            ),
+            f"all_reduce, {SHAPES} shapes, bfloat16": (all_reduce_many, lambda: reduces(next(halves))),
+            "all_gather, new lists": (all_gather, lambda: gathers([torch.empty(count) for _ in range(size)], one)),
+            f"all_gather, list, {SHAPES} shapes": (
+                lambda: comm.Allgather(*next(arrays)),
+                lambda: gathers(*next(lists)),
+            ),
+            f"reduce_scatter, list, {SHAPES} shapes": (
+                lambda: comm.Reduce_scatter_block(*next(arrays)[::-1]),
+                lambda: scatters(*next(lists)[::-1]),
+            ),
+        }
 
-def named(lib: Any, name: str, earlier: str) -> Any:
-    """Return a function by the name that this torch has for it."""
-    return getattr(lib, name, None) or getattr(lib, earlier)
+    return by

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as c10d
 
 import hpcdist as dist
-from hpcdist.cli.bench.collectives import chosen, sizes
+from hpcdist.cli.bench.collectives import COLLECTIVES, Calls, buffers, c10d_call, chosen, sizes
 from hpcdist.cli.bench.timing import Bench
 from hpcdist.torch_bridge.private_names import occupy_gpu
 
@@ -25,27 +25,6 @@ OVERHEAD_LIMIT = 2.0  # microseconds a call over torch's own
 WAYS = ("sync", "async", "async, waited later")
 BUSY_CYCLES = 400_000_000  # a few tenths of a second, in which the device begins no call
 CALLS = {4: 400, 1 << 20: 100, 1 << 62: 20}  # calls a round, for sizes up to the key
-
-Side = Any  # the two sides have the functions of torch.distributed
-
-
-def cut(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what all ranks have of a tensor, and this rank's share of it."""
-    share, rank = tensor.numel() // size, dist.get_rank()
-    return tensor[: share * size], tensor[rank * share : (rank + 1) * share]
-
-
-# called with a side, a group, a tensor, the number of ranks, and async_op
-COLLECTIVES: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda side, group, tensor, _, is_async: side.all_reduce(tensor, group=group, async_op=is_async),
-    "broadcast": lambda side, group, tensor, _, is_async: side.broadcast(tensor, 0, group=group, async_op=is_async),
-    "all_gather_single": lambda side, group, tensor, size, is_async: side.all_gather_into_tensor(
-        *cut(tensor, size), group=group, async_op=is_async
-    ),
-    "reduce_scatter_single": lambda side, group, tensor, size, is_async: side.reduce_scatter_tensor(
-        *reversed(cut(tensor, size)), group=group, async_op=is_async
-    ),
-}
 
 
 def missing() -> str | None:
@@ -64,20 +43,20 @@ def missing() -> str | None:
 
 def measure(bench: Bench, device: str = "cuda", backend: str = "nccl") -> int:
     """Time both sides; return 1 if a call of 4 bytes took the host more than 2 µs longer than torch's, or else 0."""
-    names = chosen(bench, COLLECTIVES)
+    names = chosen(bench, COLLECTIVES[:4])
     theirs = c10d.new_group(backend=backend, timeout=timedelta(minutes=5))  # on the same ranks, in torch's world
     sides = {"hpcdist": (dist, None), "torch": (c10d, theirs)}
     is_over = False
     for name, dtype, nbytes in product(names, bench.options.dtypes, list(sizes(bench))):
-        tensor = torch.zeros(max(nbytes // dtype.itemsize, bench.size), dtype=dtype, device=device)
+        made = buffers(bench, name, dtype, nbytes, device)
         count = next(each for limit, each in CALLS.items() if nbytes <= limit)
         for way in WAYS:
-            several: dict[str, Callable[[], None]] = {
-                side: partial(calls, COLLECTIVES[name], library, group, tensor, bench.size, way, count)
+            several: Calls = {
+                side: partial(calls, c10d_call(library, name, made, group=group), way, count)
                 for side, (library, group) in sides.items()
             }
             about = str(dtype).removeprefix("torch.")
-            busy, settled = partial(occupy, tensor.device), partial(settle, tensor.device)
+            busy, settled = partial(occupy, made[1].device), partial(settle, made[1].device)
             host = bench.compare(f"{name}, {way}: host", about, nbytes, several, count, 1, busy)
             bench.compare(f"{name}, {way}: whole", about, nbytes, several, count, 1, settled, settled)
             is_over = is_over or (nbytes == 4 and host["hpcdist"] - host["torch"] > OVERHEAD_LIMIT)
@@ -98,16 +77,14 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def calls(
-    call: Callable[..., Any], side: Side, group: Any, tensor: torch.Tensor, size: int, way: str, count: int
-) -> None:
+def calls(call: Callable[..., Any], way: str, count: int) -> None:
     """Make calls and, if they hand back Works, wait for them on the stream."""
     if way == "sync":
         for _ in range(count):
-            call(side, group, tensor, size, False)
+            call()
     elif way == "async":
         for _ in range(count):
-            call(side, group, tensor, size, True).wait()
+            call(async_op=True).wait()
     else:
-        for work in [call(side, group, tensor, size, True) for _ in range(count)]:
+        for work in [call(async_op=True) for _ in range(count)]:
             work.wait()

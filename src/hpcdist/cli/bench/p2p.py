@@ -18,27 +18,26 @@ COUNTER_BYTES = 8
 SPINS = 200
 
 
-def ping_pong(bench: Bench, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Callable[[], None]:
-    """Return one rank's part of a ping-pong; ranks above 1 do nothing."""
-    first, second = (send, recv) if bench.rank == 0 else (recv, send)
-    other = 1 - bench.rank
+def ping_pong(send: Callable[[int], Any], recv: Callable[[int], Any], partner: int = 1) -> Callable[[], None]:
+    """Return this rank's part of a ping-pong of rank 0 and a partner; other ranks do nothing."""
+    rank = dist.get_rank()
+    first, second = (send, recv) if rank == 0 else (recv, send)
+    other = partner - rank
 
     def call() -> None:
         first(other)
         second(other)
 
-    return call if bench.rank < 2 else lambda: None
+    return call if rank in (0, partner) else lambda: None
 
 
 def compare(bench: Bench, nbytes: int) -> dict[str, float]:
     tensor = torch.zeros(nbytes, dtype=torch.uint8)
     raw, comm, gloo = tensor.numpy(), bench.comm, bench.gloo
     sides = {
-        "hpcdist": ping_pong(bench, lambda r: dist.send(tensor, r), lambda r: dist.recv(tensor, r)),
-        "mpi4py": ping_pong(bench, lambda r: comm.Send(raw, r), lambda r: comm.Recv(raw, r)),
-        "gloo": ping_pong(
-            bench, lambda r: gloo.send([tensor], r, 0).wait(), lambda r: gloo.recv([tensor], r, 0).wait()
-        ),
+        "hpcdist": ping_pong(lambda r: dist.send(tensor, r), lambda r: dist.recv(tensor, r)),
+        "mpi4py": ping_pong(lambda r: comm.Send(raw, r), lambda r: comm.Recv(raw, r)),
+        "gloo": ping_pong(lambda r: gloo.send([tensor], r, 0).wait(), lambda r: gloo.recv([tensor], r, 0).wait()),
     }
     return bench.compare("ping-pong", "uint8", nbytes, sides, operations=2)
 
@@ -85,7 +84,7 @@ def put_and_signal(bench: Bench, nbytes: int) -> dict[str, float]:
                 comm.Iprobe()
         raw.Sync()
 
-    sides = {"hpcdist": ping_pong(bench, send, window.wait_signal), "mpi4py": ping_pong(bench, raw_send, raw_wait)}
+    sides = {"hpcdist": ping_pong(send, window.wait_signal), "mpi4py": ping_pong(raw_send, raw_wait)}
     times = bench.compare("put and signal", "uint8", nbytes, sides, operations=2)
     raw.Unlock_all()
     raw.Free()

@@ -16,7 +16,6 @@ from rich.table import Table
 
 import hpcdist as dist
 from hpcdist.backends.mpi.node import threshold_file, thresholds
-from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.nccl import library
 from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.core.printing import sized
@@ -47,13 +46,10 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
     return calls
 
 
-def on_the_wire(figure: Figure) -> str:
-    """Write how many bytes the node sent in a call which sent most; nothing if none were counted."""
-    return f"{sized(figure.wire)} sent" if figure.wire >= 1 else ""
-
-
-def spread(figure: Figure) -> str:
-    return f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
+def cell(figure: Figure) -> str:
+    """Write a time and its spread, and how many bytes the node sent in a call which sent most, if they were counted."""
+    text = f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
+    return f"{text}\n{sized(figure.wire)} sent" if figure.wire >= 1 else text
 
 
 def table(bench: Bench) -> Table:
@@ -65,16 +61,14 @@ def table(bench: Bench) -> Table:
         ("", "") if bench.wire.nodes == 1 else (f"{bench.wire.nodes} nodes, ", "; what the node sent that sent most")
     )
     title = f"{bench.size} ranks, {nodes}{bench.library}, µs a call: median (lowest–highest round){sent}"
-    made = Table(title=title)
-    for name in ("what", "dtype", "size"):
-        made.add_column(name)
+    made = Table("what", "dtype", "size", title=title)
     for side in (*sides, *(f"{OURS} /\n{rival}" for rival in rivals)):
         made.add_column(side, justify="right")
     for (what, dtype, nbytes), found in calls.items():
-        shown = {side: f"{spread(figure)}\n{on_the_wire(figure)}".strip() for side, figure in found.items()}
+        cells = [cell(found[side]) if side in found else "" for side in sides]
         ours = found.get(OURS)
         ratios = (f"{ours.median / found[rival].median:.2f}" if ours and rival in found else "" for rival in rivals)
-        made.add_row(what, dtype, sized(nbytes) if nbytes else "", *(shown.get(side, "") for side in sides), *ratios)
+        made.add_row(what, dtype, sized(nbytes) if nbytes else "", *cells, *ratios)
     return made
 
 
@@ -84,17 +78,16 @@ def least(nbytes: int) -> str:
 
 def explain(bench: Bench) -> None:
     """Print from which size on each collective goes through shared memory here; every rank calls."""
+    from hpcdist.backends.mpi.node.places import locate  # which imports mpi4py.MPI: there may be no library
+
     places = locate(bench.comm, [])
     places.node.Free()
     if bench.rank:
         return
-    vendor = bench.library.rsplit(" ", 1)[0]
-    console = Console(width=110)
-    nodes = places.nodes
+    vendor, nodes, console = bench.library.rsplit(" ", 1)[0], places.nodes, Console(width=110)
     place = f"{bench.size} ranks" + (f" on {nodes} nodes" if nodes > 1 else "")
-    made = Table(title=f"Through shared memory ({vendor}, {place}; {threshold_file.VARIABLE} overrides)")
-    for name in ("collective", "float32", "bfloat16"):
-        made.add_column(name)
+    title = f"Through shared memory ({vendor}, {place}; {threshold_file.VARIABLE} overrides)"
+    made = Table("collective", "float32", "bfloat16", title=title)
     found: thresholds.Thresholds = dist.group.WORLD.cpu.collectives.plans.thresholds  # type: ignore[union-attr]
     for name in thresholds.COLLECTIVES:
         op = "SUM" if "reduce" in name else None

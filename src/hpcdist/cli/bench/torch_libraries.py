@@ -37,6 +37,7 @@ WIDTH = 256  # of a layer of the tensor-parallel block and of a pipeline's stage
 BATCH = 8
 MICROBATCHES = 4
 
+mesh_of = partial(DeviceMesh.from_group, device_type="cpu")
 checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")  # which declares no exports
 
 Step = Callable[[], Any]
@@ -89,10 +90,6 @@ def ddp_step(options: Namespace, group: Any, is_synced: bool = True) -> Step:
             step()
 
     return step if is_synced else step_alone
-
-
-def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu")
 
 
 def trainer(model: nn.Module, width: int, batch: int = BATCH, **options: Any) -> Step:

@@ -29,7 +29,7 @@ from hpcdist.cli.doctor import (
     speed,
 )
 from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
-from hpcdist.cli.doctor.supervision import CONNECTION, Ended, Step, supervise, watch
+from hpcdist.cli.doctor.supervision import CONNECTION, Step, supervise, watch
 from hpcdist.cli.job_arguments import JobParser, described, positive
 from hpcdist.launch import environment
 
@@ -62,26 +62,19 @@ def parser() -> JobParser:
 
 def run(args: list[str]) -> int:
     """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments, 130 after SIGINT."""
-    try:
-        options = parser().parse_args(args)
-    except SystemExit as refused:
-        return int(refused.code or 0)
+    options = parser().parse_args(args)
     warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about
     work, report = partial(examine, options=options), partial(report_end, options=options)
     try:
         if CONNECTION in os.environ:
-            return watch(work, options.seconds, report).status
+            return watch(work, options.seconds, report)
         if start := slurm_step.whole_allocation():
             line = [*start, sys.executable, "-m", "hpcdist", "doctor", *args]
             print("$", *line, file=sys.stderr, flush=True)
             return subprocess.run(line, env=mpi_library.mpi_free_environment(), check=False).returncode
-        ended = supervise(work, options.seconds)
+        return supervise(work, options.seconds, report)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    if ended.is_said:
-        return 1 if ended.status else 0
-    report(ended)
-    return 1
 
 
 def examine(tell: Step, options: Namespace) -> int:
@@ -105,9 +98,7 @@ def examine(tell: Step, options: Namespace) -> int:
     dist.gather_object(facts, ranks, 0)
     status = [0]
     if ranks is not None:
-        chapters = judge(ranks)
-        if failure is not None:
-            chapters[mpi_world.TITLE] = [failure]
+        chapters = judge(ranks) | ({mpi_world.TITLE: [failure]} if failure else {})
         status = [1 if page.count(chapters, PROBLEM) else 0]
         launch = environment.detect()
         # without a common world every rank is rank 0 of a world of its own
@@ -124,26 +115,30 @@ def start(facts: Facts) -> tuple[Any, Finding | None]:
     Return its communicator, None without MPI; and the finding that says what failed, if any.
     """
     launch = environment.detect()
+    failure: Finding | None = None
     if launch is not None and launch.conflict:
-        dist.init_process_group("loopback", world_size=1)
-        return None, Finding(PROBLEM, launch.conflict, "unset RANK WORLD_SIZE   # before the launcher starts the ranks")
-    if facts["mpi_library"]["error"] is None and (launch is None or launch.starts_mpi):
+        fix = "unset RANK WORLD_SIZE   # before the launcher starts the ranks"
+        failure = Finding(PROBLEM, launch.conflict, fix)
+    elif launch is not None and not launch.starts_mpi:
+        dist.init_process_group()
+        return None, None
+    elif facts["mpi_library"]["error"] is None:
         try:
             dist.init_process_group("mpi")
+            return dist.get_mpi_comm(), None
         except dist.DistBackendError as error:
-            dist.init_process_group("loopback", world_size=1)
             text = str(error).removesuffix(launch.remedy if launch is not None else "").strip()
-            return None, Finding(PROBLEM, text, mpi_library.remedy_of_launch(facts["mpi_library"]))
-        return dist.get_mpi_comm(), None
-    if launch is None or launch.starts_mpi:
-        dist.init_process_group("loopback", world_size=1)
-    else:
-        dist.init_process_group()
-    return None, None
+            failure = Finding(PROBLEM, text, mpi_library.remedy_of_launch(facts["mpi_library"]))
+    dist.init_process_group("loopback", world_size=1)
+    return None, failure
 
 
 def judge(ranks: list[Facts]) -> page.Chapters:
-    return {topic.TITLE: list(topic.judge(ranks)) for name, (topic, _) in TOPICS.items() if name in ranks[0]}
+    return {
+        topic.TITLE: list(topic.judge([facts[name] for facts in ranks]))
+        for name, (topic, _) in TOPICS.items()
+        if name in ranks[0]
+    }
 
 
 def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> bool:
@@ -161,20 +156,13 @@ def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> boo
     return True
 
 
-def report_end(ended: Ended, options: Namespace) -> None:
-    """Report checks that ended their own process: a page on the launcher's rank 0, a line on other ranks."""
+def report_end(how: str, options: Namespace) -> None:
+    """Report checks that ended their own process or did not end: a page on the launcher's rank 0, a line on others."""
     launch = environment.detect()
-    how = (
-        f"did not finish within {options.seconds:g} s"
-        if ended.is_late
-        else f"ended the process with {'signal' if ended.status < 0 else 'status'} {abs(ended.status)}"
-    )
-    text = f"{ended.step} {how}; its output is above"
+    text = f"{how}; its output is above"
     if launch is not None and launch.rank != 0:
         print(f"hpcdist doctor, rank {launch.rank}: {text}", file=sys.stderr)
         return
     seen = {name: TOPICS[name][0].look() for name in ("installed", "mpi_library", "slurm")}
-    ranks = [seen]
-    chapters = judge(ranks)
-    chapters[mpi_world.TITLE] = [Finding(PROBLEM, text, mpi_library.remedy_of_launch(seen["mpi_library"]))]
-    show(chapters, ranks, options)
+    failure = Finding(PROBLEM, text, mpi_library.remedy_of_launch(seen["mpi_library"]))
+    show(judge([seen]) | {mpi_world.TITLE: [failure]}, [seen], options)

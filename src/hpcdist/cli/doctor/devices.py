@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
+from hpcdist.core.errors import DistBackendError
 from hpcdist.core.ranks import by_value, listed
-from hpcdist.launch import environment
+from hpcdist.launch import devices, environment
 
 TITLE = "GPUs"
 
@@ -38,7 +40,10 @@ def look() -> Facts:
 
 
 def own() -> int:
-    return (environment.node_local_rank() or 0) % torch.cuda.device_count()
+    """Return the GPU that NCCL's groups take for this rank, or else the current one."""
+    with suppress(DistBackendError):
+        return devices.mine().index
+    return torch.cuda.current_device()
 
 
 def compute(index: int) -> str:
@@ -50,16 +55,26 @@ def compute(index: int) -> str:
     return "works" if total == 499500 else f"computed {total}, expected 499500"
 
 
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    seen = [facts["devices"] for facts in ranks]
+def judge(seen: list[Facts]) -> Iterator[Finding]:
     first = seen[0]
     if isinstance(first["driver"], str):
         remedy = "nvidia-smi   # on that node; the site's administrator has to look at the driver"
         yield Finding(PROBLEM, first["driver"], remedy)
-        return
-    if not any(facts["count"] for facts in seen):
-        yield judge_no_gpu(first)
-        return
+    elif any(facts["count"] for facts in seen):
+        yield from judge_gpus(seen)
+    elif not first["driver"]:
+        yield Finding(NOTE, "no GPU on these nodes")
+    elif first["built_for"] is None:
+        remedy = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
+        yield Finding(ADVICE, f"{len(first['driver'])} GPUs here, but this torch is built for CPUs only", remedy)
+    else:
+        text = f"nvidia-smi sees {len(first['driver'])} GPUs, torch sees none (visible: {first['visible']!r})"
+        remedy = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
+        yield Finding(PROBLEM, text, remedy)
+
+
+def judge_gpus(seen: list[Facts]) -> Iterator[Finding]:
+    first = seen[0]
     for line in sorted(set(first["driver"] or [])):
         yield Finding(OK, f"{first['count']} × {line}")
     wrong = [rank for rank, facts in enumerate(seen) if facts["computed"] not in ("works", None)]
@@ -77,14 +92,3 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …")
     elif users:
         yield Finding(OK, "each rank has its own GPU, which computes")
-
-
-def judge_no_gpu(facts: Facts) -> Finding:
-    if not facts["driver"]:
-        return Finding(NOTE, "no GPU on these nodes")
-    count = len(facts["driver"])
-    if facts["built_for"] is None:
-        remedy = "pip install torch   # the build for CUDA, see https://pytorch.org/get-started/locally"
-        return Finding(ADVICE, f"{count} GPUs here, but this torch is built for CPUs only", remedy)
-    remedy = "unset CUDA_VISIBLE_DEVICES   # or install a driver for torch's CUDA version: see nvidia-smi"
-    return Finding(PROBLEM, f"nvidia-smi sees {count} GPUs, torch sees none (visible: {facts['visible']!r})", remedy)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-Facts = dict[str, Any]  # topic -> what one rank found
+from hpcdist.core.ranks import by_value, listed
 
-OK, NOTE, ADVICE, PROBLEM = "ok", "note", "advice", "problem"
-LEVELS = (OK, NOTE, ADVICE, PROBLEM)  # only a problem makes the exit status 1
+Facts = dict[str, Any]  # what one rank found
+
+OK, NOTE, ADVICE, PROBLEM = "ok", "note", "advice", "problem"  # only a problem makes the exit status 1
 
 
 class Finding(NamedTuple):
@@ -16,3 +18,9 @@ class Finding(NamedTuple):
     level: str
     text: str
     remedy: str = ""  # the command, or the line of a job script, that fixes it
+
+
+def differing(values: Iterable[str | None]) -> str:
+    """Return which ranks have which value; nothing if all have the same."""
+    seen = by_value(values)
+    return "; ".join(f"{value or 'none'} on {listed(those)}" for value, those in seen.items()) if len(seen) > 1 else ""

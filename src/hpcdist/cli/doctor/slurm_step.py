@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor.findings import NOTE, OK, PROBLEM, Facts, Finding
@@ -18,27 +19,30 @@ TITLE = "Slurm"
 
 
 def look() -> Facts:
-    srun = shutil.which("srun")
-    facts: Facts = {
+    srun, scontrol, launch = shutil.which("srun"), shutil.which("scontrol"), environment.detect()
+    if launch is not None and launch.rank > 0:  # rank 0 asks Slurm for all
+        srun = None
+    config = output_of([scontrol, "show", "config"], 20)[1] if srun and scontrol else ""
+    default = re.search(r"^MpiDefault\s*= (\S+)", config, re.MULTILINE)
+    return {
+        "library": library(),
         "srun": srun,
         "job": os.environ.get("SLURM_JOB_ID"),
         "step": os.environ.get("SLURM_STEP_ID"),
         "nodes": os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST"),
         "tasks": os.environ.get("SLURM_STEP_NUM_TASKS"),
         "mpi": os.environ.get("SLURM_MPI_TYPE"),
-        "pmis": None,
-        "default": None,
-        "answers": None,
+        "pmis": offered(srun) if srun else None,
+        "default": default[1] if default else None,
+        "answers": " is UP" in output_of([scontrol, "ping"], 20)[1] if srun and scontrol else None,
     }
-    launch = environment.detect()
-    if srun is None or (launch is not None and launch.rank > 0):  # rank 0 asks Slurm for all
-        return facts
-    facts["pmis"] = offered(srun)
-    if (scontrol := shutil.which("scontrol")) is not None:
-        facts["answers"] = " is UP" in output_of([scontrol, "ping"], 20)[1]
-        default = re.search(r"^MpiDefault\s*= (\S+)", output_of([scontrol, "show", "config"], 20)[1], re.MULTILINE)
-        facts["default"] = default[1] if default else None
-    return facts
+
+
+def library() -> str:
+    """Return the name of the MPI library; nothing if there is none."""
+    with suppress(DistBackendError):
+        return runtime.short_name(runtime.load())
+    return ""
 
 
 def offered(srun: str) -> list[str]:
@@ -47,8 +51,9 @@ def offered(srun: str) -> list[str]:
 
 
 def fitting(library: str, pmis: Sequence[str]) -> str | None:
-    """Return the PMI for a library, of those that srun has; None if none fits."""
-    return next((pmi for pmi in family(library)[1] if any(each.startswith(pmi) for each in pmis)), None)
+    """Return the PMI for a library, of those that srun has; None if none fits, or there is no library."""
+    needed = family(library)[1] if library else ()
+    return next((pmi for pmi in needed if any(each.startswith(pmi) for each in pmis)), None)
 
 
 def whole_allocation(ranks: int | None = None) -> list[str]:
@@ -63,10 +68,7 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
     job, srun, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("srun"), shutil.which("scontrol")
     if job is None or srun is None or scontrol is None or is_rank:
         return []
-    try:
-        pmi = fitting(runtime.short_name(runtime.load()), offered(srun))
-    except DistBackendError:
-        return []
+    pmi = fitting(library(), offered(srun))
     sizes = dict(re.findall(r"\b(NumNodes|NumTasks)=(\d+)", output_of([scontrol, "show", "job", job], 20)[1]))
     if pmi is None or len(sizes) < 2:
         return []
@@ -75,14 +77,13 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
     return [srun, *overlap, f"--nodes={min(int(sizes['NumNodes']), tasks)}", f"--ntasks={tasks}", f"--mpi={pmi}"]
 
 
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    first = ranks[0]["slurm"]
-    library = ranks[0]["mpi_library"].get("library")
+def judge(seen: list[Facts]) -> Iterator[Finding]:
+    first = seen[0]
+    pmi = fitting(first["library"], first["pmis"] or ())
     if first["srun"] is None and first["job"] is None:
         yield Finding(NOTE, "no Slurm here")
         return
     if first["job"] is None:
-        pmi = fitting(library or "", first["pmis"] or ())
         option = f"--mpi={pmi} " if pmi else ""
         yield Finding(NOTE, "not inside a job", f"srun {option}-n 4 python -m hpcdist doctor")
     else:
@@ -95,17 +96,14 @@ def judge(ranks: list[Facts]) -> Iterator[Finding]:
         yield Finding(PROBLEM, "the Slurm controller does not answer", "scontrol ping")
     elif first["answers"] is False:
         yield Finding(NOTE, "Slurm is installed, but no controller answers")
-    if library is None or not first["pmis"]:
+    if not first["library"] or not first["pmis"]:
         return
-    name, needed, _ = family(library)
-    pmi = fitting(library, first["pmis"])
-    if pmi is not None and fitting(library, [first["default"] or ""]) is not None:
+    name, needed, _ = family(first["library"])
+    if pmi is not None and fitting(first["library"], [first["default"] or ""]) is not None:
         yield Finding(OK, f"srun's default, {first['default']}, is a PMI of {name}: no --mpi is needed")
     elif pmi is not None:
         yield Finding(OK, f"srun has {pmi}, which {name} needs: srun --mpi={pmi}")
     elif first["answers"] or first["job"] is not None:
-        yield Finding(
-            PROBLEM,
-            f"{name} needs {' or '.join(needed)}, but this srun has only {', '.join(first['pmis'])}",
-            'mpirun …   # inside the allocation; or without MPI: init_process_group(init_method="slurm://")',
-        )
+        text = f"{name} needs {' or '.join(needed)}, but this srun has only {', '.join(first['pmis'])}"
+        remedy = 'mpirun …   # inside the allocation; or without MPI: init_process_group(init_method="slurm://")'
+        yield Finding(PROBLEM, text, remedy)

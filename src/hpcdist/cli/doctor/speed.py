@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 import hpcdist as dist
+from hpcdist.cli.bench.p2p import ping_pong
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core.printing import sized, timed
 from hpcdist.core.ranks import plural
@@ -45,13 +47,9 @@ def look() -> Facts:
         facts["all_reduce"][count] = seconds_of(lambda tensor=tensor: dist.all_reduce(tensor))  # type: ignore[misc]
     keys: list[str] = [""] * size
     dist.all_gather_object(keys, environment.node_key())
-    partners = {
-        "within a node": next((r for r in range(1, size) if keys[r] == keys[0]), None),
-        "between nodes": next((r for r in range(1, size) if keys[r] != keys[0]), None),
-    }
-    for where, partner in partners.items():
-        if partner is not None:
-            facts["pairs"][where] = {count: ping_pong(count, partner) for count in (SMALL, LARGE)}
+    for where, is_here in (("within a node", True), ("between nodes", False)):
+        if partners := [other for other in range(1, size) if (keys[other] == keys[0]) is is_here]:
+            facts["pairs"][where] = {count: seconds_of_message(count, partners[0]) for count in (SMALL, LARGE)}
     return facts
 
 
@@ -81,26 +79,16 @@ def seconds_of(call: Callable[[], object]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def ping_pong(count: int, partner: int) -> float:
+def seconds_of_message(nbytes: int, partner: int) -> float:
     """Return the time of one message between rank 0 and a partner, half of a round trip."""
-    rank = dist.get_rank()
-    tensor = torch.zeros(count, dtype=torch.uint8)
-
-    def there_and_back() -> None:
-        if rank == 0:
-            dist.send(tensor, partner)
-            dist.recv(tensor, partner)
-        elif rank == partner:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-
-    return seconds_of(there_and_back) / 2
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    return seconds_of(ping_pong(partial(dist.send, tensor), partial(dist.recv, tensor), partner)) / 2
 
 
-def judge(ranks: list[Facts]) -> Iterator[Finding]:
-    wrong = sorted({dtype for facts in ranks for dtype in facts["speed"]["wrong"]})
-    first = ranks[0]["speed"]
-    count, backend = len(ranks), first["backend"]
+def judge(seen: list[Facts]) -> Iterator[Finding]:
+    wrong = sorted({dtype for facts in seen for dtype in facts["wrong"]})
+    first, count = seen[0], len(seen)
+    backend = first["backend"]
     if wrong:
         remedy = "python -m hpcdist doctor --json   # report this bug, with the name of your MPI"
         yield Finding(PROBLEM, f"all_reduce gave wrong sums of {', '.join(wrong)}", remedy)
