@@ -208,6 +208,7 @@ REFUSED = {
     "reduce_scatter no lists": (TypeError, lambda pg, n: pg.reduce_scatter(5, 5), "expected a list"),
     "reduce_scatter no list": (TypeError, lambda pg, n: pg.reduce_scatter([one()], [torch.ones(n)]), "expected a list"),
     "gather no list": (TypeError, lambda pg, n: pg.gather(5, [one()]), "expected a list"),
+    "gather_single a list": (TypeError, lambda pg, n: pg.gather_single(torch.ones(2 * n), [one()] * n), "torch.Tensor"),
     "scatter no list": (TypeError, lambda pg, n: pg.scatter([one()], 5), "expected a list"),
     "scatter from a word": (TypeError, lambda pg, n: pg.scatter([one()], [[one()] * n], "0"), "a rank is '0'"),
     "alltoall numbers": (TypeError, lambda pg, n: pg.alltoall(5, 5), "List"),

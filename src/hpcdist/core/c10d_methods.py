@@ -20,7 +20,7 @@ import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import several, table
-from hpcdist.core.buffers import as_tensor_lists, as_tensors
+from hpcdist.core.buffers import as_tensor, as_tensor_lists, as_tensors
 from hpcdist.core.call import Call
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
@@ -246,6 +246,9 @@ class C10dMethods(Group):
         """Gather each rank's tensor into one on the root; ``output`` is not looked at elsewhere."""
         target, is_async = self._root("gather_single", opts, None), getattr(opts, "asyncOp", True)
         recv = output if self.rank() == target else None
+        for each in (input, recv):
+            if isinstance(each, (list, tuple)):  # that is ``gather``
+                as_tensor(each, "tensor")
         return self._begin(issue(table.GATHER, self, input, recv, None, target, is_async), [output])
 
     def scatter(
