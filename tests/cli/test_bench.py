@@ -72,6 +72,16 @@ def test_explain_times_nothing(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
+    done = mpirun(
+        2, ["-m", "hpcdist", "bench", "--seconds", 60, "--json", tmp_path / "gone" / "figures.json"], timeout=60
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("error: [Errno 2] No such file or directory") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_page_loads_nothing_and_its_colors_are_all_known():
     figures = [
         Figure("all_reduce", "float32", nbytes, side, time, time / 2, 2 * time)

@@ -141,6 +141,68 @@ def test_an_application_whose_mpi_has_no_threads(level, tmp_path):
     assert "hpcdist-mpi" not in result.stdout
 
 
+FINALIZED = """
+import sys
+import mpi4py
+if sys.argv[1] == "ours":
+    mpi4py.rc.initialize = False
+from mpi4py import MPI
+import torch, hpcdist as dist
+
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+group, window, halo = dist.new_group(), dist.Window(4), dist.HaloExchange([size])
+message = dist.irecv(torch.ones(3), (rank + 1) % size)
+for each in range(100):  # until the calls are known
+    dist.all_reduce(torch.ones(2)), dist.all_reduce(torch.ones(2), group=group), halo(torch.ones(9))
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+beside = dist.new_group(backend="gloo") if size > 1 else None
+dist.barrier()
+MPI.Finalize()
+if beside is not None:
+    dist.all_reduce(total := torch.ones(1), group=beside)
+    print(int(total) == size)
+    dist.destroy_process_group(beside)
+for call in (
+    lambda: dist.all_reduce(torch.ones(2)),
+    lambda: dist.all_reduce(torch.ones(2), async_op=True),
+    lambda: dist.all_reduce(torch.ones(2), group=group),
+    lambda: dist.barrier(),
+    lambda: dist.send(torch.ones(2), (rank + 1) % size) if size > 1 else dist.isend(torch.ones(2), 0),
+    lambda: dist.irecv(torch.ones(2)),
+    lambda: dist.new_group(),
+    lambda: dist.all_gather_object([None] * size, 1),
+    lambda: dist.all_gather_varied(torch.ones(2)),
+    lambda: halo(torch.ones(9)),
+    lambda: halo(torch.ones(8)),
+    lambda: window.put(torch.ones(1), 0),
+    lambda: dist.Window(4),
+    lambda: message.wait(),
+    lambda: dist.init_process_group(),
+):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        print("finalized" in str(error) or "closed" in str(error), flush=True)
+    else:
+        print("went on", flush=True)
+window.close()
+print(dist.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_calls_after_the_program_has_finalized_mpi(whose, ranks, tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(FINALIZED)
+    result = mpirun(ranks, [program, whose])
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.split("\n")
+    assert "went on" not in lines, result.stdout
+    assert lines.count("True") == ranks * (15 + (ranks > 1)), result.stdout + result.stderr
+
+
 def test_a_child_of_a_rank_is_told_that_it_is_none(tmp_path):
     """A started process inherits the variables that say which rank it is; the job goes on and ends."""
     program = tmp_path / "job.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -28,6 +29,17 @@ def sparse():
     return torch.eye(2).to_sparse()
 
 
+def meta():
+    return torch.ones(2, device="meta")
+
+
+def scattered(size):
+    return [one()] * size if dist.get_rank() == 0 else None
+
+
+BEFORE = timedelta(seconds=-1)
+
+
 CASES = {
     "no tensor": (TypeError, lambda n: dist.all_reduce([1, 2]), "torch.Tensor"),
     "no tensor at all": (TypeError, lambda n: dist.all_reduce(None), "torch.Tensor"),
@@ -35,6 +47,9 @@ CASES = {
     "no tensor to reduce": (TypeError, lambda n: dist.reduce(None, 0), "torch.Tensor"),
     "no output": (TypeError, lambda n: dist.all_gather_single(None, one()), "torch.Tensor"),
     "no input": (TypeError, lambda n: dist.reduce_scatter_single(one(), None), "torch.Tensor"),
+    "none to gather": (TypeError, lambda n: dist.gather_single(None, torch.ones(2 * n)), "torch.Tensor"),
+    "none to scatter into": (TypeError, lambda n: dist.scatter(None, scattered(n)), "torch.Tensor"),
+    "none to gather in a list": (TypeError, lambda n: dist.gather(None, scattered(n)), "torch.Tensor"),
     "no exchange": (TypeError, lambda n: dist.all_to_all_single(torch.ones(n), None), "torch.Tensor"),
     "a word for a rank": (TypeError, lambda n: dist.broadcast(one(), "0"), "a rank is '0'"),
     "a float for a rank": (TypeError, lambda n: dist.broadcast(one(), 0.0), "a rank is 0.0 of type float"),
@@ -67,6 +82,7 @@ CASES = {
     "device ids": (TypeError, lambda n: dist.barrier(device_ids=0), "List"),
     "timeout": (TypeError, lambda n: dist.new_group([0], timeout="1"), "timedelta"),
     "coalesced": (TypeError, lambda n: dist.all_reduce_coalesced([1]), "List"),
+    "coalesced number": (TypeError, lambda n: dist.all_reduce_coalesced(5), "List"),
     "init twice": (ValueError, lambda n: dist.init_process_group(), "twice"),
     "unknown group": (ValueError, lambda n: dist.all_reduce(one(), group="dp"), "Invalid process group"),
     "no communicator": (ValueError, lambda n: dist.get_mpi_comm("x"), "Invalid process group"),
@@ -98,6 +114,32 @@ CASES = {
     "numpy dtype": (TypeError, lambda n: dist.all_reduce(np.ones(2, dtype="U3")), "numpy"),
     "sparse broadcast": (TypeError, lambda n: dist.broadcast(torch.eye(2).to_sparse(), 0), "sparse"),
     "meta device": (RuntimeError, lambda n: dist.all_reduce(torch.ones(2, device="meta")), "device type meta"),
+    "meta device in a list": (RuntimeError, lambda n: dist.all_gather([meta()] * n, one()), "meta"),
+    "meta device to gather": (RuntimeError, lambda n: dist.all_gather([one()] * n, meta()), "meta"),
+    "meta device, coalesced": (RuntimeError, lambda n: dist.all_reduce_coalesced([one(), meta()]), "meta"),
+    "meta device, varied": (RuntimeError, lambda n: dist.all_gather_varied(meta()), "device type meta"),
+    "meta device, halo": (RuntimeError, lambda n: dist.HaloExchange([n])(torch.ones(9, device="meta")), "type meta"),
+    "meta device, message": (RuntimeError, lambda n: dist.isend(meta(), 0), "device type meta"),
+    "subgroups, a number": (TypeError, lambda n: dist.new_subgroups_by_enumeration(5), "subgroups are 5 of type int"),
+    "splits, a number": (TypeError, lambda n: dist.split_group(None, 5), "subgroups are 5 of type int"),
+    "size of subgroups": (TypeError, lambda n: dist.new_subgroups("2"), "group_size is '2'"),
+    "backend of a number": (TypeError, lambda n: dist.get_backend_impl(None, 0.5), ""),
+    "a word for an op": (TypeError, lambda n: dist.supports_complex("sum"), "op is 'sum' of type str"),
+    "no shape": (TypeError, lambda n: dist.node_shared(None), "`shape` is None of type NoneType"),
+    "float shape": (TypeError, lambda n: dist.node_shared((2, 0.5)), "`shape` is 0.5 of type float"),
+    "quantized shared": (TypeError, lambda n: dist.node_shared(2, torch.quint8), "`dtype` is torch.quint8"),
+    "float dimension": (TypeError, lambda n: dist.all_gather_varied(one(), 0.0), "dim is 0.0 of type float"),
+    "float size": (TypeError, lambda n: dist.reduce_scatter_varied(one(), 1.0), "size is 1.0 of type float"),
+    "splits of one number": (TypeError, lambda n: dist.all_to_all_single(one(), one(), 1, 1), "list of integers"),
+    "barrier, timeout": (TypeError, lambda n: dist.barrier(timeout="1"), "timedelta"),
+    "barrier, negative timeout": (RuntimeError, lambda n: dist.barrier(timeout=BEFORE), "Invalid timeout: -1 s"),
+    "group, negative timeout": (RuntimeError, lambda n: dist.new_group(timeout=BEFORE), "Invalid timeout: -1 s"),
+    "group, no time": (RuntimeError, lambda n: dist.new_group(timeout=timedelta(0)), "Invalid timeout: 0 s"),
+    "subgroups, negative timeout": (RuntimeError, lambda n: dist.new_subgroups(n, timeout=BEFORE), "Invalid timeout"),
+    "split, negative timeout": (RuntimeError, lambda n: dist.split_group(None, [[0]], BEFORE), "Invalid timeout"),
+    "monitored, negative timeout": (RuntimeError, lambda n: dist.monitored_barrier(timeout=BEFORE), "Invalid timeout"),
+    "set, negative timeout": (RuntimeError, lambda n: dist.set_timeout(BEFORE), "Invalid timeout"),
+    "set, no timeout": (TypeError, lambda n: dist.set_timeout(None), "timedelta"),
 }
 
 
@@ -125,6 +167,164 @@ def test_a_method_of_a_group_with_lists_that_do_not_fit(call, world, rank, size)
         return  # the root alone has the list
     with pytest.raises(RuntimeError, match="expected"):
         METHODS[call](world, size)
+
+
+# c10d's methods of a group
+REFUSED = {
+    "send two": (RuntimeError, lambda pg, n: pg.send([one(), one()], 0, 0), "single-element tensor list, got 2"),
+    "send nothing": (RuntimeError, lambda pg, n: pg.send([], 0, 0), "single-element tensor list, got 0"),
+    "send a number": (TypeError, lambda pg, n: pg.send(5, 0, 0), "List"),
+    "send to a word": (TypeError, lambda pg, n: pg.send([one()], "0", 0), "a rank is '0'"),
+    "recv two": (RuntimeError, lambda pg, n: pg.recv([one(), one()], 0, 0), "single-element tensor list, got 2"),
+    "recv nothing": (RuntimeError, lambda pg, n: pg.recv([], 0, 0), "single-element tensor list, got 0"),
+    "recv from None": (TypeError, lambda pg, n: pg.recv([one()], None, 0), "a rank is None"),
+    "recv_anysource two": (RuntimeError, lambda pg, n: pg.recv_anysource([one(), one()], 0), "single-element"),
+    "allreduce a number": (TypeError, lambda pg, n: pg.allreduce(5), "List"),
+    "allreduce numbers": (TypeError, lambda pg, n: pg.allreduce([1, 2]), "List"),
+    "allreduce None too": (TypeError, lambda pg, n: pg.allreduce([one(), None]), "List"),
+    "allreduce by a word": (TypeError, lambda pg, n: pg.allreduce([one()], "sum"), "ReduceOp"),
+    "allreduce, other options": (TypeError, lambda pg, n: pg.allreduce([one()], dist.BarrierOptions()), "ReduceOp"),
+    "allreduce, layouts": (RuntimeError, lambda pg, n: pg.allreduce([sparse(), torch.eye(2)]), "invalid tensor layout"),
+    "allreduce, layouts in turn": (RuntimeError, lambda pg, n: pg.allreduce([torch.eye(2), sparse()]), "tensor layout"),
+    "allreduce, sparse": (
+        RuntimeError,
+        lambda pg, n: pg.allreduce([sparse(), sparse()], dist.ReduceOp.MAX),
+        "takes SUM only",
+    ),
+    "allreduce_coalesced a number": (TypeError, lambda pg, n: pg.allreduce_coalesced(5), "List"),
+    "reduce to a word": (TypeError, lambda pg, n: pg.reduce([one()], "0"), "a rank is '0'"),
+    "reduce, other options": (TypeError, lambda pg, n: pg.reduce([one()], dist.BarrierOptions()), "a rank is"),
+    "broadcast from a word": (TypeError, lambda pg, n: pg.broadcast([one()], opts="0"), "a rank is '0'"),
+    "broadcast a number": (TypeError, lambda pg, n: pg.broadcast(5), "List"),
+    "allgather no lists": (TypeError, lambda pg, n: pg.allgather(5, [one()]), "expected a list"),
+    "allgather no list in a list": (TypeError, lambda pg, n: pg.allgather([torch.ones(n)], [one()]), "expected a list"),
+    "allgather, options": (TypeError, lambda pg, n: pg.allgather([[one()] * n], [one()], "0"), "opts is '0'"),
+    "allgather_coalesced": (TypeError, lambda pg, n: pg.allgather_coalesced(5, [one()]), "list of lists"),
+    "all_gather_single, options": (
+        TypeError,
+        lambda pg, n: pg.all_gather_single(torch.ones(2 * n), one(), "0"),
+        "opts is '0'",
+    ),
+    "reduce_scatter no lists": (TypeError, lambda pg, n: pg.reduce_scatter(5, 5), "expected a list"),
+    "reduce_scatter no list": (TypeError, lambda pg, n: pg.reduce_scatter([one()], [torch.ones(n)]), "expected a list"),
+    "gather no list": (TypeError, lambda pg, n: pg.gather(5, [one()]), "expected a list"),
+    "gather_single a list": (TypeError, lambda pg, n: pg.gather_single(torch.ones(2 * n), [one()] * n), "torch.Tensor"),
+    "scatter no list": (TypeError, lambda pg, n: pg.scatter([one()], 5), "expected a list"),
+    "scatter from a word": (TypeError, lambda pg, n: pg.scatter([one()], [[one()] * n], "0"), "a rank is '0'"),
+    "alltoall numbers": (TypeError, lambda pg, n: pg.alltoall(5, 5), "List"),
+    "alltoall_base, splits": (TypeError, lambda pg, n: pg.alltoall_base(one(), one(), 1, 1), "list of integers"),
+    "barrier, options": (TypeError, lambda pg, n: pg.barrier("now"), "opts is 'now'"),
+    "timeout": (TypeError, lambda pg, n: pg.set_timeout(5), "timedelta"),
+    "negative timeout": (RuntimeError, lambda pg, n: pg.set_timeout(BEFORE), "Invalid timeout: -1 s"),
+    "split, nobody": (RuntimeError, lambda pg, n: pg.split_group([]), "cannot be empty"),
+    "split, twice": (RuntimeError, lambda pg, n: pg.split_group([0, 0]), "duplicate"),
+    "split, outside": (RuntimeError, lambda pg, n: pg.split_group([n]), "out of range"),
+    "split, words": (TypeError, lambda pg, n: pg.split_group(["0"]), "a rank is '0'"),
+    "split, no such device": (RuntimeError, lambda pg, n: pg.split_group([0], device_types=["meta"]), "type meta"),
+    "split, device": (TypeError, lambda pg, n: pg.split_group([0], device_types=[0.5]), ""),
+    "split, timeout": (TypeError, lambda pg, n: pg.split_group([0], 5), "timedelta"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_method_of_a_group_refuses(case, world, size):
+    kind, call, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        call(world, size)
+
+
+# of a tensor that fits, and then one that does not
+PARTLY = {
+    "allreduce_coalesced": lambda pg, n, good, freed: pg.allreduce_coalesced([good, freed]).wait(),
+    "op": lambda pg, n, good, _: pg.allreduce_coalesced([good, one(torch.bool)], dist.ReduceOp.AVG).wait(),
+    "layout": lambda pg, n, good, _: pg.allreduce_coalesced([good, torch.eye(2).to_sparse_csr()]).wait(),
+    "large": lambda pg, n, good, freed: pg.allreduce_coalesced([torch.ones(300_000), good, freed]).wait(),
+    "all_reduce_coalesced": lambda pg, n, good, freed: dist.all_reduce_coalesced([good, freed]),
+    "asynchronous": lambda pg, n, good, freed: dist.all_reduce_coalesced([good, freed], async_op=True),
+    "all_gather": lambda pg, n, good, _: pg.all_gather_single_coalesced(
+        [good, torch.ones(2 * n + 1)], [torch.ones(2), torch.ones(2)]
+    ).wait(),
+    "reduce_scatter": lambda pg, n, good, _: pg.reduce_scatter_single_coalesced(
+        [good, one()], [torch.ones(2 * n * n), torch.ones(2 * n + 1)]
+    ).wait(),
+    "all_gather_coalesced": lambda pg, n, good, _: dist.all_gather_coalesced(
+        [[each, torch.ones(3)] for each in good.chunk(n)], [torch.ones(2), torch.ones(2)]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTLY)
+def test_nothing_is_sent_if_a_later_tensor_does_not_fit(case, world, size):
+    good = torch.full((2 * size,), 7.0)
+    with pytest.raises((TypeError, RuntimeError)):
+        PARTLY[case](world, size, good, freed(2))
+    assert (good == 7).all()
+
+
+def test_a_coalescing_manager_refuses_a_call_where_it_stands(size):
+    good = torch.ones(2)
+    with dist._coalescing_manager():
+        dist.all_reduce(good)
+        with pytest.raises(ValueError, match="do not fit"):
+            dist.all_gather_into_tensor(torch.ones(2 * size + 1), one())
+        with pytest.raises(TypeError, match=r"torch\.Tensor"):
+            dist.broadcast(5, 0)
+    assert (good == size).all()
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(4), 0.1, 10, torch.quint8)
+
+
+QUANTIZED = {
+    "all_reduce": lambda q, pg, n: dist.all_reduce(q()),
+    "reduce": lambda q, pg, n: dist.reduce(q(), 0),
+    "broadcast": lambda q, pg, n: dist.broadcast(q(), 0),
+    "asynchronous": lambda q, pg, n: dist.broadcast(q(), 0, async_op=True),
+    "all_gather": lambda q, pg, n: dist.all_gather([q() for _ in range(n)], q()),
+    "all_gather_single": lambda q, pg, n: dist.all_gather_single(q(), q()),
+    "gather": lambda q, pg, n: dist.gather(q(), [q() for _ in range(n)] if pg.rank() == 0 else None),
+    "gather_single": lambda q, pg, n: dist.gather_single(q(), q()),
+    "scatter": lambda q, pg, n: dist.scatter(q(), [q() for _ in range(n)] if pg.rank() == 0 else None),
+    "reduce_scatter": lambda q, pg, n: dist.reduce_scatter(q(), [q() for _ in range(n)]),
+    "reduce_scatter_single": lambda q, pg, n: dist.reduce_scatter_single(q(), q()),
+    "all_to_all": lambda q, pg, n: dist.all_to_all([q() for _ in range(n)], [q() for _ in range(n)]),
+    "all_to_all_single": lambda q, pg, n: dist.all_to_all_single(q(), q()),
+    "coalesced": lambda q, pg, n: dist.all_reduce_coalesced([q(), q()]),
+    "all_gather_coalesced": lambda q, pg, n: dist.all_gather_coalesced([[q()] for _ in range(n)], [q()]),
+    "several": lambda q, pg, n: pg.allreduce([q(), q()]),
+    "send": lambda q, pg, n: dist.send(q(), (pg.rank() + 1) % n),
+    "recv": lambda q, pg, n: dist.recv(q(), (pg.rank() + 1) % n),
+    "isend": lambda q, pg, n: dist.isend(q(), 0),
+    "irecv": lambda q, pg, n: dist.irecv(q(), 0),
+    "batch": lambda q, pg, n: dist.batch_isend_irecv([dist.P2POp(dist.isend, q(), 0)]),
+    "exchange": lambda q, pg, n: dist.exchange({0: q()}, {}),
+    "halo": lambda q, pg, n: dist.HaloExchange([n], periodic=True)(q()),
+    "varied": lambda q, pg, n: dist.all_gather_varied(q()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("call", QUANTIZED)
+def test_quantized_tensors_are_refused(call, world, size):
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        QUANTIZED[call](quantized, world, size)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_batch_with_what_cannot_be_sent_sends_nothing(rank, size):
+    peer, received = (rank + 1) % size, torch.zeros(2)
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, each, peer) for each in (one(), quantized())])
+    sent = dist.isend(torch.full((2,), 5.0), peer)
+    dist.irecv(received, (rank - 1) % size).wait()
+    sent.wait()
+    assert received.tolist() == [5, 5]
+
+
+def test_a_group_of_nobody(size):
+    assert dist.new_group([]) is dist.GroupMember.NON_GROUP_MEMBER
+    assert dist.new_group([], use_local_synchronization=True) is None
 
 
 TAGGED = {

@@ -98,6 +98,7 @@ def test_bad_arguments(rank, size):
     dist.destroy_process_group()
     for kind, arguments, text in (
         (TypeError, {"timeout": 5}, "timedelta"),
+        (RuntimeError, {"timeout": timedelta(seconds=-5)}, "Invalid timeout: -5 s"),
         (TypeError, {"comm": 5}, "Intracomm"),
         (ValueError, {"backend": "smoke"}, "Unknown backend"),
         (ValueError, {"backend": 5}, "string"),
@@ -117,6 +118,20 @@ def test_bad_arguments(rank, size):
         with pytest.raises(kind, match=text):
             dist.init_process_group(**arguments)
         assert not dist.is_initialized()
+
+
+def test_groups_of_a_group_that_was_aborted(rank, size):
+    dist.group.WORLD.abort()
+    for make in (
+        dist.new_group,
+        lambda: dist.new_group([0], use_local_synchronization=True),
+        lambda: dist.new_subgroups(size),
+        lambda: dist.split_group(None, [[0]]),
+        lambda: dist.group.WORLD.split_group([0]),
+    ):
+        with pytest.raises(ValueError, match=r"not a live group .*\(group '0' was aborted\)"):
+            make()
+    dist.destroy_process_group()
 
 
 EMPTY = ("INIT_METHOD", "REPRODUCIBLE", "LOG", "SHM", "CHECK_CALLS", "BRIDGE", "RANKS_FROM", "NODE_KEY", "DEBUG_SECRET")

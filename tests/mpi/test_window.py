@@ -323,6 +323,40 @@ def freed(step=1):
     return tensor
 
 
+def test_arguments_of_another_type(rank, size):
+    with dist.Window(np.int64(3), torch.int64) as window:
+        for call, text in (
+            (lambda: window.accumulate(torch.ones(1, dtype=torch.int64), 0, 0, "sum"), "op is 'sum' of type str"),
+            (lambda: window.put(torch.ones(1, dtype=torch.int64), "0"), "a rank is '0'"),
+            (lambda: window.get(torch.ones(1, dtype=torch.int64), 0, 0.0), "offset is 0.0 of type float"),
+            (lambda: window.fetch_and_add(0, 0, 1.5), "value is 1.5 of type float"),
+            (lambda: window.fetch_and_add(0, 0, [1, 2]), r"value is \[1, 2\]"),
+            (lambda: window.fetch_and_add(0, 0, 1 << 70), "expected a number that torch.int64 has"),
+            (lambda: window.signal(None), "a rank is None"),
+            (lambda: window.wait_signal(0, 5), "timedelta"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call()
+        with pytest.raises(ValueError, match="Invalid timeout: -1 s"):
+            window.wait_signal(0, timedelta(seconds=-1))
+        dist.barrier()
+        assert not window.tensor.any()
+        dist.barrier()
+        window.fetch_and_add(torch.tensor(0), np.int64(1), torch.tensor(2))
+        dist.barrier()
+        assert window.tensor.tolist() == [0, 2 * size * (rank == 0), 0]
+        dist.barrier()
+    with dist.Window(1, torch.float32) as window:
+        for value in ("1", None, [1.0, 2.0], 1j):
+            with pytest.raises(TypeError, match="value is"):
+                window.fetch_and_add(0, 0, value)
+        assert window.fetch_and_add(rank, 0, 1.5) == 0.0
+        assert window.fetch_and_add(rank, 0, np.float32(1)) == 1.5
+    for dtype in ("float32", torch.quint8):
+        with pytest.raises(TypeError, match="`dtype` is"):
+            dist.Window(1, dtype)
+
+
 def test_dtypes_without_atomic_calls(rank):
     with dist.Window(2, torch.bfloat16) as window:
         with pytest.raises(TypeError, match=r"MPI has no atomic calls for torch.bfloat16"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as td
@@ -44,6 +46,17 @@ def test_allreduce_sums_over_the_list_too(group, rank, size):
     assert [each.tolist() for each in tensors] == [[2 * size - 1] * 3] * 2
 
 
+def test_allreduce_sums_over_a_list_of_sparse_tensors_too(group, rank, size):
+    tensors = [torch.sparse_coo_tensor([[0, rank + each + 1]], [1.0, 10.0 * (each + 1)], (8,)) for each in (0, 1)]
+    group.allreduce(tensors, options("AllreduceOptions")).wait()
+    expected = torch.zeros(8)
+    for r in range(size):
+        expected[0] += 2
+        expected[r + 1] += 10
+        expected[r + 2] += 20
+    assert [each.to_dense().tolist() for each in tensors] == [expected.tolist()] * 2
+
+
 def test_broadcast_takes_the_tensor_that_is_named(group, rank, size):
     for root in range(size):
         tensors = [one(10 * rank), one(10 * rank + 1)]
@@ -75,6 +88,14 @@ REFUSED = {
     "allreduce, nothing": (lambda pg, n: pg.allreduce([]), "requires (a )?non-empty"),
     "allreduce, dtypes": (lambda pg, n: pg.allreduce([one(), one().double()]), "invalid tensor type"),
     "allreduce, sizes": (lambda pg, n: pg.allreduce([one(), one(length=4)]), "invalid tensor size"),
+    "allreduce, layouts": (
+        lambda pg, n: pg.allreduce([torch.eye(2).to_sparse(), torch.eye(2)]),
+        "invalid tensor layout at index 1",
+    ),
+    "send, two": (lambda pg, n: pg.send([one(), one()], 0, 0), "single"),
+    "recv, two": (lambda pg, n: pg.recv([one(), one()], 0, 0), "single"),
+    "timeout": (lambda pg, n: pg.set_timeout(timedelta(seconds=-1)), "Invalid timeout"),
+    "split, nobody": (lambda pg, n: pg.split_group([]), "cannot be empty"),
     "allreduce_coalesced, nothing": (lambda pg, n: pg.allreduce_coalesced([]), "requires (a )?non-empty"),
     "broadcast, root": (
         lambda pg, n: pg.broadcast([one()], options("BroadcastOptions", rootRank=n)),

@@ -51,6 +51,24 @@ def test_unknown_options_and_backends():
         dist2.new_group("gloo", LIMIT, "cuda:0")
 
 
+def test_arguments_of_another_type(size):
+    from mpi4py import MPI
+
+    for kind, text, timeout, device, options in (
+        (TypeError, "comm is 'x' of type str", LIMIT, "cpu", {"comm": "x"}),
+        (ValueError, "MPI.COMM_NULL", LIMIT, "cpu", {"comm": MPI.COMM_NULL}),
+        (TypeError, "timedelta, got 30", 30, "cpu", {}),
+        (TypeError, "timedelta, got None", None, "cpu", {}),
+        (RuntimeError, "Invalid timeout: -30 s", -LIMIT, "cpu", {}),
+        (ValueError, "got device meta", LIMIT, "meta", {}),
+    ):
+        with pytest.raises(kind, match=text):
+            dist2.new_group("mpi", timeout, device, **options)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+
+
 def test_a_registered_factory(rank, size):
     from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 

@@ -63,6 +63,27 @@ def test_reduce_scatter(rank, size):
     assert [each[0].item() for each in outputs] == [DEVICES * size * (DEVICES * rank + j) for j in range(DEVICES)]
 
 
+@pytest.mark.parametrize("index", [-1, DEVICES, "0"])
+def test_tensors_that_are_not_in_the_list(index):
+    for call in (
+        lambda: dist.reduce_multigpu(pair(0, 0), 0, dst_tensor=index),
+        lambda: dist.broadcast_multigpu(pair(0, 0), 0, src_tensor=index),
+    ):
+        with pytest.raises(TypeError if index == "0" else RuntimeError, match="root"):
+            call()
+
+
+def test_what_are_no_lists():
+    for call in (
+        lambda: dist.all_reduce_multigpu(5),
+        lambda: dist.all_gather_multigpu(5, pair(0, 0)),
+        lambda: dist.all_gather_multigpu(pair(0, 0), pair(0, 0)),
+        lambda: dist.reduce_scatter_multigpu(pair(0, 0), [5]),
+    ):
+        with pytest.raises(TypeError, match="Invalid function argument"):
+            call()
+
+
 def test_the_names_of_backends():
     assert dist.dist_backend is dist.Backend
     assert dist.dist_backend.MPI == "mpi"

@@ -121,6 +121,17 @@ def test_hosts_that_share_nothing(home, monkeypatch):
     assert len(slurm_secret.key_of(HOSTS)) == slurm_secret.LENGTH
 
 
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv(slurm_secret.VARIABLE, raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)  # whom the system does not know
+    monkeypatch.setattr(slurm_secret, "tool", lambda name: name)
+    assert slurm_secret.key_of(["n1"]) is None  # MUNGE needs none
+    monkeypatch.setattr(slurm_secret, "tool", lambda name: None)
+    with pytest.raises(hpcdist.DistBackendError, match=r"user 54321 has no home .*HPCDIST_STORE_SECRET="):
+        slurm_secret.key_of(["n1"])
+
+
 def test_the_file_system_of_a_folder():
     assert slurm_secret.file_system(slurm_secret.Path("/proc/self")) == "proc"
 

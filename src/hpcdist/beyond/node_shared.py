@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -19,9 +19,10 @@ from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import as_tensor, check_memory
+from hpcdist.core.buffers import as_tensor, check_dtype, check_memory
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
+from hpcdist.core.ranks import as_int
 from hpcdist.launch import environment
 from hpcdist.torch_bridge import private_names
 
@@ -94,14 +95,13 @@ def node_shared(
 
 def request(shape: Any, dtype: Any) -> Request:
     """Check one rank's arguments, and that its node has room."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
-    sizes = torch.Size([shape] if isinstance(shape, int) else shape)
+    check_dtype(dtype)
+    sizes = tuple(as_int(each, "`shape`") for each in (shape if isinstance(shape, Iterable) else [shape]))
     if min(sizes, default=0) < 0:
-        raise ValueError(f"`shape` is {tuple(sizes)}; expected no negative size")
+        raise ValueError(f"`shape` is {sizes}; expected no negative size")
     if (there := memory_file.free()) is None:
         raise DistBackendError(f"host {os.uname().nodename} has no {memory_file.FOLDER}")
-    mine = Request((environment.node_key(), memory_file.device()), tuple(sizes), dtype)
+    mine = Request((environment.node_key(), memory_file.device()), sizes, dtype)
     if 0 < there < mine.nbytes:
         raise DistBackendError(memory_file.too_little(os.uname().nodename, there, mine.nbytes))
     return mine

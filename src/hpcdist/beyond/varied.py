@@ -13,7 +13,6 @@ requires grad. A NumPy array stands for a CPU tensor on its memory, and is retur
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from ctypes import memmove
 from functools import lru_cache
@@ -35,7 +34,7 @@ from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
 from hpcdist.core.point_to_point import dense
-from hpcdist.core.ranks import by_value, listed
+from hpcdist.core.ranks import as_int, by_value, listed
 from hpcdist.core.reduction import AVG, SUM, canonical, name_of
 
 FORMS_KEPT = 256
@@ -66,7 +65,7 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
     """
     if (pg := world.member_group(group, "all_gather_varied")) is None:
         return None
-    given = tensor_of(tensor, "tensor")
+    given, dim = tensor_of(pg, tensor, "tensor"), as_int(dim, "dim")
     is_fit = has_dimension(given, dim)
     rows = given if dim == 0 or not is_fit else given.movedim(dim, 0)
     sizes, is_recorded, slots = agree(
@@ -103,8 +102,8 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
     """
     if (pg := world.member_group(group, "reduce_scatter_varied")) is None:
         return None
-    given, op = tensor_of(tensor, "tensor"), canonical(op)
-    mine = max(-1, min(operator.index(size), LARGEST))  # which no tensor has
+    given, dim, op = tensor_of(pg, tensor, "tensor"), as_int(dim, "dim"), canonical(op)
+    mine = max(-1, min(as_int(size, "size"), LARGEST))  # which no tensor has
     is_fit = has_dimension(given, dim)
     along = dim % given.dim() if is_fit else dim
     form = form_of(given, None, f" along dimension {along}, combined by {name_of(op)}")
@@ -150,7 +149,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
         return None
     if not isinstance(tensors, (list, tuple)):
         as_tensors(tensors, "tensors")
-    given = [tensor_of(each, "tensors") for each in tensors]
+    given, dim = [tensor_of(pg, each, "tensors") for each in tensors], as_int(dim, "dim")
     forms = dict.fromkeys(form_of(each, dim) for each in given)
     is_fit = len(given) == pg.size() and len(forms) == 1 and has_dimension(given[0], dim)
     form = next(iter(forms)) if is_fit else form_in(f"a list of {len(given)}: {', '.join(each.text for each in forms)}")
@@ -172,9 +171,12 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
 # -- what the ranks exchange first -------------------------------------------------------------------------
 
 
-def tensor_of(value: Any, name: str) -> Tensor:
-    """Return a caller's tensor or array as a tensor, still in its graph; TypeError for what is sparse."""
-    return dense(value if isinstance(value, Tensor) else as_tensor(value, name))
+def tensor_of(pg: Group, value: Any, name: str) -> Tensor:
+    """Return a caller's tensor or array as a tensor, still in its graph; raise of what the group does not carry."""
+    tensor = value if isinstance(value, Tensor) else as_tensor(value, name)
+    if not tensor.is_cpu or pg.cpu is None:
+        pg.backend(tensor.device)
+    return dense(tensor)
 
 
 def has_dimension(tensor: Tensor, dim: int) -> bool:

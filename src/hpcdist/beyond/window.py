@@ -7,22 +7,33 @@ the group, offsets count elements of the window.
 
 from __future__ import annotations
 
-import operator
 import os
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
-from hpcdist.core.buffers import as_tensor, check_dense, check_memory, for_reading, for_writing, is_plain, put
+from hpcdist.core.buffers import (
+    as_tensor,
+    check_dense,
+    check_dtype,
+    check_memory,
+    for_reading,
+    for_writing,
+    is_plain,
+    put,
+)
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import as_rank, by_value
+from hpcdist.core.printing import shown
+from hpcdist.core.ranks import as_int, as_rank, by_value
+from hpcdist.core.reduction import canonical
+from hpcdist.core.work import check_timeout
 from hpcdist.launch import environment
 
 
@@ -79,13 +90,13 @@ class Window:
             ValueError: no such rank or place, another dtype, or the window is closed.
         """
         data = tensor if is_plain(tensor) and tensor.is_cpu else for_reading(with_memory("Window.put", tensor))
-        self._remote.put(data, dst, self._place("put", data, dst, offset))
+        self._remote.put(data, *self._place("put", data, dst, offset))
 
     def get(self, tensor: Any, src: int, offset: int = 0) -> None:
         """Read a rank's memory into a tensor, which is written in place; arguments and errors as for ``put``."""
         target = tensor if is_plain(tensor) and tensor.is_cpu else with_memory("Window.get", tensor, writable=True)
         staged = for_writing(target)
-        self._remote.get(staged, src, self._place("get", staged, src, offset))
+        self._remote.get(staged, *self._place("get", staged, src, offset))
         if staged is not target:
             put(staged, target)
 
@@ -97,28 +108,28 @@ class Window:
             op: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
 
         Raises:
-            TypeError: MPI lacks the dtype.
+            TypeError: MPI lacks the dtype, or no op.
             ValueError, RuntimeError: an op without meaning here, and as for ``put``.
         """
         data = for_reading(with_memory("Window.accumulate", tensor))
-        self._remote.accumulate(data, dst, self._place("accumulate", data, dst, offset), op)
+        self._remote.accumulate(data, *self._place("accumulate", data, dst, offset), canonical(op))
 
     def fetch_and_add(self, dst: int, offset: int = 0, value: Any = 1) -> Any:
         """Add a number to one element of a rank's memory, atomically among all ranks (MPI_Fetch_and_op).
 
         Args:
             dst, offset: as for ``put``.
-            value: what is added.
+            value: what is added, an integer unless the window's dtype has fractions.
 
         Returns:
             The number that was there before.
 
         Raises:
-            TypeError: MPI lacks the dtype.
+            TypeError: MPI lacks the dtype, or no such number.
             ValueError: as for ``put``.
         """
-        data = torch.tensor([value], dtype=self.dtype, device="cpu")
-        return self._remote.fetch_and_add(data, dst, self._place("fetch_and_add", data, dst, offset)).item()
+        data = one_element(value, self.dtype)
+        return self._remote.fetch_and_add(data, *self._place("fetch_and_add", data, dst, offset)).item()
 
     def signal(self, dst: int) -> None:
         """Send a rank a signal, which it sees after all that this rank has written to it before.
@@ -126,8 +137,7 @@ class Window:
         Args:
             dst: the rank of the group.
         """
-        self._check("signal", dst)
-        self._remote.signal(dst)
+        self._remote.signal(self._check("signal", dst))
 
     def wait_signal(self, src: int, timeout: timedelta | None = None) -> None:
         """Wait for one signal of a rank; each call takes one, and those that come early are kept.
@@ -139,10 +149,9 @@ class Window:
         Raises:
             DistBackendError: no signal has come in time, or under ULFM a rank has died.
         """
-        check_timeout(timeout)
-        self._check("wait_signal", src)
+        check_timeout(timeout, may_be_zero=True)
         limit = self._group.timeout if timeout is None else timeout
-        self._remote.wait_signal(src, limit.total_seconds())
+        self._remote.wait_signal(self._check("wait_signal", src), limit.total_seconds())
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
         """Return the memory of a rank of this node as a tensor, to load from and store to; not after ``close``.
@@ -150,8 +159,7 @@ class Window:
         Raises:
             RuntimeError: the rank is on another node, or the window was made of a tensor.
         """
-        self._check("map_remote_tensor", rank)
-        if (found := self._remote.mapped(rank)) is None:
+        if (found := self._remote.mapped(self._check("map_remote_tensor", rank))) is None:
             raise RuntimeError(
                 f"map_remote_tensor: rank {self._group.rank()} cannot load from the memory of rank {rank}, which is on "
                 "another node, or a tensor of its own; make the window with a number of elements, or use get"
@@ -180,30 +188,46 @@ class Window:
         if kind is None:  # the others know of no error
             self.close()
 
-    def _check(self, call: str, rank: Any) -> None:
+    def _check(self, call: str, rank: Any) -> int:
+        """Return the rank of the group that a call is to reach, or raise."""
         cpu = self._group.cpu
         if not self._is_open or cpu is None:
             raise ValueError(f"Window.{call}: the window is closed, or its group was destroyed")
         if cpu is not self._backend:
             cpu.settle()  # which raises: this is a forked child
-        if not 0 <= as_rank(rank) < len(self.sizes):
+        if not 0 <= (number := rank if rank.__class__ is int else as_rank(rank)) < len(self.sizes):
             raise MismatchError(f"Window.{call}: there is no rank {rank} in the group (0 to {len(self.sizes) - 1})")
+        return number
 
-    def _place(self, call: str, data: torch.Tensor, rank: Any, offset: Any) -> int:
-        """Check a call's arguments, and return the byte where it begins in the other rank's memory."""
-        self._check(call, rank)
+    def _place(self, call: str, data: torch.Tensor, rank: Any, offset: Any) -> tuple[int, int]:
+        """Check a call's arguments, and return the other rank, and the byte where the call begins in its memory."""
+        rank = self._check(call, rank)
+        if offset.__class__ is not int:
+            offset = as_int(offset, "offset")
         if data.dtype is not self.dtype or not data.is_cpu:
             raise MismatchError(
                 f"Window.{call}: the tensor is {data.dtype} on {data.device}; expected {self.dtype} on cpu"
             )
         if not data.data_ptr():
             check_memory(data)
-        if not 0 <= operator.index(offset) <= self.sizes[rank] - data.numel():
+        if not 0 <= offset <= self.sizes[rank] - data.numel():
             raise MismatchError(
                 f"Window.{call}: {data.numel()} elements from offset {offset} on do not lie in the {self.sizes[rank]} "
                 f"elements of rank {rank}"
             )
-        return operator.index(offset) * self._itemsize
+        return rank, offset * self._itemsize
+
+
+def one_element(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a caller's number as a tensor of one element; TypeError of what is none, or has a fraction to lose."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        value = as_int(value, "value")
+    try:
+        return torch.as_tensor(value, dtype=dtype, device="cpu").detach().clone().reshape(1)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"value is {shown(value)} of type {type(value).__name__}; expected a number that {dtype} has"
+        ) from error
 
 
 def with_memory(call: str, value: Any, writable: bool = False) -> torch.Tensor:
@@ -232,12 +256,11 @@ class Offer(NamedTuple):
 def offer(memory: Any, dtype: Any) -> Offer:
     """Check what one rank opens."""
     place = environment.node_key(), os.uname().nodename, memory_file.free()
-    if isinstance(memory, int):
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
+    if isinstance(memory, (int, np.integer)):
+        check_dtype(dtype)
         if memory < 0:
             raise ValueError(f"`memory` is {memory}; expected a number of elements, or a tensor")
-        return Offer(False, memory, dtype, *place)
+        return Offer(False, int(memory), dtype, *place)
     tensor = as_tensor(memory, "memory", True, True)
     if not is_plain(tensor) or not tensor.is_cpu:
         raise ValueError("`memory` is not a plain tensor; expected a contiguous one on the CPU")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core import several, world
-from hpcdist.core.buffers import as_tensors, same_dtype
+from hpcdist.core.buffers import as_tensor_lists, as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue_any
@@ -39,7 +40,8 @@ def all_reduce_coalesced(
     """
     if (pg := world.member_group(group, "all_reduce_coalesced")) is None:
         return None
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    listed = [tensors] if isinstance(tensors, (torch.Tensor, np.ndarray)) else tensors
+    listed = list(listed) if isinstance(listed, Iterable) else as_tensors(listed, "tensors")  # which raises
     if not async_op and pg.coalescing is None and several.reduce_plain(pg, listed, op):
         return None
     given = as_tensors(listed, "tensors", writable=True)
@@ -71,9 +73,7 @@ def all_gather_coalesced(
     if (pg := world.member_group(group, "all_gather_coalesced")) is None:
         return None
     inputs = as_tensors(input_tensor_list, "input_tensor_list")
-    if not isinstance(output_tensor_lists, list):
-        raise TypeError("Invalid function argument: output_tensor_lists should be a list")
-    outputs = [as_tensors(tensors, "output_tensor_lists", writable=True) for tensors in output_tensor_lists]
+    outputs = as_tensor_lists(output_tensor_lists, "output_tensor_lists", writable=True)
     with pg.grouped():
         work = several.gather_together(pg, outputs, inputs, async_op)
     return begun_or_ended(work, async_op)

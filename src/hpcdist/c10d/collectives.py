@@ -35,7 +35,7 @@ from hpcdist.core.table import (
     REDUCE_SCATTER_SINGLE,
     SCATTER,
 )
-from hpcdist.core.work import NO_TIMEOUT, Work
+from hpcdist.core.work import NO_TIMEOUT, Work, check_timeout
 
 
 def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
@@ -249,13 +249,16 @@ def barrier(
         The Work if ``async_op``; None otherwise and on ranks outside the group.
 
     Raises:
-        TypeError: ``device_ids`` is not a list.
+        TypeError: ``device_ids`` is not a list, or ``timeout`` no timedelta.
+        ValueError: a timeout below zero.
         DistBackendError: the time was over first.
     """
     if device_ids is not None and not isinstance(device_ids, list):
         raise TypeError(
             f"Invalid function argument: device_ids type should be List[int], got {type(device_ids).__name__}"
         )
+    if not isinstance(timeout, float):  # seconds, as ``Work.wait`` takes them
+        check_timeout(timeout, may_be_zero=True)
     if timeout is None and not device_ids:
         return issue(BARRIER, group, None, None, None, None, async_op)
     if (pg := world.member_group(group, "barrier")) is None:

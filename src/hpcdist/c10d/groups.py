@@ -19,17 +19,13 @@ from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
+from hpcdist.core.printing import shown
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.ranks import as_rank, by_value
+from hpcdist.core.ranks import as_int, by_value, check_ranks
+from hpcdist.core.work import check_timeout
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.logs import LOG, of
-
-
-def check_timeout(timeout: timedelta | None) -> None:
-    """Raise c10d's TypeError if a timeout is not a timedelta."""
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
@@ -41,12 +37,9 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
 
     Raises:
         TypeError: a timeout that is not a timedelta.
-        ValueError: a group that this rank is not in, or no live one.
+        ValueError: one below zero; a group that this rank is not in, or no live one.
     """
-    if timeout is None:
-        raise TypeError("Expected timeout argument to be of type datetime.timedelta, got None")
-    check_timeout(timeout)
-    member(group).timeout = timeout
+    member(group).set_timeout(timeout)
 
 
 def new_group(
@@ -85,6 +78,7 @@ def new_group(
     if not use_local_synchronization:
         made = make(default, [chosen], timeout, backend, pg_options, group_desc, device_id)
         return NON_GROUP_MEMBER if made is None else made
+    default.any_backend()  # raises if the group has ended
     if default.rank() not in chosen:
         return None
     registry.check_options(pg_options, [each.name for each in default.backends.values()])
@@ -125,7 +119,7 @@ def new_subgroups(
     parent = world.resolve(group)
     if group_size is None:
         return new_subgroups_by_enumeration(nodes(parent), timeout, backend, pg_options, group_desc)
-    size = parent.size()
+    size, group_size = parent.size(), as_int(group_size, "group_size")
     if group_size <= 0:
         raise ValueError(f"The arg 'group_size' ({group_size}) must be positive")
     if size < group_size:
@@ -226,23 +220,12 @@ def check_kept(parent: Group, backend: str) -> None:
             )
 
 
-def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
-    """Return the ranks of a new group, checked."""
-    if not isinstance(ranks, Iterable):
-        raise TypeError(f"ranks is {ranks!r} of type {type(ranks).__name__}; expected a list of ints")
-    chosen = [as_rank(rank) for rank in ranks]
-    if is_sorted:
-        chosen.sort()
-    if len(set(chosen)) != len(chosen):
-        raise ValueError(f"ranks list must not contain duplicate entries, got {chosen}")
-    for rank in chosen:
-        if rank < 0 or rank >= size:
-            raise ValueError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
-    return chosen
-
-
 def check_subgroups(lists: Iterable[Any], size: int) -> list[list[int]]:
     """Return the ranks of each subgroup, sorted and checked, of which none is in two."""
+    if not isinstance(lists, Iterable):
+        raise TypeError(
+            f"subgroups are {shown(lists)} of type {type(lists).__name__}; expected a list of lists of ints"
+        )
     subgroups, seen = [check_ranks(ranks, True, size) for ranks in lists], dict[int, list[int]]()
     for ranks in subgroups:
         for rank in ranks:
@@ -267,6 +250,7 @@ def make(
     ``is_local`` says that only the parent's ranks call, so that names come from the ranks and not from the
     count that all processes keep in step.
     """
+    parent.any_backend()  # raises if the parent has ended
     limit, before = timeout or parent.timeout, dict(WORLD.made_locally)
     names = [
         WORLD.local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups

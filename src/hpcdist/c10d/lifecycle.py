@@ -15,7 +15,6 @@ from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import DebugLevel, Store, get_debug_level
 
 from hpcdist.c10d.debug import set_debug_level_from_env
-from hpcdist.c10d.groups import check_timeout
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available, is_xccl_available
 from hpcdist.c10d.queries import is_outside
 from hpcdist.core import errors, factory, hooks, registry
@@ -24,6 +23,7 @@ from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, environment, topology
 from hpcdist.torch_bridge import mirror, registration

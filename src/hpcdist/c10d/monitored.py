@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from hpcdist.c10d.groups import check_timeout
 from hpcdist.core import world
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
@@ -25,7 +24,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import FIRST_KEPT
 from hpcdist.core.ranks import listed
 from hpcdist.core.waiting import wait_until
-from hpcdist.core.work import LONGEST_TIMEOUT, Work
+from hpcdist.core.work import LONGEST_TIMEOUT, Work, check_timeout
 from hpcdist.watch import report
 from hpcdist.watch.watchdog import RUNNING
 
@@ -72,7 +71,7 @@ def monitored_barrier(
     if (pg := world.member_group(group, "monitored_barrier")) is None:
         return
     if not isinstance(timeout, (int, float)):
-        check_timeout(timeout)
+        check_timeout(timeout, may_be_zero=True)
     limit = timeout if timeout is not None else pg.timeout
     given = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     seconds = min(given, LONGEST_TIMEOUT.total_seconds())

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as c10d
 
 from hpcdist.core import registry
-from hpcdist.core.reduction import name_of
+from hpcdist.core.reduction import canonical
 from hpcdist.launch import decision, environment
 
 BackendType = c10d.ProcessGroup.BackendType
@@ -253,4 +253,5 @@ def supports_complex(reduceOp: Any) -> bool:
 
     ``hpcdist.all_reduce`` and its like also multiply them, which ``torch.distributed`` refuses.
     """
-    return name_of(reduceOp) in COMPLEX_OPS
+    op = canonical(reduceOp)
+    return getattr(op, "op", op).name in COMPLEX_OPS

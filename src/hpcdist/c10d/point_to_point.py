@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from hpcdist.core import hooks, profiling, world
-from hpcdist.core.buffers import as_tensor
+from hpcdist.core.buffers import as_tensor, is_plain
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import FIRST_KEPT, checked, checked_tag, incoming, irecv, isend, outgoing, title
@@ -183,9 +183,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
                 "(hpcdist.P2POp)."
             )
         groups.add(each.group)
-        tensor = each.tensor
-        if tensor.__class__ is not torch.Tensor or tensor.layout is not torch.strided or not tensor.data_ptr():
-            checked(each.group, tensor, "tensor", each.op is irecv)
+        if not is_plain(each.tensor) or not each.tensor.data_ptr():
+            checked(each.group, each.tensor, "tensor", each.op is irecv)
     if len(groups) > 1:
         raise ValueError("All ops need to use the same group.")
     group = groups.pop()

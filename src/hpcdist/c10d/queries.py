@@ -151,7 +151,7 @@ def get_backend_impl(group: ProcessGroup | None = None, device: torch.device | N
     """
     pg = member(group)
     if device is not None:
-        return DeviceBackend(pg, pg.backend(device))
+        return DeviceBackend(pg, pg.backend(torch.device(device)))
     if len({id(backend) for backend in pg.backends.values()}) > 1:
         raise ValueError(
             f"group {pg.group_name!r} has several backends ({get_backend_config(group)}); name one by device="

@@ -14,6 +14,7 @@ from hpcdist.c10d.names import Backend
 from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
+from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import mirror, registration
@@ -27,6 +28,7 @@ def create(options: Any, pg_options: Any) -> Group:
     An empty list of ranks stands for the default group. ValueError if torch's rank or size is not that of the world
     that MPI, or hpcdist before, made.
     """
+    check_timeout(options.timeout)
     ranks = tuple(options.global_ranks_in_group)
     if ranks and WORLD.default is not None:
         registry.check_options(pg_options, [each.name for each in WORLD.default.backends.values()])

@@ -22,6 +22,9 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 from_numpy = torch.from_numpy
 COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
+# whose scale and zero point are not in their memory
+QUANTIZED_TYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+SPECIAL_TYPES = COMPLEX_TYPES | QUANTIZED_TYPES
 
 
 class ArrayCopy(torch.Tensor):
@@ -42,7 +45,7 @@ def is_plain(tensor: Any) -> bool:
         and tensor.is_contiguous()  # False for sparse tensors too
         and not tensor.requires_grad
         and not tensor.is_neg()
-        and (tensor.dtype not in COMPLEX_TYPES or not tensor.is_conj())
+        and (tensor.dtype not in SPECIAL_TYPES or not (tensor.dtype in QUANTIZED_TYPES or tensor.is_conj()))
     )
 
 
@@ -94,7 +97,7 @@ class TensorList:
 
 def as_list(values: Any, dtype: Any) -> TensorList | None:
     """Return a list that a library can take where it is; None unless its tensors are plain, on the CPU, of a dtype."""
-    if values.__class__ is not list:
+    if values.__class__ is not list or dtype in QUANTIZED_TYPES:
         return None
     is_complex = dtype in COMPLEX_TYPES
     for each in values:
@@ -183,6 +186,13 @@ def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Ten
     return [as_tensor(value, name, writable) for value in values]
 
 
+def as_tensor_lists(lists: Any, name: str, writable: bool = False) -> list[list[torch.Tensor]]:
+    """Return a caller's list of lists of tensors or arrays as tensors; TypeError if it is not such a list."""
+    if not isinstance(lists, (list, tuple)):
+        raise TypeError(f"Invalid function argument: {name} should be a list of lists of tensors, got {type(lists)}")
+    return [as_tensors(each, name, writable) for each in lists]
+
+
 def is_direct(tensor: torch.Tensor) -> bool:
     """Tell whether a dense tensor's own memory is what a call reads or writes."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and not isinstance(tensor, ArrayCopy)
@@ -264,19 +274,42 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(call: str, *tensors: torch.Tensor) -> None:
-    """Raise if a tensor is sparse, which only all_reduce takes."""
+    """Raise if a tensor is sparse, which only all_reduce takes, or quantized."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"{call} takes dense tensors, not {tensor.layout}; of the collectives only all_reduce (and "
                 "all_reduce_coalesced) takes sparse COO ones"
             )
+        if tensor.dtype in QUANTIZED_TYPES:
+            raise quantized(call, tensor)
+
+
+def quantized(call: str, tensor: torch.Tensor) -> NotImplementedError:
+    """Return c10d's error for a quantized tensor, whose values its memory alone does not say."""
+    return NotImplementedError(
+        f"Invalid scalar type: {call} does not carry quantized tensors ({tensor.dtype}), because scale and zero point "
+        "would not travel with the elements; give int_repr() or dequantize() of it, or send it as an object"
+    )
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise unless a dtype is one of torch's whose values are what their memory says."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
+    if dtype in QUANTIZED_TYPES:
+        raise TypeError(f"`dtype` is {dtype}, whose scale and zero point have no memory; expected another dtype")
 
 
 def check_memory(*tensors: torch.Tensor) -> None:
     """Raise if a dense tensor has elements and no memory, which a library would read or write at address 0."""
     for tensor in tensors:
         if not tensor.data_ptr() and tensor.nbytes:
+            if tensor.is_meta:
+                raise MismatchError(
+                    f"a tensor of shape {tuple(tensor.shape)} is on the device meta, which has no memory; expected one "
+                    "on a device that the group carries"
+                )
             raise MismatchError(
                 f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as by "
                 "`untyped_storage().resize_(0)`; expected one whose storage holds its elements"
@@ -311,7 +344,10 @@ def check_parts(row: Row, op: Any, given: torch.Tensor, output: torch.Tensor) ->
 
 def as_splits(given: Any) -> list[int] | None:
     """Return split sizes, a list, an array or a tensor, as a list; TypeError if they are not integers."""
-    return None if given is None else [operator.index(each) for each in given]
+    try:
+        return None if given is None else [operator.index(each) for each in given]
+    except TypeError:
+        raise TypeError(f"split sizes are {given!r:.80}; expected a list of integers, one a rank") from None
 
 
 def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name: str) -> list[int]:

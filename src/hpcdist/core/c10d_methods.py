@@ -14,18 +14,22 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 from torch.distributed import ReduceOp
 
 from hpcdist.core import several, table
-from hpcdist.core.buffers import as_tensors
+from hpcdist.core.buffers import as_tensor, as_tensor_lists, as_tensors
+from hpcdist.core.call import Call
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue
 from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
+from hpcdist.core.printing import shown
+from hpcdist.core.ranks import as_rank
 from hpcdist.core.reduction import PRODUCT, SUM
 from hpcdist.core.work import AllWork, DoneWork, Work
 
@@ -49,10 +53,8 @@ def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[An
         if given == SUM:
             return SUM, opts.asyncOp
     else:
-        given = getattr(opts, "reduceOp", None)
-        if given is None and opts is not None and not hasattr(opts, "asyncOp"):
-            given = opts
-        given = given if given is not None else op if op is not None else ReduceOp.SUM
+        given = op if opts is None else getattr(opts, "reduceOp", opts)
+        given = given if given is not None else ReduceOp.SUM
     if given == PRODUCT and isinstance(tensor, torch.Tensor) and tensor.is_complex():
         raise MismatchError(
             f"{call} does not support PRODUCT on complex tensors as a method of a group, nor does torch.distributed; "
@@ -61,24 +63,37 @@ def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[An
     return given, getattr(opts, "asyncOp", True)
 
 
-def only(call: str, tensors: Any, what: str) -> torch.Tensor:
-    """Return a tensor that was given by itself or as the only one of a list."""
-    if isinstance(tensors, torch.Tensor):
+def asks_async(call: str, opts: Any) -> bool:
+    """Tell whether a call that has no op and no root is asynchronous: it is unless its options say otherwise."""
+    if opts is None or isinstance(opts, timedelta):  # an overload of c10d's takes a limit there
+        return True
+    if not hasattr(opts, "asyncOp"):
+        raise TypeError(
+            f"{call}: opts is {shown(opts)} of type {type(opts).__name__}; expected options of c10d's, such as "
+            "torch.distributed.BarrierOptions()"
+        )
+    is_async: bool = opts.asyncOp
+    return is_async
+
+
+def is_one(value: Any) -> bool:
+    """Tell whether a caller gave a tensor or an array by itself, not in a list."""
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def as_listed(tensors: Any) -> list[Any]:
+    """Return tensors, given as one or as a list, as a list; TypeError of anything else."""
+    if tensors.__class__ is list:
         return tensors
-    if len(tensors) != 1:
-        raise MismatchError(f"{call}: requires a single-element {what}, got {len(tensors)}")
-    tensor: torch.Tensor = tensors[0]
-    return tensor
+    return [tensors] if is_one(tensors) else as_tensors(tensors, "tensors", writable=True)
 
 
-def check_root_tensor(call: str, opts: Any, length: int) -> int:
-    """Return which tensor of a list an options object names as the root's."""
-    if not length:
-        raise MismatchError(f"{call}: requires non-empty tensor list")
-    index: int = getattr(opts, "rootTensor", 0)
-    if not 0 <= index < length:
-        raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
-    return index
+def only(call: str, tensors: Any, what: str) -> Any:
+    """Return a tensor that was given by itself or as the only one of a list."""
+    given = as_listed(tensors)
+    if len(given) != 1:
+        raise MismatchError(f"{call}: requires a single-element {what}, got {len(given)}")
+    return given[0]
 
 
 def as_torch(method: Any, name: str | None = None) -> Any:
@@ -115,18 +130,19 @@ class C10dMethods(Group):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
-        given = [tensors] if tensors.__class__ is not list and isinstance(tensors, torch.Tensor) else tensors
-        how, is_async = parse_options("allreduce", given[0] if len(given) else None, opts, op)
+        given = tensors if tensors.__class__ is list else as_listed(tensors)
+        how, is_async = parse_options("allreduce", given[0] if given else None, opts, op)
         if len(given) == 1:
             return self._begin(issue(table.ALL_REDUCE, self, given[0], given[0], how, None, is_async), given)
-        return self._begin(several.all_reduce(self, list(given), how, is_async), list(given))
+        given = as_tensors(given, "tensors", writable=True)
+        return self._begin(several.all_reduce(self, given, how, is_async), given)
 
     @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place."""
-        if not len(tensors):
+        given = as_tensors(tensors, "tensors", writable=True)
+        if not given:
             raise MismatchError("allreduce_coalesced: requires non-empty tensor list")
-        given = as_tensors(list(tensors), "tensors", writable=True)
         is_complex = next((each for each in given if each.is_complex()), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
         return self._begin(several.reduce_together(self, given, op, is_async), given)
@@ -135,8 +151,8 @@ class C10dMethods(Group):
         """Combine a tensor over all ranks on the root, in place."""
         tensor = only("reduce", tensors, "tensor list")
         target = self._root("reduce", opts, root)
-        check_root_tensor("reduce", opts, 1)
-        how, is_async = parse_options("reduce", tensor, None if isinstance(opts, int) else opts, op)
+        several.check_root_tensor("reduce", getattr(opts, "rootTensor", 0), 1)
+        how, is_async = parse_options("reduce", tensor, opts if hasattr(opts, "reduceOp") else None, op)
         recv = tensor if self.rank() == target else None
         return self._begin(issue(table.REDUCE, self, tensor, recv, how, target, is_async), [tensor])
 
@@ -144,19 +160,19 @@ class C10dMethods(Group):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Work:
         """Combine lists over all ranks and leave each rank its entry."""
-        if isinstance(output_tensors, torch.Tensor):
+        if is_one(output_tensors):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("reduce_scatter", output_tensors, input_tensors)
+        check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
         how, is_async = parse_options("reduce_scatter", output_tensors[0], opts, op)
         if len(output_tensors) == 1:
             output = output_tensors[0]
             return self._begin(
                 issue(table.REDUCE_SCATTER, self, list(input_tensors[0]), output, how, None, is_async), [output]
             )
-        check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
-        return self._begin(
-            several.reduce_scatter(self, output_tensors, input_tensors, how, is_async), list(output_tensors)
-        )
+        outputs = as_tensors(output_tensors, "output_tensors", writable=True)
+        inputs = as_tensor_lists(input_tensors, "input_tensors")
+        return self._begin(several.reduce_scatter(self, outputs, inputs, how, is_async), outputs)
 
     @as_torch
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
@@ -169,52 +185,51 @@ class C10dMethods(Group):
     @as_torch
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Combine and scatter each tensor of a list."""
-        check_pairs("reduce_scatter_single_coalesced", outputs, inputs)
-        works = (self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return several.begin_all(self, "reduce_scatter", inputs, works, list(outputs))
+        return self._each(table.REDUCE_SCATTER_SINGLE, "reduce_scatter", outputs, inputs, opts)
 
     # -- moving --------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Write the root's tensor to every rank's; of a list, the one that ``rootTensor`` names, to each of them."""
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = as_listed(tensors)
         source, is_async = self._root("broadcast", opts, root), getattr(opts, "asyncOp", True)
-        chosen = check_root_tensor("broadcast", opts, len(given))
+        chosen = several.check_root_tensor("broadcast", getattr(opts, "rootTensor", 0), len(given))
         if len(given) == 1:
             return self._begin(issue(table.BROADCAST, self, given[0], given[0], None, source, is_async), given)
+        given = as_tensors(given, "tensors", writable=True)
         return self._begin(several.broadcast(self, given, source, chosen, is_async), given)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Gather each rank's tensors into lists on every rank: one tensor a rank into a list, or k into k lists."""
-        if isinstance(input_tensors, torch.Tensor):
+        if is_one(input_tensors):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("allgather", output_tensors, input_tensors)
         check_lengths("allgather", "output", output_tensors, self.size() * len(input_tensors))
-        is_async = getattr(opts, "asyncOp", True)
+        is_async = asks_async("allgather", opts)
         if len(input_tensors) == 1:
             outputs = list(output_tensors[0])
             return self._begin(issue(table.ALL_GATHER, self, input_tensors[0], outputs, None, None, is_async), outputs)
-        issued = several.all_gather(self, output_tensors, input_tensors, is_async)
-        return self._begin(issued, several.as_shown(output_tensors))
+        lists = as_tensor_lists(output_tensors, "output_tensors", writable=True)
+        issued = several.all_gather(self, lists, as_tensors(input_tensors, "input_tensors"), is_async)
+        return self._begin(issued, several.as_shown(lists))
 
     @as_torch
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
-        is_async = getattr(opts, "asyncOp", True)
-        return self._begin(several.gather_together(self, output_lists, list(input_list), is_async), [])
+        is_async, inputs = asks_async("allgather_coalesced", opts), as_tensors(input_list, "input_list")
+        lists = as_tensor_lists(output_lists, "output_lists", writable=True)
+        return self._begin(several.gather_together(self, lists, inputs, is_async), [])
 
     @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one."""
-        is_async = getattr(opts, "asyncOp", True)
+        is_async = asks_async("all_gather_single", opts)
         return self._begin(issue(table.ALL_GATHER_SINGLE, self, input, output, None, None, is_async), [output])
 
     @as_torch
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list into one."""
-        check_pairs("all_gather_single_coalesced", outputs, inputs)
-        works = (self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True))
-        return several.begin_all(self, "all_gather", inputs, works, list(outputs))
+        return self._each(table.ALL_GATHER_SINGLE, "all_gather", outputs, inputs, opts)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
@@ -231,6 +246,9 @@ class C10dMethods(Group):
         """Gather each rank's tensor into one on the root; ``output`` is not looked at elsewhere."""
         target, is_async = self._root("gather_single", opts, None), getattr(opts, "asyncOp", True)
         recv = output if self.rank() == target else None
+        for each in (input, recv):
+            if isinstance(each, (list, tuple)):  # that is ``gather``
+                as_tensor(each, "tensor")
         return self._begin(issue(table.GATHER, self, input, recv, None, target, is_async), [output])
 
     def scatter(
@@ -246,8 +264,8 @@ class C10dMethods(Group):
     @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
-        outputs, is_async = list(output_tensors), getattr(opts, "asyncOp", True)
-        return self._begin(issue(table.ALL_TO_ALL, self, list(input_tensors), outputs, None, None, is_async), outputs)
+        is_async, inputs, outputs = asks_async("alltoall", opts), as_listed(input_tensors), as_listed(output_tensors)
+        return self._begin(issue(table.ALL_TO_ALL, self, inputs, outputs, None, None, is_async), outputs)
 
     def all_to_all_single(
         self,
@@ -259,32 +277,47 @@ class C10dMethods(Group):
         timeout: Any = None,
     ) -> Work:
         """Send a share to every rank and receive one from each; empty splits stand for equal shares."""
-        is_async = getattr(opts, "asyncOp", True)
+        is_async = asks_async("all_to_all_single", opts)
         splits = splits_of(output_split_sizes, input_split_sizes)
         return self._begin(issue(table.ALL_TO_ALL_SINGLE, self, input, output, None, None, is_async, splits), [output])
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait until every rank has called this."""
-        return self._begin(issue(table.BARRIER, self, None, None, None, None, getattr(opts, "asyncOp", True)), [])
+        return self._begin(issue(table.BARRIER, self, None, None, None, None, asks_async("barrier", opts)), [])
 
-    def _root(self, call: str, opts: Any, root: int | None) -> int:
+    def _each(self, row: table.Row, event: str, outputs: Any, inputs: Any, opts: Any) -> Work:
+        """Make a call on each input and its output, once all are checked, as one Work."""
+        call = f"{row.name}_coalesced"
+        check_pairs(call, outputs, inputs)
+        inputs, outputs = as_tensors(inputs, "inputs"), as_tensors(outputs, "outputs", writable=True)
+        calls = []
+        for output, given in zip(outputs, inputs, strict=True):
+            op, is_async = parse_options(call, given, opts) if row.reduces else (None, asks_async(call, opts))
+            calls.append(Call(row, given, output, op))
+        works = map(self._begin, several.begin_each(self, calls, is_async), ([each.recv] for each in calls))
+        return several.begin_all(self, event, inputs, works, outputs)
+
+    def _root(self, call: str, opts: Any, root: Any) -> int:
         """Return the root that an options object or a number names, a rank of the group."""
-        given: int = root if root is not None else opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        given = as_rank(root if root is not None else 0 if opts is None else getattr(opts, "rootRank", opts))
         if not 0 <= given < self.size():
             raise MismatchError(f"{call}: invalid root rank: {given} (ranks of the group: 0 to {self.size() - 1})")
         return given
 
     def _only_list(self, call: str, lists: Any, side: str, root: int) -> Tensors:
         """Return the root's list of one tensor a rank, given by itself or as the only entry of a list of lists."""
+        lists = [] if lists is None else lists
+        if not isinstance(lists, (list, tuple)):
+            raise TypeError(f"{call}: `{side}s` is of type {type(lists).__name__}; expected a list")
         if self.rank() != root:
-            if lists is not None and len(lists):
+            if lists:
                 raise MismatchError(
                     f"{call}: requires empty {side} on non-root: this is rank {self.rank()}, root {root}"
                 )
             return []
-        if len(lists) and isinstance(lists[0], torch.Tensor):
+        if lists and is_one(lists[0]):
             lists = [lists]
-        if len(lists) != 1:
+        if len(lists) != 1 or not isinstance(lists[0], (list, tuple)):
             raise MismatchError(
                 f"{call}: requires a single-element {side} list containing a list with {self.size()} tensors"
             )
@@ -299,15 +332,17 @@ class C10dMethods(Group):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:
         """Begin to send a tensor to a rank of the group."""
-        return self._begin(isend(tensors[0], None, self, tag, dstRank), [])
+        return self._begin(isend(only("send", tensors, "tensor list"), None, self, tag, as_rank(dstRank)), [])
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:
         """Begin to receive a tensor from a rank of the group."""
-        return self._begin(irecv(tensors[0], None, self, tag, srcRank), tensors)
+        tensor = only("recv", tensors, "tensor list")
+        return self._begin(irecv(tensor, None, self, tag, as_rank(srcRank)), [tensor])
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Begin to receive a tensor from any rank of the group."""
-        return self._begin(irecv(tensors[0], None, self, tag), tensors)
+        tensor = only("recv_anysource", tensors, "tensor list")
+        return self._begin(irecv(tensor, None, self, tag), [tensor])
 
     # -- several at once -----------------------------------------------------------------------------
 
@@ -362,10 +397,6 @@ class C10dMethods(Group):
     def getGroupDesc(self) -> str:
         """Return what the group is for; C++ asks by this name."""
         return self.group_desc
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of each call."""
-        self.timeout = timeout
 
     def _get_sequence_number_for_group(self) -> int:
         return self.journal.sequence

@@ -61,7 +61,7 @@ class DeviceBackend:
         self._backend.faults.interrupt(f"group {self._group.group_name!r} was aborted")
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._group.timeout = timeout
+        self._group.set_timeout(timeout)
 
     def name(self) -> str:
         """Return the backend's name, such as ``"mpi"``."""

@@ -61,16 +61,17 @@ def not_initialized() -> ValueError:
     return ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
 
 
-def destroyed(group: object) -> ValueError:
+def destroyed(group: Any) -> ValueError:
     """Return the error of a call on something that is not, or is no longer, a live group.
 
     A daemon thread whose process ends gets no error. It stops here, as Python stops it a little later.
     """
     if hooks.is_ending and threading.current_thread() is not threading.main_thread():
         threading.Event().wait()
+    why = f" ({group.end_reason})" if getattr(group, "end_reason", "") else ""
     return ValueError(
         f"Invalid process group specified: {group!r} is not a live group of this process; it was destroyed "
-        "or aborted, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
+        f"or aborted{why}, or does not come from hpcdist.init_process_group, new_group, new_subgroups or split_group"
     )
 
 

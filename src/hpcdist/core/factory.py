@@ -15,7 +15,10 @@ import torch
 
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend
+from hpcdist.core.errors import MismatchError
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.ranks import check_ranks
+from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
 
 
@@ -72,15 +75,22 @@ def split_group(
         The group; None on a rank that is not in it.
 
     Raises:
-        TypeError: other options.
+        TypeError: other options, or ranks that are no integers.
+        ValueError, RuntimeError: no ranks, or some that the group does not have, or twice.
     """
+    self.any_backend()  # raises if the group has ended
     registry.check_options(opts, [each.name for each in self.backends.values()])
+    check_timeout(timeout)
+    if not (ranks := check_ranks(ranks, False, self.size())):
+        raise MismatchError("the split group cannot be empty")
+    kinds = [torch.device(each).type for each in device_types] if device_types else None
+    if kinds and not self.carriers.keys() & kinds:
+        self.backend(kinds[0])  # raises
     if self.rank() not in ranks:
         return None
     # no two groups meet under one name, although their members call for the same ranks again
     self.splits[tuple(ranks)] += 1
     own_name = f"{self.group_name}:split:{'_'.join(map(str, ranks))}:{self.splits[tuple(ranks)]}"
-    kinds = [each.type for each in device_types] if device_types else None
     limit = timeout or self.timeout
     return make(
         [self.ranks[rank] for rank in ranks],

@@ -21,7 +21,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import RING, Journal
 from hpcdist.core.waiting import nap
-from hpcdist.core.work import HeldWork, Work
+from hpcdist.core.work import HeldWork, Work, check_timeout
 
 UNGROUPED = nullcontext()
 DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon
@@ -70,6 +70,7 @@ class Group:
 
     asked_name: str | None = None  # what a script on ``torch.distributed`` calls the backend, if it says so
     bound_device_id: torch.device | None = None  # the device given as ``device_id``
+    end_reason = ""  # why it was aborted
     is_own_world = False  # whether the end of the default group does not end it (``dist2``)
 
     def __init__(
@@ -121,6 +122,11 @@ class Group:
     def group_name(self) -> str:
         """The name that is unique in this process and the same on every rank of the group."""
         return self._name
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of each later call."""
+        check_timeout(timeout, is_optional=False)
+        self.timeout = timeout
 
     @property
     def group_desc(self) -> str:
@@ -208,7 +214,7 @@ class Group:
         Calls under way raise the reason: NCCL's on this rank, MPI's on all ranks if this MPI can do so (ULFM); those of
         other ranks, and messages, only if it ``ends_calls``. The communicators stay: MPI_Comm_free is collective.
         """
-        reason = reason or f"group {self._name!r} was aborted"
+        self.end_reason = reason = reason or f"group {self._name!r} was aborted"
         if ends_calls:
             self.revoke(reason)
         errors.end_all(partial(backend.abort, reason) for backend in self._forget())

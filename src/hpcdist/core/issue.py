@@ -20,6 +20,7 @@ from hpcdist.core import hooks, lists, profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     PLAIN_TYPES,
+    QUANTIZED_TYPES,
     TensorList,
     allocate_flat,
     as_real,
@@ -52,7 +53,16 @@ from hpcdist.core.reduction import (
     terms,
 )
 from hpcdist.core.reproducible import Reproducible, carrier
-from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row, scaled
+from hpcdist.core.table import (
+    ALL_GATHER,
+    ALL_GATHER_SINGLE,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    SCATTER,
+    Counts,
+    Row,
+    scaled,
+)
 from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, member_group
 
@@ -179,6 +189,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
         made = lists.arranged(pg, call, async_op)
     if pg.coalescing is not None:
+        check(pg, made)
         held = HeldWork()
         pg.coalescing.append((made, held))
         return held if async_op else None
@@ -191,9 +202,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     elif row.buffers == 0:
         backend = pg.any_backend()
     elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
-        op = canonical(call.op)
-        pg.backend(send.device).check_reduction(row, send.dtype, op)
-        return all_reduce_sparse(pg, send, op, async_op)
+        return all_reduce_sparse(pg, call, async_op)
     else:
         backend, made = staged(pg, made, async_op)
     work = dispatch(pg, backend, made, async_op)
@@ -202,17 +211,32 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     return work
 
 
-def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
+def check(pg: Group, call: Call) -> None:
+    """Raise what a call would raise before anything is sent: one of several that are made only if all of them fit."""
+    row, send, recv, *_ = call
+    if hooks.has_modes() or hooks.has_wrapper((send, recv)):
+        return  # they take the call over
+    if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
+        _, send, recv, *_ = call = lists.arranged(pg, call, True)
+    if row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
+        check_sparse(pg, call)
+    elif row.buffers and TensorList not in (send.__class__, recv.__class__):
+        staged(pg, call, True, only_checks=True)
+
+
+def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> tuple[Backend, Call]:
     """Check a call on tensors, and return its backend and the call on contiguous memory."""
     row, send, recv, op, root, counts, then, result, _ = call
     in_place = send is recv
-    # only a rooted call leaves one side out, on some ranks
-    output = recv
-    if not (recv.__class__ in PLAIN_TYPES and not recv.requires_grad) and not (recv is None and row.rooted):
+    # only a rooted call leaves one side out, on some ranks: a scatter what it sends, others what they receive
+    output, is_scatter = recv, row is SCATTER
+    if not (recv.__class__ in PLAIN_TYPES and not recv.requires_grad) and (
+        recv is not None or not row.rooted or is_scatter
+    ):
         output = as_tensor(recv, "tensor", writable=True)
     given = output if in_place else send
     if not in_place and not (send.__class__ in PLAIN_TYPES and not send.requires_grad):
-        given = None if send is None and row.rooted else as_tensor(send, "tensor")
+        given = None if send is None and is_scatter else as_tensor(send, "tensor")
     either = given if given is not None else output
     if either is None:  # of a rooted call, of which no rank leaves both sides out
         as_tensor(None, "tensor")
@@ -231,7 +255,7 @@ def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
         backend.check_reduction(row, either.dtype, op)
     for each in (given, output):
         if each is not None:
-            if each.layout is not torch.strided:
+            if each.layout is not torch.strided or each.dtype in QUANTIZED_TYPES:
                 check_dense(row.name, each)
             if not each.data_ptr():
                 check_memory(each)
@@ -247,6 +271,8 @@ def staged(pg: Group, call: Call, async_op: bool) -> tuple[Backend, Call]:
             given, output, then = as_real(given), flat, in_turn(make_unpack(flat, [output]), then)
         if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):
             raise size_error(row, pg, given, output, counts)
+    if only_checks:
+        return backend, call
 
     finish, sendbuf, recvbuf = then, given, output
     if given is not None and not is_direct(given):
@@ -333,15 +359,23 @@ def size_error(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, coun
     )
 
 
-def all_reduce_sparse(pg: Group, tensor: torch.Tensor, op: Any, async_op: bool) -> Work | None:
+def check_sparse(pg: Group, call: Call) -> None:
+    """Raise unless a sparse COO tensor is to be summed, and the group can do that."""
+    op = canonical(call.op)
+    pg.backend(call.send.device).check_reduction(call.row, call.send.dtype, op)
+    if op != SUM:
+        raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
+
+
+def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
     """Sum a sparse COO tensor over all ranks, in place; the tensors have one shape and as many sparse dimensions.
 
     The ranks gather each other's nonzeros, which may lie in different places, and every rank adds them up in rank
     order, so that all have bitwise the same result. The call is over when it returns, with ``async_op`` too: the places
     of the nonzeros must be known first.
     """
-    if op != SUM:
-        raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
+    check_sparse(pg, call)
+    tensor = call.send
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     size = pg.size()
@@ -364,7 +398,9 @@ def all_reduce_sparse(pg: Group, tensor: torch.Tensor, op: Any, async_op: bool) 
     ).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
-    return DoneWork([tensor]) if async_op else None
+    if call.finish is not None:
+        call.finish()
+    return DoneWork(call.shown()) if async_op else None
 
 
 def gathered(pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -178,6 +178,9 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
 
 def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
     """Raise c10d's error unless there are as many outputs as inputs, and some."""
+    for side, given in (("input", inputs), ("output", outputs)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"{call}: `{side}s` is of type {type(given).__name__}; expected a list")
     if not len(inputs):
         raise MismatchError(f"{call}: requires non-empty input tensor list")
     if len(outputs) != len(inputs):
@@ -189,6 +192,8 @@ def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
 def check_lengths(call: str, side: str, lists: Any, length: int) -> None:
     """Raise c10d's error unless each list has a length."""
     for index, each in enumerate(lists):
+        if not isinstance(each, (list, tuple)):
+            raise TypeError(f"{call}: `{side}s[{index}]` is of type {type(each).__name__}; expected a list")
         if len(each) != length:
             raise MismatchError(
                 f"{call}: invalid {side} tensor list at index {index} (expected length {length}, got {len(each)})"

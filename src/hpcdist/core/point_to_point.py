@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,11 +10,22 @@ import torch
 
 from hpcdist.core import hooks, profiling
 from hpcdist.core.backend import Backend, Message
-from hpcdist.core.buffers import as_tensor, check_memory, for_reading, for_writing, is_plain, on_memory, put
+from hpcdist.core.buffers import (
+    QUANTIZED_TYPES,
+    as_tensor,
+    check_memory,
+    for_reading,
+    for_writing,
+    is_plain,
+    on_memory,
+    put,
+    quantized,
+)
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.queue import in_modes_of_caller
+from hpcdist.core.ranks import as_int
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD, origin, route
 
@@ -70,6 +80,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
+    if tensor.dtype in QUANTIZED_TYPES:
+        raise quantized("a message", tensor)
     if not tensor.is_meta:  # which no group carries
         check_memory(tensor)
     return tensor
@@ -171,9 +183,7 @@ def checked_tag(tag: Any) -> int:
     """
     if isinstance(tag, KeptTag):
         return tag
-    if not hasattr(tag, "__index__"):
-        raise TypeError(f"tag is {tag!r} of type {type(tag).__name__}; expected an int")
-    number = operator.index(tag)
+    number = as_int(tag, "tag")
     if number < 0:
         raise MismatchError(f"Tag must be nonnegative: got {number}; expected 0 or more")
     if number > LARGEST_TAG:

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 
 def sized(nbytes: float) -> str:
@@ -58,3 +59,8 @@ def write_to_stderr(text: str) -> None:
     with suppress(Exception):
         stream.write(text)  # type: ignore[union-attr]  # None is one of the cases
         stream.flush()  # type: ignore[union-attr]
+
+
+def shown(value: Any) -> str:
+    """Return a caller's value for an error, cut; a tensor by its shape: if its memory was freed, ``repr`` crashes."""
+    return f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "untyped_storage") else f"{value!r:.80}"

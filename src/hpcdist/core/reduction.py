@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core.errors import MismatchError
+from hpcdist.core.printing import shown
 from hpcdist.core.table import Row
 
 SUM, AVG, PRODUCT, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
@@ -76,7 +77,7 @@ def canonical(op: Any) -> Any:
         kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
         return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
     raise TypeError(
-        f"op is {op!r} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
+        f"op is {shown(op)} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
     )
 
 

@@ -18,12 +18,22 @@ from typing import Any
 import torch
 
 from hpcdist.core import hooks, profiling, reduction, table
-from hpcdist.core.buffers import as_list, check_dense, concatenate, make_unpack, put, real, same_dtype
+from hpcdist.core.buffers import (
+    as_list,
+    check_dense,
+    check_memory,
+    concatenate,
+    make_unpack,
+    put,
+    real,
+    same_dtype,
+)
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import issue, issue_any
+from hpcdist.core.issue import check, check_sparse, issue, issue_any
 from hpcdist.core.lists import check_lengths, flatten
+from hpcdist.core.ranks import as_int
 from hpcdist.core.reduction import canonical, is_done_by_parts
 from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import AllWork, Work
@@ -40,16 +50,24 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[in
 
     Only dtypes, device types and numbers of elements are looked at, which are the same on all ranks. Dense tensors of
     one kind that fit into one bucket go together; of more, the small ones fill buckets in their order. Complex tensors
-    are of the kind of their parts if an op combines these, because another rank may give the parts.
+    are of the kind of their parts if an op combines these, because another rank may give the parts. Raises what an
+    all_reduce of one of them would raise before it is sent.
     """
     by_parts = is_done_by_parts(canonical(op))
     kinds: dict[tuple[torch.dtype, str], list[int]] = {}
+    checked: set[tuple[torch.dtype, str]] = set()
     made: list[list[int]] = []
     for index, tensor in enumerate(tensors):
+        kind = (real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
+        if tensor.layout is not torch.strided or kind not in checked:
+            check(pg, Call(table.ALL_REDUCE, tensor, tensor, op))
+            checked.add(kind)
+        elif not tensor.data_ptr():
+            check_memory(tensor)
         if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
             made.append([index])
         else:
-            kinds.setdefault((real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type), []).append(index)
+            kinds.setdefault(kind, []).append(index)
     for alike in kinds.values():
         sizes = [tensors[index].nbytes for index in alike]
         if sum(sizes) <= BUCKET_BYTES:
@@ -144,11 +162,19 @@ def gather_together(
             f"group has {len(pg.ranks)} ranks"
         )
     check_lengths("allgather_coalesced", "output", output_lists, len(inputs))
-    calls = (
-        issue(table.ALL_GATHER, pg, each, list(outputs), None, None, is_begun(pg, each, async_op))
+    calls = [
+        Call(table.ALL_GATHER, each, list(outputs))
         for each, outputs in zip(inputs, zip(*output_lists, strict=True), strict=True)
-    )
-    return begin_all(pg, "all_gather", inputs, calls, as_shown(output_lists))
+    ]
+    return begin_all(pg, "all_gather", inputs, begin_each(pg, calls, async_op), as_shown(output_lists))
+
+
+def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Work | None]:
+    """Run or begin several calls, once all are checked."""
+    for call in calls:
+        check(pg, call)
+    for row, send, recv, op, *_ in calls:
+        yield issue(row, pg, send, recv, op, None, is_begun(pg, send, async_op))
 
 
 def as_shown(lists: Sequence[Tensors]) -> list[Any]:
@@ -172,11 +198,19 @@ def begin_all(
     return work
 
 
+def check_root_tensor(call: str, index: Any, length: int) -> int:
+    """Return which tensor of a list is the root's; raise c10d's error if the list has no such one."""
+    if not length:
+        raise MismatchError(f"{call}: requires non-empty tensor list")
+    if not 0 <= (index := as_int(index, "the number of the root's tensor")) < length:
+        raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
+    return index
+
+
 def check_same_kind(call: str, tensors: Tensors) -> None:
     """Raise c10d's error unless tensors have one dtype, size and layout."""
     if not tensors:
         raise MismatchError(f"{call}: requires non-empty tensor list")
-    check_dense(call, *tensors)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:
@@ -188,12 +222,21 @@ def check_same_kind(call: str, tensors: Tensors) -> None:
                 f"{call}: invalid tensor size at index {index} (expected {tuple(first.shape)}, got "
                 f"{tuple(tensor.shape)})"
             )
+        if tensor.layout is not first.layout:
+            raise MismatchError(
+                f"{call}: invalid tensor layout at index {index} (expected {first.layout}, got {tensor.layout})"
+            )
+    if first.layout is not torch.sparse_coo or call != table.ALL_REDUCE.name:
+        check_dense(call, *tensors)
 
 
 def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
     """Return this rank's tensors combined, in memory of their own."""
     check_same_kind(row.name, tensors)
     reduction.check(row, tensors[0].dtype, op)
+    is_sparse = tensors[0].layout is torch.sparse_coo
+    if is_sparse:
+        check_sparse(pg, Call(row, tensors[0], tensors[0], op))
     if not async_op:
         pg.backend(tensors[0].device).settle()  # what is queued may still write to them
     if len(tensors) == 1:
@@ -201,6 +244,8 @@ def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> 
     local = reduction.SUM if op in (reduction.AVG, reduction.PREMUL_SUM) else op
     first = tensors[0].detach().clone()
     values = [first, *(tensor.detach().to(first.device) for tensor in tensors[1:])]
+    if is_sparse:
+        return sum(values[1:], first)
     wide = reduction.WIDE.get(first.dtype)
     if wide is not None:
         values = [value.to(wide) for value in values]
@@ -213,7 +258,11 @@ def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> 
 def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
     """Copy values to each of some tensors."""
     for tensor in tensors:
-        put(values.view(tensor.shape), tensor.detach())
+        if tensor.layout is torch.strided:
+            put(values.view(tensor.shape), tensor.detach())
+        else:
+            with torch.no_grad():
+                tensor.copy_(values)
 
 
 def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | None:
@@ -226,7 +275,7 @@ def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | N
 
 def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to one tensor of one rank."""
-    how = canonical(op)
+    how, root_tensor = canonical(op), check_root_tensor("reduce", root_tensor, len(tensors))
     total = combined(pg, table.REDUCE, tensors, how, async_op)
     recv, written = (total, [tensors[root_tensor]]) if pg.rank() == root else (None, [])
     then = partial(put_in_all, total, written)
@@ -235,6 +284,7 @@ def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, as
 
 def broadcast(pg: Group, tensors: Tensors, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Write one tensor of one rank to all tensors of all ranks."""
+    root_tensor = check_root_tensor("broadcast", root_tensor, len(tensors))
     check_same_kind("broadcast", tensors)
     flat = flatten(pg, [tensors[root_tensor]], tensors[0].dtype, async_op).clone()
     then = partial(put_in_all, flat, tensors)

@@ -13,14 +13,27 @@ import torch
 import torch.distributed
 
 from hpcdist.core import hooks
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, MismatchError, explained
 from hpcdist.core.hooks import Event
+from hpcdist.core.printing import shown
 from hpcdist_stores.keep_alive import KeptAlive
 
 NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
 SHORTEST_TIMEOUT = timedelta(microseconds=1)
 ASKED_FROM = 16  # messages under way before they are asked whether they have ended: asking costs an MPI call each
 LONGEST_TIMEOUT = timedelta(seconds=1e9)  # 31 years: Python's locks and timers do not hold ``timedelta.max``
+
+
+def check_timeout(timeout: Any, is_optional: bool = True, may_be_zero: bool = False) -> None:
+    """Raise c10d's error for a limit of calls that is no timedelta, not above zero, or None unless it is optional."""
+    if timeout is None and is_optional:
+        return
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {shown(timeout)}")
+    if timeout < NO_TIMEOUT or not (timeout or may_be_zero):
+        least = "zero or more" if may_be_zero else "more than zero"
+        raise MismatchError(f"Invalid timeout: {timeout.total_seconds():g} s; expected a timedelta of {least}")
+
 
 init_torch_work = torch.distributed.Work.__init__
 

@@ -36,14 +36,16 @@ def key_of(hosts: list[str]) -> bytes | None:
     """Return the key that all ranks of this user on a step's hosts find, or None if only MUNGE can hand them one."""
     if own := os.environ.get(VARIABLE):
         return own.encode()
-    home = Path.home()
-    if len(set(hosts)) == 1 or file_system(home) not in LOCAL:
+    home = Path(os.path.expanduser("~"))  # ``~`` if nobody knows it, as in a container with another user's number
+    has_home = home.is_absolute()
+    if has_home and (len(set(hosts)) == 1 or file_system(home) not in LOCAL):
         return key_in(home / FILE)
     if tool("munge") and tool("unmunge"):
         return None
+    why = f"the home {home} is on a disk of this host" if has_home else f"user {os.getuid()} has no home (HOME)"
     text = (
-        f"slurm:// has no secret that the hosts of this step share: the home {home} is on a disk of this host, and "
-        f"there is no munge. Set {VARIABLE} in the job script: export {VARIABLE}=$(openssl rand -hex 32)"
+        f"slurm:// has no secret that the hosts of this step share: {why}, and there is no munge. Set {VARIABLE} in "
+        f"the job script: export {VARIABLE}=$(openssl rand -hex 32)"
     )
     raise DistBackendError(explained(text, "store-secret"))
 

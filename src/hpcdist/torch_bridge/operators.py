@@ -91,7 +91,9 @@ def parsed(names: list[str], values: tuple[Any, ...]) -> tuple[list[Any], float]
             setattr(options, FIELDS[each], reduce_op(value) if each == "reduce_op" else value)
         elif each not in NOT_ASKED:
             rest.append(value)
-    return [*rest, options] if vars(options) else rest, seconds
+    if vars(options):
+        rest.append(SimpleNamespace(**{"asyncOp": True} | vars(options)))
+    return rest, seconds
 
 
 def kernel(operator: Any, keyset: Any, *args: Any) -> Any:

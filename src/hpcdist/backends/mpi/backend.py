@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,8 +32,11 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.backend_parts import Membership
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.call_log import CallLog
-from hpcdist.core.errors import end_all
+from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.queue import Queue
+from hpcdist.core.world import WORLD
+
+ACCELERATORS = ("cuda", "xpu")  # whose tensors go directly, or through host memory
 
 
 class MPIBackend(Backend):
@@ -83,6 +87,7 @@ class MPIBackend(Backend):
         """Duplicate the user's communicator, or the world (MPI 7.4.2)."""
         given = bootstrap.comm if bootstrap.comm is not None else runtime.world(bootstrap.timeout)
         comm = runtime.duplicate(given, bootstrap.timeout)
+        end_before_mpi()
         ulfm.is_tolerant()  # found out now, while no call is stuck
         return cls(comm, Thresholds.of_rank_0(comm), is_wanted())
 
@@ -117,6 +122,8 @@ class MPIBackend(Backend):
             return self
         from hpcdist.backends.mpi.cuda import StagedBackend
 
+        if device_type not in ACCELERATORS:
+            raise ValueError(f"backend 'mpi' carries cpu, {', '.join(ACCELERATORS)}; got device {device_type}")
         return StagedBackend(self, self.collectives.is_shared, getattr(torch, device_type))
 
     def call_log(self) -> CallLog | None:
@@ -175,6 +182,27 @@ class MPIBackend(Backend):
                 steps.append(partial(PROGRESS.leave, self.communicator))
             steps.append(partial(retire, self.comm, self.unfinished))
         end_all(steps)
+
+
+@cache
+def end_before_mpi() -> None:
+    """Have the groups over MPI end when MPI_Finalize begins, which deletes this attribute first (MPI 11.2.4).
+
+    A program that started MPI may finalize it before its last call, which would end the process inside of MPI.
+    """
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=end_groups), None)
+
+
+def end_groups(*_: object) -> None:
+    """End this rank's groups over MPI, so that their later calls, and waits for earlier ones, raise."""
+    reason = "MPI was finalized by the program"
+    for group in list(WORLD.groups.values()):
+        ours = [each for each in group.backends.values() if isinstance(each, MPIBackend)]
+        if ours:
+            with suppress(Exception):  # nobody is there to take it
+                group.abort(reason, ends_calls=False)
+        for work in [work for each in ours for work in each.pending()]:
+            work._finish(DistBackendError(reason))
 
 
 class MPIMembership(Membership):

@@ -14,7 +14,7 @@ from typing_extensions import deprecated
 from hpcdist.c10d.collectives import all_gather_single, gather_single, reduce_scatter_single
 from hpcdist.c10d.names import Backend
 from hpcdist.core import several, world
-from hpcdist.core.buffers import as_tensors
+from hpcdist.core.buffers import as_tensor_lists, as_tensors
 from hpcdist.core.group import Group
 from hpcdist.core.lists import check_lengths, check_pairs
 from hpcdist.core.work import Work
@@ -123,7 +123,7 @@ def all_gather_multigpu(
     if (pg := world.member_group(group, "all_gather_multigpu")) is None:
         return None
     given = as_tensors(input_tensor_list, "input_tensor_list")
-    outputs = [as_tensors(each, "output_tensor_lists", writable=True) for each in output_tensor_lists]
+    outputs = as_tensor_lists(output_tensor_lists, "output_tensor_lists", writable=True)
     check_pairs("all_gather_multigpu", outputs, given)
     check_lengths("all_gather_multigpu", "output", outputs, pg.size() * len(given))
     return several.all_gather(pg, outputs, given, async_op)
@@ -146,7 +146,7 @@ def reduce_scatter_multigpu(
     if (pg := world.member_group(group, "reduce_scatter_multigpu")) is None:
         return None
     outputs = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
-    inputs = [as_tensors(each, "input_tensor_lists") for each in input_tensor_lists]
+    inputs = as_tensor_lists(input_tensor_lists, "input_tensor_lists")
     check_pairs("reduce_scatter_multigpu", outputs, inputs)
     check_lengths("reduce_scatter_multigpu", "input", inputs, pg.size() * len(outputs))
     return several.reduce_scatter(pg, outputs, inputs, op, async_op)

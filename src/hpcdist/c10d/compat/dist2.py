@@ -20,6 +20,7 @@ from hpcdist.c10d.lifecycle import limited, watch
 from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import private_names
@@ -49,7 +50,8 @@ FACTORIES: dict[str, ProcessGroupFactory] = {}
 
 # the options that each of our backends takes
 OPTIONS: dict[str, tuple[str, ...]] = {"mpi": ("comm",), "gloo": (), "nccl": (), "loopback": ()}
-DEVICES: dict[str, tuple[str, ...]] = {"gloo": ("cpu",), "nccl": ("cuda",)}  # the others carry the device asked for
+EVERY_DEVICE = ("cpu", "cuda", "xpu")
+DEVICES = {"mpi": EVERY_DEVICE, "gloo": ("cpu",), "nccl": ("cuda",), "loopback": EVERY_DEVICE}
 COUNT = itertools.count()  # of groups made here; the same on all processes, which make them in the same order
 
 
@@ -73,11 +75,13 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         The group.
 
     Raises:
-        ValueError: an unknown backend, or a device that it does not carry.
+        TypeError: a timeout that is not a timedelta, or a ``comm`` of another type.
+        ValueError: an unknown backend, a device that it does not carry, or a timeout below zero.
         KeyError: an unknown option.
         DistBackendError: the backend's library is not there.
     """
     where = torch.device(device)
+    check_timeout(timeout, is_optional=False)
     if backend in FACTORIES:
         store, rank, size = meet(timeout)
         return FACTORIES[backend](store, rank, size, timeout, where, **kwargs)
@@ -86,7 +90,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     for option in kwargs:
         if option not in OPTIONS[backend]:
             raise KeyError(f"Unknown option {option} of backend {backend} (known: {OPTIONS[backend]})")
-    carried = DEVICES.get(backend, (where.type,))
+    carried = DEVICES[backend]
     if where.type not in carried:
         raise ValueError(f"backend {backend!r} carries {carried}; got device {where}")
     with limited({where.type: backend}, kwargs.get("comm"), timeout):
@@ -110,9 +114,10 @@ def find_peers(backend: str, timeout: timedelta, options: dict[str, Any]) -> Boo
     if backend == "mpi":
         from hpcdist.backends.mpi.process import runtime
 
-        if not options.get("comm"):
+        if (comm := options.get("comm")) is None:
             decision.check_mpi(decision.launched())
-        comm = options.get("comm") or runtime.world(timeout)
+            comm = runtime.world(timeout)
+        comm = runtime.checked(comm)
         return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)
     store, rank, size = meet(timeout)
     return Bootstrap(rank, size, timeout, store=store)

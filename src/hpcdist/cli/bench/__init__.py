@@ -90,6 +90,8 @@ def run(args: list[str]) -> int:
         if options.explain:
             report.explain(bench)
             return 0
+        if lacks := bench.comm.bcast(report.unwritable(options) if bench.rank == 0 else ""):
+            made.error(lacks)
         status = module.measure(bench)
         report.write(bench)
         plots.write(bench)

@@ -109,6 +109,16 @@ def explain(bench: Bench) -> None:
     console.print(f"Source: {source}.")
 
 
+def unwritable(options: Any) -> str:
+    """Return which of the files that are asked for cannot be written, before the time is spent."""
+    for path in filter(None, (options.json, options.csv, options.html)):
+        try:
+            open(path, "a").close()
+        except OSError as error:
+            return str(error)
+    return ""
+
+
 def write(bench: Bench) -> None:
     if bench.rank or not bench.figures:
         return
