@@ -80,6 +80,7 @@ MUTANTS = [
     ),
     Mutant(QUEUE, "(self._calls or self._turn.locked()) and self._carrier", "self._calls and self._carrier", IN_QUEUE),
     Mutant(QUEUE, "        if self.broken is not None:  # also", "        if False:  # also", IN_QUEUE),
+    Mutant(QUEUE, "    if isinstance(before._error, CallsDifferError):\n", "    if False:\n", IN_QUEUE),
     Mutant(QUEUE, "            self._thread.join()\n", "            pass\n", IN_QUEUE),
     Mutant(QUEUE, "        for work in self.pending():\n            work._finish(error)\n", "", IN_QUEUE),
     Mutant(QUEUE, "    if modes == (is_inf", "    if True or modes == (is_inf", IN_QUEUE),
@@ -239,6 +240,12 @@ MUTANTS = [
         "    if False:\n        raise pickle",
         "mpi/test_objects.py",
     ),
+    Mutant(
+        f"{CORE}/objects.py",
+        "    except BaseException as error:",
+        "    except Exception as error:",
+        "mpi/test_objects.py:interrupted",
+    ),
     # -- backends.mpi: messages under way
     Mutant(
         f"{MPI_BACKEND}/point_to_point.py",
@@ -324,14 +331,14 @@ MUTANTS = [
     Mutant(f"{C10D}/monitored.py", "        elif sequence <= message.sequence:", "        else:", "mpi/test_groups.py"),
     Mutant(
         f"{C10D}/coalescing.py",
-        "            if alike and canonical(call.op) is not canonical(op):\n                flush()\n",
+        "            if alike and canonical(call.op) is not canonical(op):\n                yield from flush()\n",
         "",
         "mpi/test_coalescing.py",
     ),
     Mutant(
         f"{C10D}/coalescing.py",
-        "        flush()\n        work = issue_any(call, pg, True)\n",
-        "        work = issue_any(call, pg, True)\n",
+        "        yield from flush()\n        backend = ",
+        "        backend = ",
         "mpi/test_coalescing.py torch/test_methods.py parity/test_parity.py",
     ),
     Mutant(

@@ -254,6 +254,40 @@ def test_a_rank_that_makes_fewer_calls(end, comm, rank, size):
     made.abort("its calls differ", ends_calls=False)
 
 
+def managed(first, group, size, is_async):
+    with dist._coalescing_manager(group, async_ops=is_async) as manager:
+        if first:
+            dist.barrier(group)
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3), group=group)
+            dist.all_gather_into_tensor(torch.ones(3 * size), torch.ones(3), group)
+    manager.wait()
+
+
+def listed(first, group, size, is_async):
+    tensors = [torch.ones(300_000) for _ in range(3 if first else 1)]  # each in a call of its own
+    work = dist.all_reduce_coalesced([*tensors, torch.ones(3)], group=group, async_op=is_async)
+    if is_async:
+        work.wait()
+
+
+def gathered(first, group, size, is_async):
+    count, length = (3, 4) if first else (1, 5)
+    outputs = [[torch.ones(length) for _ in range(count)] for _ in range(size)]
+    inputs = [torch.ones(length) for _ in range(count)]
+    if is_async:
+        dist.all_gather_coalesced(outputs, inputs, group, True).wait()
+    else:
+        group.all_gather_single_coalesced([torch.ones(size * length)] * count, inputs).wait()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("call", [managed, listed, gathered])
+def test_calls_that_are_one_end_with_the_first_that_differs(call, is_async, group, rank, size):
+    """One rank has more of them: without the others it would wait in the rest."""
+    refused("do not make the same call", call, rank == 0, group, size, is_async)
+
+
 OBJECTS = {
     "scatter": lambda n, root, group: dist.scatter_object_list(
         [None], [0] * n if group.rank() == root else None, None, group, group_src=root

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,8 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(peers, rank, size):
     with pytest.raises(dist.DistBackendError, match=r"on rank 0 of the group: OSError: .*no such data") as caught:
         dist.node_shared((3,), fill=failing)
     assert isinstance(caught.value.__cause__, OSError) is (rank == peers[0])
+    with pytest.raises(SystemExit if rank == peers[0] else dist.DistBackendError, match=r"3$"):
+        dist.node_shared((3,), fill=lambda tensor: sys.exit(3))
     assert dist.node_shared((3,), fill=1).tolist() == [1] * 3
 
 

@@ -227,6 +227,33 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(call, rank, size
         assert equal(mine[0], who)
 
 
+class Interrupted:
+    """Pickling it is interrupted, as by Ctrl-C or a call of ``sys.exit``."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __getstate__(self):
+        raise self.by("while it is pickled")
+
+
+@pytest.mark.parametrize("by", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("call", UNPICKLABLE)
+def test_an_object_whose_pickling_is_interrupted_leaves_nobody_waiting(call, by, rank, size):
+    who = size - 1
+    if rank == who:
+        with pytest.raises(by, match="while it is pickled"):
+            UNPICKLABLE[call](Interrupted(by), who, size)
+    elif call != "gather_object" or rank == 0:
+        with pytest.raises(RuntimeError, match=f"rank {who} .* could not pickle its object: {by.__name__}: while it"):
+            UNPICKLABLE[call]("fine", who, size)
+    else:
+        UNPICKLABLE[call]("fine", who, size)
+    everything = [None] * size
+    dist.all_gather_object(everything, rank)
+    assert everything == list(range(size))
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("count", [4, 4000])
 def test_a_tensor_whose_storage_was_freed_is_an_error_and_no_garbage(count, weights_only, rank, size):

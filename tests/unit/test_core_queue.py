@@ -20,9 +20,10 @@ from hpcdist.core import queue as queue_module
 from hpcdist.core import work as work_module
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.call import Call
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import CallsDifferError, DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue, in_modes_of_caller
+from hpcdist.core.several import in_turn
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import AllWork, DoneWork, Work
@@ -63,6 +64,29 @@ def test_drain_waits_for_everything_that_was_made_before(queue):
     queue.drain()
     assert seen == [1]
     queue.drain()  # nothing is queued
+
+
+@pytest.mark.parametrize("error", [CallsDifferError, ZeroDivisionError, None])
+def test_calls_that_are_one_are_not_made_once_ranks_differ_in_one(error, queue):
+    gate, seen = Gate(), []
+
+    def first():
+        gate()
+        if error is not None:
+            raise error("first")
+
+    works = [queue.put(first, [])]
+    queue.hasten()
+    assert gate.has_begun.wait(20)  # it is under way, as a large one is, when the others are made
+    works += [AllWork([queue.put(lambda number=number: seen.append(number), [])], []) for number in range(2)]
+    assert in_turn(iter([*works[:2], None, *works[2:]])) == works
+    last = queue.put(lambda: seen.append("another"), [])
+    gate.is_open.set()
+    last.wait()
+    for work in works if error is CallsDifferError else works[:1] if error else []:
+        with pytest.raises(error, match="first"):
+            work.wait()
+    assert seen == [*([] if error is CallsDifferError else range(2)), "another"]
 
 
 def test_a_wait_with_a_limit_ends_and_the_call_goes_on(queue):

@@ -13,7 +13,8 @@ from tests.programs import run
 
 # each case in a process of its own, forked before the group is made, which takes less time than to import torch
 CASES = """
-import asyncio, hashlib, json, multiprocessing, os, signal, socket, subprocess, sys, tempfile, threading, time
+import asyncio, faulthandler, hashlib, json, multiprocessing, os, signal, socket, subprocess, sys, tempfile
+import threading, time
 from signal import set_wakeup_fd as pythons_own
 import hpcdist as dist
 from hpcdist.watch.signals import HANDLED, Signals, is_pythons
@@ -159,6 +160,17 @@ def in_children():
     assert started == [[True], [True]], started
     return signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
+def handler_of_faulthandler():
+    with tempfile.TemporaryFile() as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        dist.init_process_group("loopback")
+        def is_dumped():
+            before = os.fstat(file.fileno()).st_size
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.3)
+            return os.fstat(file.fileno()).st_size > before
+        return is_dumped() and not dist.stop_requested() and not is_dumped() and dist.stop_requested()
+
 def hook_of_a_child_with_a_group_of_its_own():
     runs = []
     sys.excepthook = lambda *exception: runs.append(exception[0])
@@ -189,6 +201,7 @@ TRUE = (
     "descriptors",
     "interrupts_that_the_program_has_caught",
     "in_children",
+    "handler_of_faulthandler",
     "hook_of_a_child_with_a_group_of_its_own",
 )
 

@@ -20,10 +20,11 @@ class Reproduction:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
-            switch(self._before)
-        else:
-            hooks.reproducible = self._before  # the others may not come to compare
+        try:
+            if error is None:  # else the others may not come to compare
+                switch(self._before)
+        finally:
+            hooks.reproducible = self._before
 
 
 def reproducible(is_on: bool = True) -> Reproduction:

@@ -123,7 +123,7 @@ def _coalescing_manager(
         finally:
             pg.coalescing = None
         with pg.grouped():
-            works = together(pg, held, async_ops)
+            works = several.in_turn(together(pg, held, async_ops))
     except BaseException as error:
         for _, own in held:
             own._drop(error)
@@ -134,22 +134,21 @@ def _coalescing_manager(
         manager.wait()
 
 
-def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> list[Work | None]:
-    """Begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
-    works: list[Work | None] = []
+def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> Iterator[Work | None]:
+    """Run or begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
     alike: list[Any] = []
     waiting: list[HeldWork] = []  # of those
     op: Any = None
 
-    def flush() -> None:
+    def flush() -> list[Work]:
         begun: list[Work] = []
         if alike and (async_ops or not several.reduce_plain(pg, alike, op)):
             begun.append(several.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
-        works.extend(begun)
         for each in waiting:
             each._begin(begun)
         alike.clear()
         waiting.clear()
+        return begun
 
     for call, own in held:
         # a PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks
@@ -160,17 +159,17 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> l
             and canonical(call.op).__class__ is ReduceOp.RedOpType
         ):
             if alike and canonical(call.op) is not canonical(op):
-                flush()
+                yield from flush()
             op = call.op
             alike.append(call.send)
             waiting.append(own)
             continue
-        flush()
-        work = issue_any(call, pg, True)
-        works.append(work)
+        yield from flush()
+        backend = pg.any_backend() if call.tensor is None else pg.backend(getattr(call.tensor, "device", "cpu"))
+        work = issue_any(call, pg, async_ops or backend.has_groups)
         own._begin([] if work is None else [work])
-    flush()
-    return works
+        yield work
+    yield from flush()
 
 
 def begun_or_ended(work: Work, async_op: bool) -> Work | None:

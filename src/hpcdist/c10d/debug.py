@@ -108,7 +108,7 @@ def stop_requested(group: Group | None = None) -> bool:
     mine = 0
     if RUNNING:
         signals = RUNNING[0].signals
-        signals.is_asked = True
+        signals.ask()
         mine = int(bool(signals.received))
     flag: Any = torch.tensor([mine], dtype=torch.int32, device=pg.any_backend().device)
     issue(ALL_REDUCE, pg, flag, flag, MAX)

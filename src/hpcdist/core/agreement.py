@@ -75,15 +75,18 @@ def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:
     """Take a step on every rank and return what it gave on each, pickled; if it failed on one, raise the same on all.
 
     Every rank of the backend's group calls, with the user's call for the message. A TypeError or ValueError of the
-    lowest rank on which it failed stays one; anything else is a DistBackendError.
+    lowest rank on which it failed stays one; anything else is a DistBackendError. A rank that was interrupted in the
+    step raises KeyboardInterrupt itself.
     """
     value, failure = None, None
     try:
         value = step()
-    except Exception as error:
+    except BaseException as error:
         failure = error
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
     outcomes = backend.objects.all_gather((value, text), call=call)
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure
     for rank, (_, text) in enumerate(outcomes):
         if text:
             kind = CALLERS_MISTAKES.get(text.partition(":")[0], DistBackendError)

@@ -151,7 +151,7 @@ def tensor(storage: Any, dtype: torch.dtype, layout: Any, requires_grad: bool, i
 
 def packed(
     value: Any, rank: int, *, is_whole: bool = False, weights_only: bool = False
-) -> tuple[bytes, list[memoryview], Exception | None]:
+) -> tuple[bytes, list[memoryview], BaseException | None]:
     """Pickle an object of this rank that other ranks wait for; a whole one leaves no buffer out of the pickle.
 
     With ``weights_only`` it is written by ``torch.save``, for ``torch.load(weights_only=True)``. Returns the bytes, the
@@ -172,7 +172,7 @@ def packed(
         written = io.BytesIO()
         ObjectPickler(written, None if is_whole else keep).dump(value)
         return written.getvalue(), [each.raw() for each in apart], None
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C too: a rank that left here would be in step with the others no more
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
         return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error
 
@@ -208,7 +208,7 @@ def unpickled(data: torch.Tensor, weights_only: bool) -> Any:
     return unpacked(data.cpu().numpy().data, weights_only=weights_only)
 
 
-def packed_list(values: list[Any], rank: int, **how: bool) -> tuple[list[Packed], Exception | None]:
+def packed_list(values: list[Any], rank: int, **how: bool) -> tuple[list[Packed], BaseException | None]:
     """Pickle the objects of a scatter as ``packed`` does; if one cannot be, nobody gets an object."""
     made = [packed(value, rank, **how) for value in values]
     bad = next((each for each in made if each[2] is not None), None)
@@ -254,7 +254,7 @@ class TensorObjects(Objects):
         self._backend = backend
         self.rank, self.size = backend.rank, backend.size
 
-    def _packed(self, value: Any, weights_only: bool) -> tuple[torch.Tensor, Exception | None]:
+    def _packed(self, value: Any, weights_only: bool) -> tuple[torch.Tensor, BaseException | None]:
         data, _, failure = packed(value, self.rank, is_whole=True, weights_only=weights_only)
         return as_bytes(data).to(self._backend.device), failure
 

@@ -12,6 +12,7 @@ from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ class QueuedWork(Work):
 
     def _pursue(self) -> None:
         self._queue.hasten()
+
+    def _follow(self, before: Work) -> None:
+        run = self._run
+        if run is not None:
+            self._run = partial(run_after, before, run)
 
 
 class Queue:
@@ -329,6 +335,13 @@ class Queue:
             self.running = None
         self._carrier = None
         self._turn.release()
+
+
+def run_after(before: Work, run: Callable[..., None], *buffers: Any) -> None:
+    """Run a call unless ranks have made different ones in its predecessor: the others make none that follows."""
+    if isinstance(before._error, CallsDifferError):
+        raise before._error
+    run(*buffers)
 
 
 def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:

@@ -215,6 +215,13 @@ class Work(KeptAlive, torch.distributed.Work):
     def _pursue(self) -> None:
         """See to it that a future asked for is fulfilled though nobody waits."""
 
+    def _parts(self) -> list[Work]:
+        """Return the calls that this one stands for."""
+        return [self]
+
+    def _follow(self, before: Work) -> None:
+        """Be made only if ranks did not differ in an earlier call, where that is known before this one is made."""
+
 
 class DoneWork(Work):
     """A call that had ended before its Work was made."""
@@ -270,6 +277,9 @@ class AllWork(Work):
 
         for work in self._works:
             work.get_future().add_done_callback(ended)
+
+    def _parts(self) -> list[Work]:
+        return [part for work in self._works for part in work._parts()]
 
     def _devices(self) -> list[int | str | torch.device]:
         return list(dict.fromkeys(device for work in self._works for device in work._devices()))

@@ -5,8 +5,9 @@ writes the signal's number to a descriptor (``signal.set_wakeup_fd``) that the w
 
 SIGUSR1 and SIGTERM write a trace and are remembered for ``stop_requested``. A program that never asks
 ``stop_requested`` ends by SIGTERM as it always did, after the trace. A handler that the program has installed
-stays in its place; an ignored SIGUSR1 is taken over, because job scripts start their ranks with it ignored: as
-long as nothing handles it, it would end them.
+stays in its place, and so does one that only C knows (``faulthandler.register``), until the program asks
+``stop_requested``, which would not be told of the signal. An ignored SIGUSR1 is taken over, because job scripts start
+their ranks with it ignored: as long as nothing handles it, it would end them.
 
 SIGINT (Ctrl-C) raises KeyboardInterrupt as ever. If the call that it found the main thread in has not ended 1 s later,
 the watchdog ends it, as one that is overdue: the program then gets its KeyboardInterrupt, or the job is aborted.
@@ -29,6 +30,7 @@ import signal
 import socket
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -79,6 +81,7 @@ class Signals:
         self.is_asked = False  # whether the program asks for them itself, by stop_requested
         self._theirs = Wanted()
         self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
+        self._left: list[signal.Signals] = []  # the signals that were left to a handler of C's
         self._is_installed = False
         self._raises = self._raise  # one object, which programs compare
 
@@ -88,13 +91,24 @@ class Signals:
             return
         self._theirs = Wanted.of(self._hold())
         signal.set_wakeup_fd = self._want
-        for number, replaced in WATCHED.items():
-            if signal.getsignal(number) in replaced:
-                self._replaced[number] = signal.signal(number, self._note)
+        self._left = [number for number in WATCHED if is_handled_in_c(number)]
+        self._handle([number for number in WATCHED if number not in self._left])
         signal.default_int_handler = self._raises
         if signal.getsignal(signal.SIGINT) is default_int_handler:
             signal.signal(signal.SIGINT, self._raises)
         self._is_installed = True
+
+    def _handle(self, numbers: list[signal.Signals]) -> None:
+        for number in numbers:
+            if signal.getsignal(number) in WATCHED[number]:
+                self._replaced[number] = signal.signal(number, self._note)
+
+    def ask(self) -> None:
+        """Note that the program asks for signals itself, on whatever thread."""
+        self.is_asked = True
+        if self._left and threading.current_thread() is threading.main_thread():
+            self._handle(self._left)
+            self._left = []
 
     def _hold(self) -> int:
         """Have signals written to our descriptor, and return the one until now."""
@@ -171,6 +185,23 @@ def is_pythons(handler: Any) -> bool:
     """
     is_asyncios = getattr(getattr(handler, "func", None), "__module__", None) == "asyncio.runners"
     return handler in (signal.default_int_handler, default_int_handler) or is_asyncios
+
+
+def is_handled_in_c(number: int) -> bool:
+    """Tell whether C code has set a handler that Python does not know, as ``faulthandler.register`` does.
+
+    That of MPI, such as MPICH's for SIGUSR1 with the device ch3, counts as none.
+    """
+    if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
+        return False
+    libc = ctypes.CDLL(None)
+    action, where = ctypes.create_string_buffer(256), (ctypes.c_char_p * 4)()  # a sigaction, which begins with it
+    libc.sigaction(int(number), None, action)
+    handler = ctypes.c_void_p.from_buffer(action)
+    if handler.value in (None, int(signal.SIG_IGN)):
+        return False
+    libc.dladdr(handler, where)
+    return not Path(os.fsdecode(where[0] or b"")).name.startswith("libmp")
 
 
 def end_by(number: int) -> None:

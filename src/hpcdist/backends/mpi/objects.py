@@ -139,7 +139,7 @@ class MPIObjects(Objects):
         self._check("scatter_object", failure)
         return unpacked(*received, weights_only=weights_only)
 
-    def _check(self, call: str, failure: Exception | None) -> None:
+    def _check(self, call: str, failure: BaseException | None) -> None:
         if self._communicator.is_checked:
             self._communicator.check(call)
         if failure is not None:
