@@ -89,6 +89,8 @@ from hpcdist.c10d.point_to_point import P2POp, batch_isend_irecv, recv, send
 from hpcdist.beyond.profile import Profile, profile
 from hpcdist.c10d.queries import (
     GroupMember,
+    _get_process_group_name,
+    _rank_not_in_group,
     get_backend,
     get_backend_config,
     get_backend_impl,
@@ -106,16 +108,6 @@ from hpcdist.c10d.queries import (
 )
 from hpcdist.beyond.reproducible import reproducible
 from hpcdist.c10d.shrink import SHRINK_ABORT, SHRINK_DEFAULT, failed_ranks, revoke_process_group, shrink_group
-from hpcdist.c10d.torch_names import UNDERSCORED as _UNDERSCORED
-from hpcdist.c10d.torch_names import (
-    BuiltinCommHookType,
-    GradBucket,
-    Logger,
-    ProcessGroupGloo,
-    Reducer,
-    _get_process_group_name,
-    _rank_not_in_group,
-)
 from hpcdist.beyond.varied import all_gather_varied, all_to_all_varied, reduce_scatter_varied
 from hpcdist.beyond.window import Window
 from hpcdist.core.point_to_point import irecv, isend
@@ -124,6 +116,8 @@ from hpcdist.core.work import Work
 from hpcdist.launch.rendezvous import _create_store_from_options, register_rendezvous_handler, rendezvous
 from hpcdist.torch_bridge import compiler as _compiler
 from hpcdist.torch_bridge.mirror import GroupName
+from hpcdist.torch_bridge.private_names import UNDERSCORED as _UNDERSCORED
+from hpcdist.torch_bridge.private_names import BuiltinCommHookType, GradBucket, Logger, ProcessGroupGloo, Reducer
 from hpcdist.torch_bridge.profiler import record_comm
 from hpcdist_stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 

@@ -124,7 +124,6 @@ CASES = {
     "splits, a number": (TypeError, lambda n: dist.split_group(None, 5), "subgroups are 5 of type int"),
     "size of subgroups": (TypeError, lambda n: dist.new_subgroups("2"), "group_size is '2'"),
     "backend of a number": (TypeError, lambda n: dist.get_backend_impl(None, 0.5), ""),
-    "a word for an op": (TypeError, lambda n: dist.supports_complex("sum"), "op is 'sum' of type str"),
     "no shape": (TypeError, lambda n: dist.node_shared(None), "`shape` is None of type NoneType"),
     "float shape": (TypeError, lambda n: dist.node_shared((2, 0.5)), "`shape` is 0.5 of type float"),
     "quantized shared": (TypeError, lambda n: dist.node_shared(2, torch.quint8), "`dtype` is torch.quint8"),

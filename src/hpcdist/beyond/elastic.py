@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.beyond.membership import Decision, Outcome, Report, Status, count_rivals, decide
+from hpcdist.beyond.membership import Decision, Report, Status, count_rivals, decide
 from hpcdist.beyond.snapshot import Snapshot, Stateful
 from hpcdist.c10d.lifecycle import destroy_process_group, init_process_group, make_default_group
 from hpcdist.core import registry
@@ -233,8 +233,7 @@ class ElasticJob:
         if not self.survives:
             return self._come_without_ulfm(status)
         while True:
-            outcome = self._meet(status)
-            if outcome is Outcome.END:
+            if self._meet(status):
                 self._has_ended = True
                 return False
             if self.rank is not None:
@@ -261,8 +260,8 @@ class ElasticJob:
         self._has_ended = True
         return False
 
-    def _meet(self, status: Status) -> Outcome:
-        """Meet until a meeting goes well for all; return what it has come to, or raise its error on every process."""
+    def _meet(self, status: Status) -> bool:
+        """Meet until a meeting goes well for all; tell whether the job ends, or raise its error on every process."""
         had_failed, size = False, 0
         while True:
             if status in (Status.FAILED, Status.AGAIN):
@@ -343,13 +342,13 @@ class ElasticJob:
                 with self._waiting(FORM_LEAST):
                     self._form(own)
         self.changes = decision.changes
-        if decision.outcome is Outcome.GO_ON and self._id in decision.members:
+        if not decision.ends and not decision.reason and self._id in decision.members:
             self._take_over(default_group(), decision.source)
         return True
 
-    def _commit(self, decision: Decision) -> Outcome:
-        """Take note of what all have agreed on."""
-        if decision.outcome is Outcome.ERROR:
+    def _commit(self, decision: Decision) -> bool:
+        """Take note of what all have agreed on; tell whether the job ends."""
+        if decision.reason:
             self._has_ended = True
             raise DistBackendError(decision.reason) from self._error
         self._error = None
@@ -360,7 +359,7 @@ class ElasticJob:
         if decision.lost:
             self._changed.append(time.monotonic())
             LOG.info("lost %s; %d ranks go on", listed(decision.lost), self.size)
-        return decision.outcome
+        return decision.ends
 
     def _form(self, own: Backend) -> None:
         """Make the default group on a communicator; every rank of it calls."""

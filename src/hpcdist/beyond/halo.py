@@ -43,11 +43,6 @@ def copying(target: Tensor, source: Tensor) -> Step:
     return partial(target.copy_, source)
 
 
-def copying_once(target: Tensor, source: Tensor) -> Step:
-    """Return the same for a single time."""
-    return partial(target.copy_, source)
-
-
 def adding(target: Tensor, source: Tensor) -> Step:
     """Return what adds a tensor to another one."""
     return partial(target.add_, source)
@@ -62,11 +57,7 @@ def exchange(
         sends: the tensor for each receiver, by global rank; this rank too. Ranks that call must give each other as many
             ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
         recvs: the tensor to write for each sender, by global rank; at least as large as what is sent.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no mapping from ranks to dense tensors; before anything is sent.
@@ -211,7 +202,7 @@ class HaloExchange:
         seen = whole.data_ptr(), whole.shape, whole.stride(), whole.dtype, whole.is_conj(), whole.is_neg()
         if (steps := self._known.get(seen)) is None:
             self._check(whole, 3)
-            steps = self._filling(whole, copying)
+            steps = self._filling(whole)
             if len(self._known) == ARRAYS_KEPT:
                 del self._known[next(iter(self._known))]
             self._known[seen] = steps  # what was described still belongs to the memory, which the steps keep
@@ -278,7 +269,7 @@ class HaloExchange:
                         whole.narrow(at, -width, width).zero_()
                 inner = self._inner(whole)
                 is_kept = whole.nbytes <= COPY_KEPT and whole.is_cpu and tensor.__class__ in PLAIN_TYPES
-                steps = self._filling(whole, copying if is_kept else copying_once)
+                steps = self._filling(whole)
             if is_kept:
                 self._kept = looks, whole, inner, steps
         inner.copy_(tensor)
@@ -293,9 +284,10 @@ class HaloExchange:
             self._swap(dim, (low, high), (first, last), adding)()
         return self._inner(whole)
 
-    def _filling(self, whole: Tensor, write: Write) -> list[Step]:
+    def _filling(self, whole: Tensor) -> list[Step]:
         """Return what copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
-        return [self._swap(dim, (first, last), (low, high), write) for dim, low, first, last, high in self._ends(whole)]
+        ends = self._ends(whole)
+        return [self._swap(dim, (first, last), (low, high), copying) for dim, low, first, last, high in ends]
 
     def _ends(self, whole: Tensor) -> list[Ends]:
         """Return the dimensions in which this rank has neighbours, and the layers of cells that they exchange."""
@@ -303,12 +295,8 @@ class HaloExchange:
         for dim, (width, neighbours) in enumerate(zip(self.width, self._neighbours, strict=True)):
             if width and neighbours != (None, None):
                 at = dim - len(self.dims)
-                size = whole.size(at)
-                if (rest := size - 4 * width) >= 0:
-                    low, first, _, last, high = whole.split_with_sizes((width, width, rest, width, width), at)
-                else:
-                    starts = 0, width, size - 2 * width, size - width
-                    low, first, last, high = (whole.narrow(at, start, width) for start in starts)
+                end = whole.size(at) - width
+                low, first, last, high = (whole.narrow(at, start, width) for start in (0, width, end - width, end))
                 found.append((dim, low, first, last, high))
         return found
 
@@ -329,8 +317,7 @@ class HaloExchange:
         sends, recvs = ([(buffer, peer) for buffer, peer, _ in ends] for ends in (sent, received))
         are_plain = all(buffer.__class__ in PLAIN_TYPES and buffer.is_cpu for buffer, _ in (*sends, *recvs))
         exchange = between(self._group, sends, recvs, are_plain)
-        copy = copying if write is copying else copying_once
-        first = [copy(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
+        first = [copying(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
         last = [write(target, buffer) for buffer, _, target in received if buffer is not target]
         return one_after_another([*first, exchange, *last]) if first or last else exchange
 

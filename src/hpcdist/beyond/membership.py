@@ -22,14 +22,6 @@ class Status(IntEnum):
     LEFT = 4  # the loop, and cannot come back to it
 
 
-class Outcome(IntEnum):
-    """What a meeting has come to."""
-
-    GO_ON = 0
-    END = 1
-    ERROR = 2
-
-
 class Report(NamedTuple):
     """What a process sends at a meeting; int64 each."""
 
@@ -46,7 +38,7 @@ class Report(NamedTuple):
 class Decision(NamedTuple):
     """What follows from the reports of the processes; the same on all of them."""
 
-    outcome: Outcome
+    ends: bool  # whether the job does
     epoch: int
     members: list[int]  # ids of the ranks that go on, in order
     lost: list[int]  # ranks of the last default group
@@ -54,7 +46,7 @@ class Decision(NamedTuple):
     changes: int
     present: list[int]  # ids of all living processes
     remakes: bool  # whether the default group is made again
-    reason: str = ""
+    reason: str = ""  # why the job cannot go on; empty if it does, or ends
 
 
 def count_rivals(living: Collection[int], missing: Collection[int]) -> int:
@@ -102,9 +94,8 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int, 
             reason = "a rank has left the loop over the steps and others have not; use stop() on all ranks to end it"
         elif not lost and Status.FAILED in statuses and not statuses & {Status.AGAIN, Status.BEGINS}:
             reason = "a step has failed though no rank was lost; see the error of the rank where it did"
-    outcome = Outcome.ERROR if reason else Outcome.END if has_ended else Outcome.GO_ON
     return Decision(
-        outcome,
+        has_ended,
         max(report.epoch for report in reports) + 1,
         chosen,
         lost,

@@ -2,8 +2,7 @@
 
 The memory is a file of /dev/shm (``core.memory_file``) and not a window of MPI's: MPI_Win_free takes all ranks of the
 node, so that a window could be freed neither when one rank drops its tensor nor by Python's garbage collector, and a
-tensor used after it would crash. A file's memory is unmapped by each rank for itself and lives as long as anybody has
-it; it works without MPI, and torch hands it to processes that a DataLoader starts, without a copy.
+tensor used after it would crash. A file's memory is unmapped by each rank for itself, and it works without MPI.
 """
 
 from __future__ import annotations

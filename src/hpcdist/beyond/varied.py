@@ -13,13 +13,13 @@ requires grad. A NumPy array stands for a CPU tensor on its memory, and is retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from functools import lru_cache
 from hashlib import blake2b
 from math import prod
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,14 +71,12 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
     sizes, is_recorded, slots = agree(
         pg, "all_gather_varied", form_of(given, dim), is_fit, dim, [rows], is_tracked(given)
     )
-    if is_recorded:
-        out = WithGradient.apply(
-            recorded(given, True).movedim(dim, 0),
-            lambda rows: gather(rows, pg, sizes, slots),
-            lambda gradient: reduce_scatter(gradient, pg, sizes, SUM),
-        )
-    else:
-        out = gather(rows, pg, sizes, slots)
+    out = carried_out(
+        rows,
+        is_recorded,
+        lambda rows: gather(rows, pg, sizes, slots),
+        lambda gradient: reduce_scatter(gradient, pg, sizes, SUM),
+    )
     return like(tensor, out if dim == 0 else out.movedim(0, dim)), sizes
 
 
@@ -113,19 +111,18 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
             f"reduce_scatter_varied: the ranks ask for {sizes} rows; expected numbers that add up to "
             f"{given.size(dim)}, the tensor's size along dimension {dim}"
         )
-    if dim == 0 and not is_recorded:
-        return like(tensor, reduce_scatter(given, pg, sizes, op))
     if is_recorded and op not in (SUM, AVG):
         raise RuntimeError(
             f"reduce_scatter_varied has no gradient for {op}; expected SUM or AVG, or tensors without requires_grad"
         )
     share = 1 / pg.size() if op == AVG else 1
-    rows = WithGradient.apply(
-        recorded(given, is_recorded).movedim(dim, 0),
+    out = carried_out(
+        given if dim == 0 else given.movedim(dim, 0),
+        is_recorded,
         lambda rows: reduce_scatter(rows, pg, sizes, op),
         lambda gradient: gather(gradient, pg, sizes) * share,
     )
-    return like(tensor, rows.movedim(0, dim))
+    return like(tensor, out if dim == 0 else out.movedim(0, dim))
 
 
 def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
@@ -134,8 +131,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     Args:
         tensors: one tensor a rank, in rank order, of any number of rows, none too; the other dimensions and the dtype
             are the same in all lists.
-        dim: the dimension that varies.
-        group: the group; None for the default one.
+        dim, group: as for ``all_gather_varied``.
 
     Returns:
         The list of what each rank sent to this one, contiguous tensors; None on ranks outside the group.
@@ -152,18 +148,16 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     given, dim = [tensor_of(pg, each, "tensors") for each in tensors], as_int(dim, "dim")
     forms = dict.fromkeys(form_of(each, dim) for each in given)
     is_fit = len(given) == pg.size() and len(forms) == 1 and has_dimension(given[0], dim)
-    form = next(iter(forms)) if is_fit else form_in(f"a list of {len(given)}: {', '.join(each.text for each in forms)}")
-    parts = [each if dim == 0 else each.movedim(dim, 0) for each in given] if is_fit else [0] * pg.size()
+    form = next(iter(forms)) if is_fit else f"a list of {len(given)}: {', '.join(forms)}"
+    parts: list[Any] = [each if dim == 0 else each.movedim(dim, 0) for each in given] if is_fit else [0] * pg.size()
     sizes = [each.size(dim) for each in given] if is_fit else []
     received, is_recorded, slots = agree(pg, "all_to_all_varied", form, is_fit, dim, parts, is_tracked(*given))
-    if is_recorded:
-        out = WithGradient.apply(
-            cat([recorded(each, True).movedim(dim, 0) for each in given]),
-            lambda rows: exchange(rows, pg, sizes, received, slots),
-            lambda gradient: exchange(gradient, pg, received, sizes),
-        )
-    else:
-        out = exchange(parts, pg, sizes, received, slots)
+    out = carried_out(
+        cat(parts) if is_recorded else parts,
+        is_recorded,
+        lambda rows: exchange(rows, pg, sizes, received, slots),
+        lambda gradient: exchange(gradient, pg, received, sizes),
+    )
     rows = torch.split_with_sizes(out, received)
     return [like(tensors[0], part if dim == 0 else part.movedim(0, dim)) for part in rows]
 
@@ -192,27 +186,20 @@ def is_tracked(*tensors: Tensor) -> bool:
     return False
 
 
-class Form(NamedTuple):
-    """What has to be the same on all ranks."""
-
-    text: str
-    mark: int  # 64 bits that another text does not have
+@lru_cache(FORMS_KEPT)
+def mark_of(form: str) -> int:
+    """Return 64 bits that another form does not have."""
+    return int.from_bytes(blake2b(form.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @lru_cache(FORMS_KEPT)
-def form_in(text: str) -> Form:
-    """Return the form of a text."""
-    return Form(text, int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True))
-
-
-@lru_cache(FORMS_KEPT)
-def form_like(dtype: torch.dtype, before: tuple[int, ...], after: tuple[int, ...] | None, end: str) -> Form:
+def form_like(dtype: torch.dtype, before: tuple[int, ...], after: tuple[int, ...] | None, end: str) -> str:
     """Return the form of a tensor with some sizes before and after the dimension that varies, if one does."""
-    return form_in(f"{dtype} {list(before) if after is None else [*before, 'any', *after]} on {end}")
+    return f"{dtype} {list(before) if after is None else [*before, 'any', *after]} on {end}"
 
 
-def form_of(tensor: Tensor, dim: int | None, more: str = "") -> Form:
-    """Return what has to be the same on all ranks: all but the size along a dimension, and what is added."""
+def form_of(tensor: Tensor, dim: int | None, more: str = "") -> str:
+    """Return as text what has to be the same on all ranks: all but the size along a dimension, and what is added."""
     shape: tuple[int, ...] = tensor.shape
     end = "cpu" + more if tensor.is_cpu else tensor.device.type + more
     if dim is None or not has_dimension(tensor, dim):
@@ -288,7 +275,7 @@ class Slots:
 
 
 def agree(
-    pg: Group, call: str, form: Form, is_fit: bool, dim: int, parts: Sequence[Any], is_recorded: bool
+    pg: Group, call: str, form: str, is_fit: bool, dim: int, parts: Sequence[Any], is_recorded: bool
 ) -> tuple[list[int], bool, Slots | None]:
     """Return each rank's size for this one, whether any rank's input needs a gradient, and the slots if rows are there.
 
@@ -298,7 +285,7 @@ def agree(
     if (slots := pg.kept.get(call)) is None:
         row = table.ALL_TO_ALL_SINGLE if call == "all_to_all_varied" else table.ALL_GATHER_SINGLE
         slots = pg.kept[call] = Slots(pg, row, 0)
-    mark = form.mark
+    mark = mark_of(form)
     slots.fill(parts, mark, is_recorded)
     sizes, is_known, is_joined, most = [], is_fit, True, 0
     for size, theirs, flags, largest in slots.exchange(pg):
@@ -321,10 +308,10 @@ def agree(
     return sizes, is_recorded, slots if is_joined else None
 
 
-def misfit(pg: Group, call: str, form: Form, dim: int) -> MismatchError:
+def misfit(pg: Group, call: str, form: str, dim: int) -> MismatchError:
     """Return the error of ranks whose tensors do not fit; every rank calls."""
     texts: list[Any] = [None] * len(pg.ranks)
-    all_gather_object(texts, form.text, pg)
+    all_gather_object(texts, form, pg)
     found = "; ".join(f"{text} of {listed(those)}" for text, those in by_value(texts).items())
     return MismatchError(
         f"{call}: the ranks' tensors do not fit: {found}; expected a dimension {dim}, and otherwise "
@@ -333,11 +320,15 @@ def misfit(pg: Group, call: str, form: Form, dim: int) -> MismatchError:
     )
 
 
-def recorded(tensor: Tensor, is_recorded: bool) -> Tensor:
-    """Return a tensor whose result is part of a graph if any rank's is: all ranks take part in its gradient."""
-    if is_recorded and not tensor.requires_grad and torch.is_grad_enabled():
-        return tensor.detach().requires_grad_()
-    return tensor
+def carried_out(
+    rows: Any, is_recorded: bool, call: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Make a call, whose result is part of a graph if any rank's is: all ranks take part in its gradient."""
+    if not is_recorded:
+        return call(rows)
+    if not rows.requires_grad and torch.is_grad_enabled():
+        rows = rows.detach().requires_grad_()
+    return WithGradient.apply(rows, call, back)
 
 
 def like(given: Any, tensor: Tensor) -> Any:

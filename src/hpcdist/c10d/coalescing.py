@@ -28,11 +28,7 @@ def all_reduce_coalesced(
     Args:
         tensors: a tensor or a list of them, all of one dtype; the same sizes on all ranks.
         op: a ReduceOp; half types accumulate in float32.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no list of tensors.
@@ -60,11 +56,7 @@ def all_gather_coalesced(
     Args:
         output_tensor_lists: for each rank a list of outputs, one for each of its inputs, written in place.
         input_tensor_list: this rank's inputs; the same sizes on all ranks.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no list of lists of tensors.

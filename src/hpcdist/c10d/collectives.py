@@ -70,13 +70,8 @@ def broadcast(
 
     Args:
         tensor: input on the source, output elsewhere, written in place; same size and dtype on all ranks.
-        src: the source as a global rank; give this or ``group_src``.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-        group_src: the source as a rank of the group.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        src, group_src: the source as a global rank or as a rank of the group, one of them.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         ValueError: no source, two sources, or one outside the group.
@@ -98,14 +93,9 @@ def reduce(
 
     Args:
         tensor: input; on the destination also output, written in place. Elsewhere it is left as it was.
-        dst: the destination as a global rank; give this or ``group_dst``.
+        dst, group_dst: the destination as a global rank or as a rank of the group, one of them.
         op: a ReduceOp; half types accumulate in float32.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-        group_dst: the destination as a rank of the group.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         ValueError, RuntimeError, TypeError: as for ``all_reduce``, and for a wrong destination.
@@ -123,11 +113,7 @@ def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, 
         output_tensor: world_size times the elements of the input, concatenated or stacked: the shape does
             not matter, the number of elements does.
         input_tensor: this rank's share; the same size on all ranks. It may be its own place in the output.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         ValueError: sizes or dtypes that do not fit.
@@ -151,13 +137,8 @@ def gather_single(
     Args:
         tensor: this rank's share; the same size on all ranks.
         gather_tensor: on the destination world_size times the elements of ``tensor``; not looked at elsewhere.
-        dst: the destination as a global rank; rank 0 if neither this nor ``group_dst`` is given.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-        group_dst: the destination as a rank of the group.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        dst, group_dst: the destination as a global rank or as a rank of the group; rank 0 if neither is given.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         ValueError: no ``gather_tensor`` on the destination, or sizes or dtypes that do not fit.
@@ -183,11 +164,7 @@ def reduce_scatter_single(
         output: this rank's share.
         input: world_size times the elements of the output; share r goes to rank r.
         op: a ReduceOp; half types accumulate in float32.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         ValueError: sizes or dtypes that do not fit, and as for ``all_reduce``.
@@ -214,11 +191,7 @@ def all_to_all_single(
         output_split_sizes: rows of ``output`` from each rank; None for equal shares. Some ranks may give splits and
             others None, as long as what one rank sends another is what that one receives.
         input_split_sizes: rows of ``input`` to each rank; None for equal shares.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
@@ -239,14 +212,10 @@ def barrier(
     """Wait until every rank of the group has called this.
 
     Args:
-        group: the group; None for the default one.
-        async_op: return a Work at once.
+        group, async_op: as for ``all_reduce``, as is what is returned.
         device_ids: a list of a GPU's number: the barrier runs on this rank's GPU, after what is queued there. Without
             it, or if the group carries no CUDA tensors, it is the CPU's.
         timeout: the most to wait; None for the group's own limit.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
 
     Raises:
         TypeError: ``device_ids`` is not a list, or ``timeout`` no timedelta.
@@ -283,11 +252,7 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     Args:
         tensor_list: one output a rank, written in place; sizes may differ from rank to rank.
         tensor: this rank's input; as many elements as every rank's output for this rank.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no list of tensors.
@@ -311,13 +276,8 @@ def gather(
     Args:
         tensor: this rank's input; the same size on all ranks.
         gather_list: on the destination one output a rank, written in place; None elsewhere.
-        dst: the destination as a global rank; rank 0 where neither this nor ``group_dst`` is given.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-        group_dst: the destination as a rank of the group.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        dst, group_dst: the destination as a global rank or as a rank of the group; rank 0 if neither is given.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no tensor, or no list of tensors.
@@ -343,13 +303,8 @@ def scatter(
     Args:
         tensor: this rank's output, written in place; the same size on all ranks.
         scatter_list: on the source one input a rank; None elsewhere.
-        src: the source as a global rank; rank 0 where neither this nor ``group_src`` is given.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-        group_src: the source as a rank of the group.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        src, group_src: the source as a global rank or as a rank of the group; rank 0 if neither is given.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no tensor, or no list of tensors.
@@ -371,11 +326,7 @@ def reduce_scatter(
         output: this rank's entry of the result, written in place.
         input_list: one input a rank; entry r has the same size on all ranks, entries may differ in size.
         op: a ReduceOp; half types accumulate in float32.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no tensor, or no list of tensors.
@@ -394,11 +345,7 @@ def all_to_all(
     Args:
         output_tensor_list: one output a rank, written in place; sizes may differ.
         input_tensor_list: one input a rank; sizes may differ.
-        group: the group; None for the default one.
-        async_op: return a Work at once.
-
-    Returns:
-        The Work if ``async_op``; None otherwise and on ranks outside the group.
+        group, async_op: as for ``all_reduce``, as is what is returned.
 
     Raises:
         TypeError: no lists of tensors.

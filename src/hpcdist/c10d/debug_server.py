@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as c10d
@@ -17,6 +17,7 @@ import torch.distributed as c10d
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment, rendezvous
 from hpcdist.torch_bridge.features import has
+from hpcdist.torch_bridge.replaced import replace
 
 STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
 
@@ -50,23 +51,14 @@ def torchruns_variables() -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def install() -> None:
-    """Let torch's function of that name work without torchrun."""
-    debug: Any = __import__("torch.distributed.debug", fromlist=["start_debug_server"])
-    stock = debug.start_debug_server
-
-    @wraps(stock)
-    def start_debug_server(*args: Any, **kwargs: Any) -> None:
-        launch = environment.detect()
-        is_mpi = WORLD.default is not None and launch is not None and launch.starts_mpi  # nobody serves at the address
-        if {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys() and not is_mpi:
-            stock(*args, **kwargs)
-            return
-        with torchruns_variables():
-            stock(*args, **kwargs)
-
-    debug.start_debug_server = start_debug_server
+def start_debug_server(stock: Any, *args: Any, **kwargs: Any) -> None:
+    """Start torch's server, also without torchrun."""
+    launch = environment.detect()
+    is_mpi = WORLD.default is not None and launch is not None and launch.starts_mpi  # nobody serves at the address
+    has_all = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys() and not is_mpi
+    with nullcontext() if has_all else torchruns_variables():
+        stock(*args, **kwargs)
 
 
 if has("`torch.distributed.debug`"):
-    install()
+    replace("start_debug_server", start_debug_server, import_module("torch.distributed.debug"))

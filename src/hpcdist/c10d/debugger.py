@@ -9,6 +9,7 @@ from __future__ import annotations
 import bdb
 import pdb
 import sys
+from traceback import walk_stack
 from types import FrameType
 
 HINT = (
@@ -35,7 +36,7 @@ class RankDebugger(pdb.Pdb):
         if not self.has_terminal:
             self.message(HINT.format(rank=self.rank))
         self.reset()
-        self.botframe = callers(frame)[-1]  # where stepping ends
+        *_, (self.botframe, _) = walk_stack(frame)  # where stepping ends
         self.interaction(frame, None)
         if self.quitting and self.has_input:
             raise bdb.BdbQuit
@@ -43,7 +44,7 @@ class RankDebugger(pdb.Pdb):
     def go_on(self, frame: FrameType) -> None:
         """Step or run on as it was told, from the frame's next line."""
         if self.has_input and (self.stoplineno != -1 or self.breaks):
-            for each in callers(frame):
+            for each, _ in walk_stack(frame):
                 each.f_trace = self.trace_dispatch
             sys.settrace(self.trace_dispatch)
 
@@ -52,11 +53,3 @@ class RankDebugger(pdb.Pdb):
         self.has_input = False
         self.message(f"rank {self.rank} has no input, and goes on")
         return self.do_continue(arg)
-
-
-def callers(frame: FrameType) -> list[FrameType]:
-    """Return a frame and all that it was called from."""
-    found = [frame]
-    while (outer := found[-1].f_back) is not None:
-        found.append(outer)
-    return found

@@ -105,14 +105,10 @@ def check(pg: Group, backend: Backend, call: Call | str) -> None:
 
 def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
     """Return by aspect which ranks have which value, where they differ."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for aspect, name in ASPECTS.items():
-        values = by_value(str(getattr(each, aspect)) for each in prints)
-        if len(values) > 1:
-            found[name] = values
-        if aspect == "call" and found:
-            break  # what follows cannot be equal then
-    return found
+    values = {name: by_value(str(getattr(each, aspect)) for each in prints) for aspect, name in ASPECTS.items()}
+    found = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
+    call = ASPECTS["call"]
+    return {call: found[call]} if call in found else found  # what follows cannot be equal then
 
 
 def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
@@ -120,16 +116,14 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
     if prints[0].counts is None:
         return {}
     if prints[0].call in {row.name for row in EXCHANGES}:
-        values: dict[str, list[int]] = {}
-        for sender, each in enumerate(prints):
-            assert each.counts is not None
-            for receiver, other in enumerate(prints):
-                assert other.counts is not None
-                given, expected = each.counts[0][receiver], other.counts[1][sender]
-                if given != expected:
+        counts = [each.counts for each in prints if each.counts is not None]
+        values = {}
+        for sender, (sent, _) in enumerate(counts):
+            for receiver, (given, (_, received)) in enumerate(zip(sent, counts, strict=True)):
+                if given != (expected := received[sender]):
                     text = f"rank {sender} sends {given} elements to rank {receiver}, which expects {expected}"
-                    values.setdefault(text, []).extend((sender, receiver))
-        return {"Counts": {text: sorted(set(ranks)) for text, ranks in values.items()}} if values else {}
+                    values[text] = sorted({sender, receiver})
+        return {"Counts": values} if values else {}
     side = 1 if prints[0].call == "all_gather" else 0
     listings = by_value(str(list(each.counts[side])) for each in prints if each.counts is not None)
     return {"Counts": listings} if len(listings) > 1 else {}
@@ -138,9 +132,8 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
 def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
     """Return the error's text: c10d's sentence, then for each aspect which ranks have what."""
     mine = prints[pg.rank()]
-    other = next((r for r, each in enumerate(prints) if each[:1] != mine[:1]), None)
-    if other is None:
-        other = next((r for r, each in enumerate(prints) if each != mine), pg.rank())
+    differing = (r for part in (1, None) for r, each in enumerate(prints) if each[:part] != mine[:part])
+    other = next(differing, pg.rank())
     lines = [
         f"Detected mismatch between collectives on ranks of {label(pg.group_name, pg.group_desc)}. "
         f"Rank {pg.rank()} is running collective: {mine}, but Rank {other} is running collective: {prints[other]}. "

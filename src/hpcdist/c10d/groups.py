@@ -25,7 +25,7 @@ from hpcdist.core.ranks import as_int, by_value, check_ranks
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
-from hpcdist.watch.logs import LOG, of
+from hpcdist.watch.logs import LOG
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
@@ -91,7 +91,8 @@ def new_group(
     for each in default.backends.values():
         each.options = pg_options
     backends = default.create_backends(chosen, name, limit)
-    return add(chosen, default, backends, default.config, name, limit, group_desc, device_id)
+    device, description = device_id or default.bound_device_id, group_desc or "undefined"
+    return logged(factory.make(chosen, backends, default.config, name, description, limit, device))
 
 
 def new_subgroups(
@@ -289,23 +290,13 @@ def make(
         raise
     if index is None:
         return None
-    backends = {device: made[name] for device, name in wanted.items()}
+    backends: dict[str, Any] = {device: made[name] for device, name in wanted.items()}
     ranks = [parent.ranks[rank] for rank in subgroups[index]]
-    return add(ranks, parent, backends, config, names[index], limit, description, device_id)
-
-
-def add(
-    ranks: list[int],
-    parent: Group,
-    backends: dict[str, Any],
-    config: str,
-    name: str,
-    timeout: timedelta,
-    description: str | None,
-    device_id: torch.device | None,
-) -> ProcessGroup:
-    """Build a group from its communicators and make it known."""
     device = device_id or parent.bound_device_id
-    group = factory.make(ranks, backends, config, name, description or "undefined", timeout, device)
-    LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra=of(group))
+    return logged(factory.make(ranks, backends, config, names[index], description or "undefined", limit, device))
+
+
+def logged(group: ProcessGroup) -> ProcessGroup:
+    """Return a group that was made, and log it."""
+    LOG.debug("made of ranks %s, timeout %s", [*group.ranks], group.timeout, extra={"group": group.group_name})
     return group

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -90,12 +91,7 @@ def monitored_barrier(
             follow(pg, deadline)
 
 
-def of_group(self: Group, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """Wait as ``monitored_barrier`` does: c10d's method of a group, which torch's own ``monitored_barrier`` calls."""
-    monitored_barrier(self, timeout, wait_all_ranks)
-
-
-setattr(Group, "monitored_barrier", of_group)  # noqa: B010  # core knows no c10d
+setattr(Group, "monitored_barrier", monitored_barrier)  # noqa: B010  # c10d's method of a group; core knows no c10d
 
 
 def is_in_time(work: Work, deadline: float) -> bool:
@@ -103,28 +99,22 @@ def is_in_time(work: Work, deadline: float) -> bool:
     return wait_until(work.is_completed, deadline - time.monotonic()) and work.exception() is None
 
 
-class Line:
-    """The messages between this rank and another."""
+def send(backend: Backend, peer: int, *fields: int) -> None:
+    """Begin to send a ``BarrierMessage`` to a rank."""
+    message = torch.tensor(BarrierMessage(*fields), dtype=torch.int64, device=backend.device)
+    backend.isend(message, peer, BARRIER_TAG)
 
-    def __init__(self, backend: Backend, peer: int) -> None:
-        self._backend, self._peer = backend, peer
 
-    def send(self, message: BarrierMessage) -> None:
-        """Begin to send a message."""
-        self._backend.isend(
-            torch.tensor(message, dtype=torch.int64, device=self._backend.device), self._peer, BARRIER_TAG
-        )
-
-    def receive(self, deadline: float) -> BarrierMessage | None:
-        """Return the next message; None if the time is over first, or the other rank has died."""
-        received = torch.zeros(len(BarrierMessage._fields), dtype=torch.int64, device=self._backend.device)
-        work = self._backend.irecv(received, self._peer, BARRIER_TAG, None)
-        if is_in_time(work, deadline):
-            return BarrierMessage(*received.tolist())
-        if not work.is_completed():
-            work._interrupt(f"monitored_barrier: rank {self._peer} did not answer in time")
-            is_in_time(work, time.monotonic() + 1.0)
-        return None
+def receive(backend: Backend, peer: int, deadline: float) -> BarrierMessage | None:
+    """Return the next message of a rank; None if the time is over first, or it has died."""
+    received = torch.zeros(len(BarrierMessage._fields), dtype=torch.int64, device=backend.device)
+    work = backend.irecv(received, peer, BARRIER_TAG, None)
+    if is_in_time(work, deadline):
+        return BarrierMessage(*received.tolist())
+    if not work.is_completed():
+        work._interrupt(f"monitored_barrier: rank {peer} did not answer in time")
+        is_in_time(work, time.monotonic() + 1.0)
+    return None
 
 
 def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
@@ -133,11 +123,11 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
         raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
     calls, sequence = pg.journal.monitored, pg.journal.sequence  # of each rank the last call that is known
     barrier = calls[0] = calls.get(0, 0) + 1
-    lines = {rank: Line(pg.any_backend(), rank) for rank in range(1, pg.size())}
+    backend, others = pg.any_backend(), range(1, pg.size())
     came: set[int] = set()
 
     def comes(rank: int) -> bool:
-        while message := lines[rank].receive(deadline):
+        while message := receive(backend, rank, deadline):
             if message.kind == Kind.HERE:
                 calls[rank] = message.call
                 came.add(rank)
@@ -145,26 +135,26 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
         return False
 
     def stays(rank: int) -> bool:
-        while message := lines[rank].receive(deadline):
+        while message := receive(backend, rank, deadline):
             if message.kind == Kind.HERE:  # the message before was of a call that it has left
                 calls[rank] = message.call
-                lines[rank].send(BarrierMessage(Kind.ASKED, message.call, barrier))
+                send(backend, rank, Kind.ASKED, message.call, barrier)
             elif message.kind == Kind.STAYS and message.barrier == barrier:
                 return True
         return False
 
-    missing = absent(comes, lines, wait_all_ranks)
+    missing = absent(comes, others, wait_all_ranks)
     if not missing:
-        for rank, line in lines.items():
-            line.send(BarrierMessage(Kind.ASKED, calls[rank], barrier))
-        missing = absent(stays, lines, wait_all_ranks)
-    for rank, line in lines.items():
+        for rank in others:
+            send(backend, rank, Kind.ASKED, calls[rank], barrier)
+        missing = absent(stays, others, wait_all_ranks)
+    for rank in others:
         with suppress(DistBackendError):  # it has died
             if not missing:
-                line.send(BarrierMessage(Kind.GO, calls[rank], barrier))
+                send(backend, rank, Kind.GO, calls[rank], barrier)
             else:  # one that has not come yet comes with its next call
                 call = calls.get(rank, 0) + (rank not in came)
-                line.send(BarrierMessage(Kind.GAVE_UP, call, barrier, sequence))
+                send(backend, rank, Kind.GAVE_UP, call, barrier, sequence)
     if missing:
         ranks = ", ".join(str(pg.ranks[rank]) for rank in missing)
         raise DistBackendError(
@@ -175,26 +165,21 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
 
 def absent(is_present: Callable[[int], bool], ranks: Iterable[int], are_all_named: bool) -> list[int]:
     """Return the ranks that are not present, or only the first."""
-    missing = []
-    for rank in ranks:
-        if not is_present(rank):
-            missing.append(rank)
-            if not are_all_named:
-                break
-    return missing
+    missing = (rank for rank in ranks if not is_present(rank))
+    return list(islice(missing, None if are_all_named else 1))
 
 
 def follow(pg: Group, deadline: float) -> None:
     """Send rank 0 that this rank is here, and wait for its answer; the part of the others."""
     calls, sequence = pg.journal.monitored, pg.journal.sequence
     call = calls[pg.rank()] = calls.get(pg.rank(), 0) + 1
-    line = Line(pg.any_backend(), 0)
-    line.send(BarrierMessage(Kind.HERE, call))
-    while message := line.receive(deadline):
+    backend = pg.any_backend()
+    send(backend, 0, Kind.HERE, call)
+    while message := receive(backend, 0, deadline):
         if message.call != call:  # it came too late for an earlier call
             continue
         if message.kind == Kind.ASKED:
-            line.send(BarrierMessage(Kind.STAYS, call, message.barrier))
+            send(backend, 0, Kind.STAYS, call, message.barrier)
         elif message.kind == Kind.GO:
             return
         elif sequence <= message.sequence:  # else the ranks have met since: this rank missed it, and is not late

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as c10d
 
 from hpcdist.core import registry
-from hpcdist.core.reduction import canonical
 from hpcdist.launch import decision, environment
 
 BackendType = c10d.ProcessGroup.BackendType
@@ -50,15 +48,7 @@ class Backend(str):
         TORCH: ["xpu" if getattr(torch.version, "xpu", None) else "cuda"],
     }
     backend_type_map: ClassVar[dict[str, Any]] = {
-        UNDEFINED: BackendType.UNDEFINED,
-        GLOO: BackendType.GLOO,
-        NCCL: BackendType.NCCL,
-        XCCL: BackendType.XCCL,
-        UCC: BackendType.UCC,
-        MPI: BackendType.MPI,
-        FAKE: BackendType.CUSTOM,
-        LOOPBACK: BackendType.CUSTOM,
-        TORCH: BackendType.CUSTOM,
+        name: getattr(BackendType, name.upper(), BackendType.CUSTOM) for name in backend_list
     }
 
     def __new__(cls, name: str) -> str:  # type: ignore[misc]
@@ -157,9 +147,11 @@ def parse_pairs(text: str) -> dict[str, str]:
     return pairs
 
 
-def is_available() -> bool:
-    """Tell whether this torch has c10d, whose types hpcdist shares."""
-    return c10d.is_available()
+# c10d's own, whose types and gloo hpcdist shares. ``all_reduce`` and its like also multiply complex numbers
+is_available = c10d.is_available
+is_gloo_available = c10d.is_gloo_available
+is_torchelastic_launched = c10d.is_torchelastic_launched
+supports_complex = c10d.supports_complex
 
 
 def is_mpi_available() -> bool:
@@ -181,11 +173,6 @@ def is_nccl_available() -> bool:
     if torch.version.hip is not None:
         return c10d.is_nccl_available() and torch.cuda.is_available()
     return "nccl" in registry.ENTRIES and find_spec("nccl") is not None and torch.cuda.is_available()
-
-
-def is_gloo_available() -> bool:
-    """Tell whether this torch has gloo."""
-    return c10d.is_gloo_available()
 
 
 def is_ucc_available() -> bool:
@@ -221,11 +208,6 @@ def is_backend_available(backend: str) -> bool:
     return all(AVAILABLE[name]() if name in AVAILABLE else name in registry.PLUGINS for name in names)
 
 
-def is_torchelastic_launched() -> bool:
-    """Tell whether torchrun started this process."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") is not None
-
-
 def get_default_backend_for_device(device: str | torch.device) -> str:
     """Return the backend that would carry a device's tensors in this process as it was launched.
 
@@ -243,15 +225,3 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     if backend == Backend.MPI and launch is not None and not launch.starts_mpi:
         return Backend.GLOO
     return backend
-
-
-COMPLEX_OPS = ("SUM", "AVG", "PREMUL_SUM", "UNUSED")
-
-
-def supports_complex(reduceOp: Any) -> bool:
-    """Tell whether c10d combines complex numbers by an op.
-
-    ``hpcdist.all_reduce`` and its like also multiply them, which ``torch.distributed`` refuses.
-    """
-    op = canonical(reduceOp)
-    return getattr(op, "op", op).name in COMPLEX_OPS

@@ -82,14 +82,11 @@ def gather_object(
     Args:
         obj: this rank's picklable object.
         object_gather_list: on the destination the output, one entry a rank; None elsewhere.
-        dst: the destination as a global rank; rank 0 where neither this nor ``group_dst`` is given.
-        group: the group; None for the default one.
-        group_dst: the destination as a rank of the group.
-        weights_only: read nothing but tensors, plain values and registered classes (see this module).
+        dst, group_dst: the destination as a global rank or as a rank of the group; rank 0 if neither is given.
+        group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
         ValueError: a list on another rank than the destination, none there, or one too short.
-        UnpicklingError: with ``weights_only``, what could run code.
     """
     if (target := rooted(group, "gather_object", dst, group_dst)) is None:
         return
@@ -115,16 +112,13 @@ def broadcast_object_list(
 
     Args:
         object_list: picklable objects on the source; elsewhere the output, a list of the same length.
-        src: the source as a global rank; rank 0 where neither this nor ``group_src`` is given.
-        group: the group; None for the default one.
+        src, group_src: the source as a global rank or as a rank of the group; rank 0 if neither is given.
         device: taken as c10d takes it; the group's backend says where the bytes travel.
-        group_src: the source as a rank of the group.
-        weights_only: read nothing but tensors, plain values and registered classes (see this module).
+        group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
         TypeError: no list, or an object that cannot be pickled.
         RuntimeError: lists of different lengths.
-        UnpicklingError: with ``weights_only``, what could run code.
     """
     if (target := rooted(group, "broadcast_object_list", src, group_src)) is None:
         return
@@ -155,14 +149,11 @@ def scatter_object_list(
     Args:
         scatter_object_output_list: the output, of at least one entry; the first is written.
         scatter_object_input_list: on the source one picklable object a rank; not looked at elsewhere.
-        src: the source as a global rank; rank 0 where neither this nor ``group_src`` is given.
-        group: the group; None for the default one.
-        group_src: the source as a rank of the group.
-        weights_only: read nothing but tensors, plain values and registered classes (see this module).
+        src, group_src: the source as a global rank or as a rank of the group; rank 0 if neither is given.
+        group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
         ValueError: no output list of at least one entry, or an input list that does not fit.
-        UnpicklingError: with ``weights_only``, what could run code.
     """
     if (target := rooted(group, "scatter_object_list", src, group_src)) is None:
         return
@@ -193,16 +184,12 @@ def send_object_list(
 
     Args:
         object_list: the objects.
-        dst: the receiver as a global rank; give this or ``group_dst``.
-        group: the group; None for the default one.
-        device: taken as c10d takes it; the group's backend says where the bytes travel.
-        group_dst: the receiver as a rank of the group.
-        use_batch: taken as c10d takes it; it makes no difference here.
-        weights_only: read nothing but tensors, plain values and registered classes (see this module).
+        dst, group_dst: the receiver as a global rank or as a rank of the group, one of them.
+        device, use_batch: taken as c10d takes them; they make no difference here.
+        group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself.
-        UnpicklingError: with ``weights_only``, what could run code.
     """
     if (target := world.route(group, "send_object_list", dst, group_dst)) is None:
         return
@@ -227,12 +214,9 @@ def recv_object_list(
 
     Args:
         object_list: the output, of the length of the list that was sent.
-        src: the sender as a global rank; anyone where neither this nor ``group_src`` is given.
-        group: the group; None for the default one.
-        device: taken as c10d takes it; the group's backend says where the bytes travel.
-        group_src: the sender as a rank of the group.
-        use_batch: taken as c10d takes it; it makes no difference here.
-        weights_only: read nothing but tensors, plain values and registered classes (see this module).
+        src, group_src: the sender as a global rank or as a rank of the group; anyone if neither is given.
+        device, use_batch: taken as c10d takes them; they make no difference here.
+        group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Returns:
         The sender's global rank; -1 on ranks outside the group.
@@ -240,7 +224,6 @@ def recv_object_list(
     Raises:
         ValueError: two senders, one outside the group, or this rank itself.
         RuntimeError: lists of different lengths.
-        UnpicklingError: with ``weights_only``, what could run code.
     """
     if (target := world.origin(group, "recv_object_list", src, group_src)) is None:
         return -1

@@ -27,10 +27,9 @@ def send(
 
     Args:
         tensor: what to send.
-        dst: the receiver as a global rank; give this or ``group_dst``.
+        dst, group_dst: the receiver as a global rank or as a rank of the group, one of them.
         group: the group; None for the default one.
         tag: a number that the receiver must ask for, from 0 on; not 32701 to 32767, which hpcdist's own messages have.
-        group_dst: the receiver as a rank of the group.
 
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself, or an invalid tag.
@@ -63,10 +62,9 @@ def recv(
 
     Args:
         tensor: what to write to; at least as large as what was sent.
-        src: the sender as a global rank; anyone where neither this nor ``group_src`` is given.
+        src, group_src: the sender as a global rank or as a rank of the group; anyone if neither is given.
         group: the group; None for the default one.
         tag: the number that the sender gave.
-        group_src: the sender as a rank of the group.
 
     Returns:
         The sender's global rank; -1 on ranks outside the group.
@@ -116,10 +114,9 @@ class P2POp:
     Args:
         op: ``isend`` or ``irecv``, of hpcdist or of torch.distributed.
         tensor: what to send or write to.
-        peer: the other rank as a global rank; give this or ``group_peer``.
+        peer, group_peer: the other rank as a global rank or as a rank of the group, one of them.
         group: the group; None for the default one.
         tag: matches send and receive; as for ``send``.
-        group_peer: the other rank as a rank of the group.
 
     Raises:
         ValueError: another op, no peer, two peers, or one outside the group, or an invalid tag.

@@ -73,17 +73,21 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return how many ranks a group has; -1 where this process is not in it.
-
-    Raises:
-        ValueError: before ``init_process_group``, or a destroyed group.
-    """
+    """Return how many ranks a group has; -1 where this process is not in it. Raises as ``get_rank``."""
     return -1 if is_outside(group) else world.resolve(group).size()
 
 
 def is_outside(group: Any) -> bool:
     """Tell whether a caller's group stands for one that this rank is not in."""
     return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
+
+
+_rank_not_in_group = is_outside
+
+
+def _get_process_group_name(pg: ProcessGroup) -> str:
+    """Return a group's name (c10d's private name); ValueError if it is not live."""
+    return world.resolve(pg).group_name
 
 
 def member(group: Any) -> Group:
@@ -105,8 +109,7 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Return the pairs of device type and backend of a group, such as ``"cpu:mpi,cuda:nccl"``.
 
-    Raises:
-        ValueError: before init, a destroyed group, or one that this rank is not in.
+    Raises as ``get_backend``.
     """
     return ",".join(f"{device}:{backend.name}" for device, backend in member(group).backends.items())
 
@@ -131,11 +134,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group, in the order of their ranks in it.
-
-    Raises:
-        ValueError: before init, a destroyed group, or one that this rank is not in.
-    """
+    """Return the global ranks of a group, in the order of their ranks in it. Raises as ``get_backend``."""
     return list(member(group).ranks)
 
 

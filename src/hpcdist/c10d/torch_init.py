@@ -12,7 +12,6 @@ from typing import Any
 from hpcdist.c10d import lifecycle
 from hpcdist.c10d.names import Backend
 from hpcdist.core import factory, registry
-from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
@@ -50,26 +49,22 @@ def create(options: Any, pg_options: Any) -> Group:
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI if the launcher started it, else over torch's store."""
     lifecycle.prepare(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
-    launch = decision.launched()
-    rank, size, comm = options.group_rank, options.group_size, None
-    is_mpi = launch is not None and launch.starts_mpi
-    config = lifecycle.choose(launch, None, None if is_mpi or size == 1 else options.store, None, rank, size)
-    if size == 1 and not is_mpi:
+    launch, timeout = decision.launched(), options.timeout
+    rank, size, store = options.group_rank, options.group_size, options.store
+    if lifecycle.is_mpi(launch):
+        rank, size, store = -1, -1, None  # MPI's own, which may not be torch's
+    config = lifecycle.choose(launch, None, store if size > 1 else None, None, rank, size)
+    if size == 1:
         config = Backend.LOOPBACK
     elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # by name, in place of the usual one
         config = f"cpu:{config.partition(',')[0].removeprefix('cpu:')},{registration.DEVICES[-1]}:{Backend.TORCH}"
-    if is_mpi:
-        from hpcdist.backends.mpi.process import runtime
-
-        comm = runtime.world(options.timeout)
-        rank, size = comm.Get_rank(), comm.Get_size()
+    carried = lifecycle.carried(config)
+    registry.check_options(pg_options, carried.values())
     stock = getattr(options, "process_group", None)  # since torch 2.14: the group that ours takes the place of
     device = getattr(stock, "bound_device_id", None)
-    registry.check_options(pg_options, lifecycle.carried(config).values())
-    store = None if is_mpi else rendezvous.meet(options.store, rank, size, options.timeout)
-    bootstrap = Bootstrap(rank, size, options.timeout, comm=comm, store=store, device_id=device, options=pg_options)
-    backends = registry.connect_all(lifecycle.carried(config), bootstrap)
-    return lifecycle.make_default_group(backends, config, options.group_id, options.timeout, device, store)
+    bootstrap = lifecycle.find_peers(carried, launch, None, store, rank, size, None, timeout)
+    backends = registry.connect_all(carried, bootstrap._replace(device_id=device, options=pg_options))
+    return lifecycle.make_default_group(backends, config, options.group_id, timeout, device, bootstrap.store or store)
 
 
 def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:

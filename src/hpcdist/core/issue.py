@@ -228,18 +228,16 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
     """Check a call on tensors, and return its backend and the call on contiguous memory."""
     row, send, recv, op, root, counts, then, result, _ = call
     in_place = send is recv
-    # only a rooted call leaves one side out, on some ranks: a scatter what it sends, others what they receive
+    # what is not a root may leave one side out: of a scatter what it sends, of others what it receives
     output, is_scatter = recv, row is SCATTER
     if not (recv.__class__ in PLAIN_TYPES and not recv.requires_grad) and (
-        recv is not None or not row.rooted or is_scatter
+        recv is not None or not row.rooted or is_scatter or pg.rank() == root
     ):
         output = as_tensor(recv, "tensor", writable=True)
     given = output if in_place else send
     if not in_place and not (send.__class__ in PLAIN_TYPES and not send.requires_grad):
-        given = None if send is None and is_scatter else as_tensor(send, "tensor")
+        given = None if send is None and is_scatter and pg.rank() != root else as_tensor(send, "tensor")
     either = given if given is not None else output
-    if either is None:  # of a rooted call, of which no rank leaves both sides out
-        as_tensor(None, "tensor")
     dtype = either.dtype
     if given is not None and output is not None and not in_place:
         if output.dtype is not dtype:

@@ -21,7 +21,7 @@ what                                                  why                       
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial, wraps
@@ -147,26 +147,8 @@ for _name in (*table.METHODS, *table.MESSAGE_METHODS, *EARLIER):  # all are oper
 # -- calls of the facade -----------------------------------------------------------------------------------
 
 
-# c10d's options of each row
-OPTIONS: dict[table.Row, Callable[[], Any]] = {
-    table.BARRIER: c10d.BarrierOptions,
-    table.BROADCAST: c10d.BroadcastOptions,
-    table.ALL_REDUCE: c10d.AllreduceOptions,
-    table.REDUCE: c10d.ReduceOptions,
-    table.ALL_GATHER_SINGLE: c10d.AllgatherOptions,
-    table.ALL_GATHER: c10d.AllgatherOptions,
-    table.GATHER: c10d.GatherOptions,
-    table.SCATTER: c10d.ScatterOptions,
-    table.REDUCE_SCATTER_SINGLE: c10d.ReduceScatterOptions,
-    table.REDUCE_SCATTER: c10d.ReduceScatterOptions,
-    table.ALL_TO_ALL_SINGLE: c10d.AllToAllOptions,
-    table.ALL_TO_ALL: c10d.AllToAllOptions,
-}
-
-
-def options(call: Call, async_op: bool) -> Any:
-    """Return c10d's options of a call."""
-    made = OPTIONS[call.row]()
+def options(call: Call, made: Any, async_op: bool) -> Any:
+    """Return c10d's options with what a call says."""
     made.asyncOp = async_op
     if call.row.reduces:
         made.reduceOp = call.op
@@ -175,14 +157,14 @@ def options(call: Call, async_op: bool) -> Any:
     return made
 
 
-def split_by_counts(tensor: Any, counts: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Return the ranks' shares of a tensor as the list of lists that c10d takes; an empty one without a tensor."""
-    return [] if tensor is None else [list(tensor.reshape(-1).split(list(counts)))]
+def shares(tensor: Any, pg: Any, counts: Any = None, side: int = 0) -> list[list[torch.Tensor]]:
+    """Return the ranks' shares of a tensor as the list of lists that c10d takes; an empty one without a tensor.
 
-
-def equal_shares(tensor: Any, size: int) -> list[list[torch.Tensor]]:
-    """Return the same of shares of one size."""
-    return split_by_counts(tensor, [] if tensor is None else [tensor.numel() // size] * size)
+    They are of one size, or as one side of a call's counts says.
+    """
+    if tensor is None:
+        return []
+    return [list(tensor.reshape(-1).split(counts[side] if counts else [tensor.numel() // pg.size()] * pg.size()))]
 
 
 def in_place(call: Call) -> list[torch.Tensor]:
@@ -199,26 +181,32 @@ def exchange(pg: Any, call: Call, opts: Any) -> Work:
     return work
 
 
-# c10d's method of each row, called with a group, a call and c10d's options
-DOORS: dict[table.Row, Callable[[Any, Any, Any], Work]] = {
-    table.BARRIER: lambda pg, call, opts: pg.barrier(opts),
-    table.BROADCAST: lambda pg, call, opts: pg.broadcast([call.recv], opts),
-    table.ALL_REDUCE: lambda pg, call, opts: pg.allreduce(in_place(call), opts),
-    table.REDUCE: lambda pg, call, opts: pg.reduce(in_place(call), opts),
-    table.ALL_GATHER_SINGLE: lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
-    table.ALL_GATHER: lambda pg, call, opts: pg.allgather(
-        split_by_counts(call.recv, call.counts[1]) if call.counts else equal_shares(call.recv, pg.size()),
-        [call.send],
-        opts,
+# c10d's options of each row, and its method, called with a group, a call and the options
+DOORS: dict[table.Row, tuple[Callable[[], Any], Callable[[Any, Any, Any], Work]]] = {
+    table.BARRIER: (c10d.BarrierOptions, lambda pg, call, opts: pg.barrier(opts)),
+    table.BROADCAST: (c10d.BroadcastOptions, lambda pg, call, opts: pg.broadcast([call.recv], opts)),
+    table.ALL_REDUCE: (c10d.AllreduceOptions, lambda pg, call, opts: pg.allreduce(in_place(call), opts)),
+    table.REDUCE: (c10d.ReduceOptions, lambda pg, call, opts: pg.reduce(in_place(call), opts)),
+    table.ALL_GATHER_SINGLE: (
+        c10d.AllgatherOptions,
+        lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
     ),
-    table.GATHER: lambda pg, call, opts: pg.gather(equal_shares(call.recv, pg.size()), [call.send], opts),
-    table.SCATTER: lambda pg, call, opts: pg.scatter([call.recv], equal_shares(call.send, pg.size()), opts),
-    table.REDUCE_SCATTER_SINGLE: lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),
-    table.REDUCE_SCATTER: lambda pg, call, opts: pg.reduce_scatter(
-        [call.recv], split_by_counts(call.send, call.counts[0]), opts
+    table.ALL_GATHER: (
+        c10d.AllgatherOptions,
+        lambda pg, call, opts: pg.allgather(shares(call.recv, pg, call.counts, 1), [call.send], opts),
     ),
-    table.ALL_TO_ALL_SINGLE: exchange,
-    table.ALL_TO_ALL: exchange,
+    table.GATHER: (c10d.GatherOptions, lambda pg, call, opts: pg.gather(shares(call.recv, pg), [call.send], opts)),
+    table.SCATTER: (c10d.ScatterOptions, lambda pg, call, opts: pg.scatter([call.recv], shares(call.send, pg), opts)),
+    table.REDUCE_SCATTER_SINGLE: (
+        c10d.ReduceScatterOptions,
+        lambda pg, call, opts: pg.reduce_scatter_single(call.recv, call.send, opts),
+    ),
+    table.REDUCE_SCATTER: (
+        c10d.ReduceScatterOptions,
+        lambda pg, call, opts: pg.reduce_scatter([call.recv], shares(call.send, pg, call.counts), opts),
+    ),
+    table.ALL_TO_ALL_SINGLE: (c10d.AllToAllOptions, exchange),
+    table.ALL_TO_ALL: (c10d.AllToAllOptions, exchange),
 }
 
 
@@ -228,7 +216,8 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     recv = send if call.recv is call.send else None if call.recv is None else as_tensor(call.recv, "tensor", True)
     if call.row is table.GATHER and recv is not None and (flat := for_writing(recv)) is not recv:  # it is divided
         call, recv = call._replace(finish=partial(put, flat, recv), result=[recv]), flat
-    work = DOORS[call.row](pg, call._replace(send=send, recv=recv), options(call, async_op))
+    make_options, door = DOORS[call.row]
+    work = door(pg, call._replace(send=send, recv=recv), options(call, make_options(), async_op))
     if async_op and call.finish is None:
         return work
     work.wait()

@@ -12,8 +12,8 @@ what                                                  why                       
 ``UntypedStorage._new_shared_fd_cpu``                 ``node_shared``: memory that torch knows to be     2.13.0, 2.14.1
                                                       shared, so that it sends it to processes uncopied
 ``cuda._sleep``                                       ``hpcdist bench`` keeps a GPU busy meanwhile        2.14.1
-the underscore names of ``torch.distributed``         handed on by ``c10d.torch_names`` as is; 2.15      2.13.0, 2.15.0
-                                                      has no ``_ControlCollectives, _StoreCollectives``
+``torch.distributed``'s in ``UNDERSCORED``            handed on by ``hpcdist`` as they are; 2.15 has no   2.13.0, 2.15.0
+                                                      ``_ControlCollectives, _StoreCollectives``
 ====================================================  ==================================================  ==============
 """
 
@@ -38,6 +38,21 @@ def named(name: str) -> Any:
     return getattr(dist, name, None)
 
 
+# what beside c10d's functions takes a group, and so one of ours: DDP's pieces, collectives over a store
+BuiltinCommHookType = named("BuiltinCommHookType")
+GradBucket = named("GradBucket")
+Logger = named("Logger")
+ProcessGroupGloo = named("ProcessGroupGloo")
+Reducer = named("Reducer")
+UNDERSCORED = {name: named(name) for name in (
+    "_DEFAULT_FIRST_BUCKET_BYTES", "_Backend", "_ControlCollectives", "_StoreCollectives", "_Work",
+    "_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_create_process_group_wrapper",
+    "_make_nccl_premul_sum",
+    "_register_builtin_comm_hook", "_register_comm_hook", "_remote_device", "_test_python_store", "_time_estimator",
+    "_verify_params_across_processes",
+)}  # fmt: skip
+
+
 def backend_options(given: Bootstrap) -> Any:
     """Return a group's bootstrap as c10d hands it to the creator of a backend."""
     assert given.store is not None
@@ -59,10 +74,9 @@ def sender(work: Any) -> int:
 
 def gloo_at(host: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return torch's gloo on the network interface that has the address ``host``."""
-    gloo = named("ProcessGroupGloo")
-    options = gloo._Options()
-    options._devices, options._timeout = [gloo.create_device(hostname=host)], timeout
-    return gloo(store, rank, size, options)
+    options = ProcessGroupGloo._Options()
+    options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], timeout
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def fake_group() -> Any:
@@ -71,18 +85,13 @@ def fake_group() -> Any:
     return dist.new_group(backend="fake")
 
 
-class Current(threading.local):
-    """The current group of this thread, in a torch that keeps none."""
-
-    group: Any = None
-
-
-CURRENT, THREADS_GROUP = Current(), "a current group in each thread"
+THREADS_GROUP = "a current group in each thread"
+CURRENT = threading.local()  # the current ``group`` of this thread, in a torch that keeps none
 
 
 def current_group() -> Any:
     """Return the group that torch's code in this thread takes for the current one, or None."""
-    return bindings._current_process_group() if has(THREADS_GROUP) else CURRENT.group
+    return bindings._current_process_group() if has(THREADS_GROUP) else getattr(CURRENT, "group", None)
 
 
 def set_current_group(group: Any) -> None:

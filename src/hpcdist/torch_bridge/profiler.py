@@ -30,21 +30,13 @@ from hpcdist.torch_bridge.features import has
 
 autograd: Any = torch.autograd
 ENDER = ThreadPoolExecutor(1, "hpcdist-profiler")  # begins its thread when a call is profiled
-
-
-class Naming(threading.local):
-    """The name that ``record_comm`` has set in this thread, in a torch that keeps none."""
-
-    name = ""
-
-
-NAMING = Naming()
+NAMING = threading.local()  # the ``name`` that ``record_comm`` has set in this thread, in a torch that keeps none
 
 
 @contextmanager
 def record_comm(name: str) -> Iterator[None]:
     """Name the calls of this thread in the profiler's events (c10d's since torch 2.12)."""
-    before, NAMING.name = NAMING.name, name
+    before, NAMING.name = comm_name(), name
     try:
         yield
     finally:
@@ -53,7 +45,7 @@ def record_comm(name: str) -> Iterator[None]:
 
 def comm_name() -> str:
     """Return the name that ``record_comm`` has set in this thread, or an empty one."""
-    return NAMING.name
+    return getattr(NAMING, "name", "")
 
 
 if has("`record_comm`"):
