@@ -362,7 +362,7 @@ MUTANTS = [
     Mutant(f"{WATCH}/escalation.py", "        if took_effect:\n", "        if True:\n", "unit/test_watch_states.py"),
     Mutant(
         f"{WATCH}/watchdog.py",
-        "        elif now >= self._turn(collective, each.group, watched.since):\n",
+        "        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):\n",
         "        else:\n",
         "faults/test_asking.py",
     ),

@@ -23,7 +23,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.ranks import as_rank, by_value
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
-from hpcdist.watch.logs import LOG, of
+from hpcdist.watch.logs import LOG
 
 
 def check_timeout(timeout: timedelta | None) -> None:
@@ -323,5 +323,5 @@ def add(
     """Build a group from its communicators and make it known."""
     device = device_id or parent.bound_device_id
     group = factory.make(ranks, backends, config, name, description or "undefined", timeout, device)
-    LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra=of(group))
+    LOG.debug("made of ranks %s, timeout %s", ranks, timeout, extra={"group": group.group_name})
     return group
