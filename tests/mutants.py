@@ -424,8 +424,8 @@ MUTANTS = [
     Mutant(f"{TCP}/server/requests.py", "    if size > limit:\n", "    if False:\n", "stores/test_attacks.py"),
     Mutant(
         "stores/hash_store.py",
-        "            self._data[key] = value\n            self._changed.notify_all()\n",
-        "            self._data[key] = value\n",
+        "            self._data.update(pairs)\n            self._changed.notify_all()\n",
+        "            self._data.update(pairs)\n",
         "stores/test_hash_store.py",
     ),
 ]
