@@ -369,7 +369,7 @@ MUTANTS = [
     Mutant(f"{WATCH}/escalation.py", "        if took_effect:\n", "        if True:\n", "unit/test_watch_states.py"),
     Mutant(
         f"{WATCH}/watchdog.py",
-        "        elif now >= self._turn(collective, each.group, watched.since):\n",
+        "        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):\n",
         "        else:\n",
         "faults/test_asking.py",
     ),
@@ -431,8 +431,8 @@ MUTANTS = [
     Mutant(f"{TCP}/server/requests.py", "    if size > limit:\n", "    if False:\n", "stores/test_attacks.py"),
     Mutant(
         "stores/hash_store.py",
-        "            self._data[key] = value\n            self._changed.notify_all()\n",
-        "            self._data[key] = value\n",
+        "            self._data.update(pairs)\n            self._changed.notify_all()\n",
+        "            self._data.update(pairs)\n",
         "stores/test_hash_store.py",
     ),
 ]

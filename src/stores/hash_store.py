@@ -27,10 +27,7 @@ class HashStore(Store):
         self._changed = threading.Condition()
 
     def set(self, key: Text, value: Text) -> None:
-        key, value = as_bytes(key), as_bytes(value, "value")
-        with self._changed:
-            self._data[key] = value
-            self._changed.notify_all()
+        self.multi_set([key], [value])
 
     def get(self, key: Text) -> bytes:
         return self.multi_get([key])[0]

@@ -470,3 +470,13 @@ def test_a_read_only_array_is_no_output(rank, size):
     output = [np.empty(2) for _ in range(size)]
     dist.all_gather(output, array)
     assert all((each == 1).all() for each in output)
+
+
+def test_a_root_that_has_no_output_is_refused_before_it_is_in_a_call(rank, size):
+    """Others would send what nobody receives, and the next gather would take it."""
+    if rank == 0:
+        with pytest.raises(TypeError, match=r"torch\.Tensor"):
+            dist.group.WORLD.gather_single(None, torch.ones(2))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size

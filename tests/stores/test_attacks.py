@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import hpcdist_stores as stores
-from hpcdist_stores.tcp.server.loop import FRAME_S, UNFINISHED_LIMIT, Server, SocketPeer
+from hpcdist_stores.tcp.server.loop import FRAME_S, UNFINISHED_LIMIT, Peer, Server
 
 MiB = 1024 * 1024
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)
@@ -244,10 +244,10 @@ def test_without_the_secret_nothing_is_reached():
 
 def test_a_peer_that_the_server_holds_back_is_not_closed():
     ends = [socket.socketpair() for _ in range(3)]
-    server = Server([], None)
+    server = Server([], None, os.getppid())
     for _, own in ends:
         own.setblocking(False)
-        peer = SocketPeer(server, own)
+        peer = Peer(own, server.transmit)
         peer.buf, peer.need, peer.is_open = bytearray(4 * MiB), 8 * MiB, True
         peer.began, peer.touched = time.monotonic() - 2 * FRAME_S, time.monotonic() + FRAME_S
         server.connections[peer.fd] = peer

@@ -45,7 +45,7 @@ while True:
 
 
 def said(channel: Channel, **more: Any) -> dict[str, Any]:
-    found = {"job": JOB, "program": "p", "slurm_job": "", "rank": 0, "size": 1, "endpoint": channel.own}
+    found = {"job": JOB, "program": "p", "slurm_job": "", "rank": 0, "endpoint": channel.own}
     return {**found, **more}
 
 

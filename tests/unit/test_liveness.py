@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpcdist.watch import liveness as module
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
@@ -61,11 +60,11 @@ def test_a_look_asks_only_about_the_processes_of_this_node(liveness: Liveness, m
     asked: list[Endpoint] = []
     real = Liveness.has_ended
     monkeypatch.setattr(Liveness, "has_ended", lambda self, each: asked.append(each) or real(self, each))
-    monkeypatch.setattr(module, "FRESH_SECONDS", 10.0)
     liveness.look()
     assert not liveness.lacks(range(RANKS))
     assert not liveness.any_ended()
-    assert len(asked) == EACH
+    assert set(asked) == set(liveness.channel.node_peers.values())
+    assert len(asked) == 4 * EACH
 
 
 def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(liveness: Liveness) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.escalation import (
     AGAIN_SECONDS,
@@ -21,7 +24,7 @@ from hpcdist.watch.escalation import (
 )
 from hpcdist.watch.exit import Decision, ExitStates, Look
 from hpcdist.watch.liveness import next_node
-from hpcdist.watch.report import PATIENCE_SECONDS, Collective, Report, Reports, turn
+from hpcdist.watch.report import PATIENCE_SECONDS, Collective, Report, Reports
 
 SYNC = dict.fromkeys(
     ("has_work", "in_background", "on_device", "is_running", "ends_waits", "interrupts_all", "is_reported"), False
@@ -30,8 +33,21 @@ QUEUED = {**SYNC, "has_work": True, "in_background": True, "is_running": True}
 LIMIT = 10.0
 
 
+def steps(facts: dict[str, bool], **more: bool) -> list[tuple[Escalation, float]]:
+    """Return the ways to end a wait for a call with these facts."""
+    has, work = {**facts, **more}, object()
+    backend = SimpleNamespace(
+        ends_waits=has["ends_waits"],
+        faults=SimpleNamespace(interrupts_all=lambda: has["interrupts_all"]),
+        queue=SimpleNamespace(running=work if has["is_running"] else None),
+        outstanding=lambda: work if has["on_device"] else None,
+    )
+    call: Any = UnderWay(None, None, backend, work if has["has_work"] else None, has["in_background"])  # type: ignore[arg-type]
+    return escalations(call, has["is_reported"])
+
+
 def ways(facts: dict[str, bool], **more: bool) -> list[Escalation]:
-    return [way for way, _ in escalations(**{**facts, **more})]
+    return [way for way, _ in steps(facts, **more)]
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
@@ -70,7 +86,7 @@ def test_the_time_in_which_the_process_stood_still_is_no_calls() -> None:
 
 def test_a_call_that_is_being_ended_is_not_due() -> None:
     watched = Watched(object(), 0.0)
-    watched.end(10.0, "why", escalations(**SYNC))
+    watched.end(10.0, "why", steps(SYNC))
     assert watched.state is State.ENDING
     assert not watched.is_due(20.0, LIMIT)
 
@@ -112,7 +128,7 @@ def test_no_blocked_call_is_without_an_end() -> None:
     for values in itertools.product([False, True], repeat=len(names)):
         facts = {**SYNC, **dict(zip(names, values, strict=True))}
         assert ways(facts)[-1] is Escalation.ABORT
-        assert all(math.isfinite(seconds) for _, seconds in escalations(**facts)[:-1])
+        assert all(math.isfinite(seconds) for _, seconds in steps(facts)[:-1])
         queued = ways(facts, has_work=True, in_background=True, is_running=True)
         assert {Escalation.GIVE_UP, Escalation.INTERRUPT} & set(queued)
 
@@ -128,7 +144,7 @@ def use(watched: Watched, now: float, fails: set[Escalation]) -> list[Escalation
 
 def test_each_way_gets_its_time_and_the_next_one_follows() -> None:
     watched = Watched(object(), 0.0)
-    watched.end(10.0, "why", escalations(**{**SYNC, "has_work": True, "is_reported": True, "interrupts_all": True}))
+    watched.end(10.0, "why", steps(SYNC, has_work=True, is_reported=True, interrupts_all=True))
     assert use(watched, 10.0, {Escalation.CANCEL}) == [Escalation.CANCEL, Escalation.SET_REASON]
     assert use(watched, 10.0 + NEWS_SECONDS / 2, set()) == []
     assert not watched.was_interrupted
@@ -142,7 +158,7 @@ def test_each_way_gets_its_time_and_the_next_one_follows() -> None:
 def test_if_mpi_cannot_interrupt_at_the_second_try_either_the_job_is_aborted() -> None:
     for is_reported in (False, True):
         watched, now = Watched(object(), 0.0), 10.0
-        watched.end(now, "why", escalations(**{**SYNC, "is_reported": is_reported}))
+        watched.end(now, "why", steps(SYNC, is_reported=is_reported))
         if is_reported:  # the reporter has its time first
             assert use(watched, now, {Escalation.INTERRUPT}) == [Escalation.SET_REASON]
             now += YIELD_SECONDS
@@ -154,7 +170,7 @@ def test_if_mpi_cannot_interrupt_at_the_second_try_either_the_job_is_aborted() -
 
 def test_a_thread_that_begins_to_wait_late_is_interrupted_at_the_second_try() -> None:
     watched = Watched(object(), 0.0)
-    watched.end(10.0, "why", escalations(**SYNC))
+    watched.end(10.0, "why", steps(SYNC))
     assert use(watched, 10.0, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT]
     assert use(watched, 10.0 + AGAIN_SECONDS, set()) == [Escalation.INTERRUPT]
     assert watched.was_interrupted
@@ -186,7 +202,7 @@ class Simulated:
                 if not watched.is_due(self.now, LIMIT):
                     continue
                 if reports.find(self.collective) is None:
-                    if self.now < max(watched.since + turn(rank), reports.next_turn(self.collective, rank)):
+                    if self.now < reports.turn(self.collective, rank, watched.since):
                         continue
                     watched.state = State.ASKING
                     self.asked.append((rank, self.now))
@@ -208,7 +224,7 @@ def test_one_of_many_ranks_asks_and_all_end_soon(absent: set[int]) -> None:
     assert len(ranks.asked) == 1
     assert ranks.asked[0][0] == min(ranks.waiting)
     assert set(ranks.ended) == set(ranks.waiting)
-    assert max(ranks.ended.values()) < LIMIT + turn(min(ranks.waiting)) + 0.1
+    assert max(ranks.ended.values()) < Reports().turn(None, min(ranks.waiting), LIMIT) + 0.1
 
 
 def test_an_asker_that_falls_silent_is_followed_by_another() -> None:

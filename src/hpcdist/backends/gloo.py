@@ -26,7 +26,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
         raise ValueError("backend 'gloo' needs a store or an init_method to find the other ranks")
     address = None if os.environ.get(addresses.CHOICE) else addresses.among(store, size)
     if address is None:
-        group = c10d.ProcessGroupGloo(store, rank, size, timeout)
+        group: Any = c10d.ProcessGroupGloo(store, rank, size, timeout)
     else:
         group = private_names.gloo_at(address, store, rank, size, timeout)
     group.barrier().wait()  # a rank that is connected may close the group at once, and others would fail to connect

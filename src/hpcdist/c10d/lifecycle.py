@@ -355,7 +355,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         doomed = [each for each in reversed(WORLD.groups.values()) if not each.is_own_world]
     try:
         errors.end_all(each.close for each in doomed)
-        logs.LOG.debug("destroyed", extra=logs.of(pg))
+        logs.LOG.debug("destroyed", extra={"group": pg.group_name})
     finally:
         if pg is WORLD.default:
             WORLD.clear()

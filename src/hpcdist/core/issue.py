@@ -238,6 +238,8 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
     if not in_place and not (send.__class__ in PLAIN_TYPES and not send.requires_grad):
         given = None if send is None and is_scatter and pg.rank() != root else as_tensor(send, "tensor")
     either = given if given is not None else output
+    if either is None:  # no rank leaves both sides out
+        as_tensor(None, "tensor")
     dtype = either.dtype
     if given is not None and output is not None and not in_place:
         if output.dtype is not dtype:

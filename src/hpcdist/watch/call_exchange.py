@@ -25,8 +25,7 @@ from hpcdist.watch.channel import Channel
 from hpcdist.watch.question import Message
 
 KIND, KEPT_KIND = "calls", "kept calls"
-PLACE = ([int, int, int], None)
-WHERE = {"place": PLACE, "failure": (str, None)}
+WHERE = {"place": ([int, int, int], None), "failure": (str, None)}
 KEPT = {"starts": [[int, int]], "whats": [int], "sizes": [int]}
 NO_BLOCK = -1
 LISTS_KIND, LISTS = "members", {"lists": [[int]]}

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from hpcdist.core.journal import RING, CallRecord
 from hpcdist.core.queue import QueuedWork
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
-from hpcdist.watch.escalation import Escalation, escalations
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOREIGN = (
@@ -60,19 +58,6 @@ class UnderWay(NamedTuple):
         """The seconds that it may take: its own, or the group's."""
         own = self.group.journal.limit(self.record)
         return self.group.timeout.total_seconds() if own is None else own
-
-    def escalations(self, is_reported: bool) -> list[tuple[Escalation, float]]:
-        """Return the ways to end a wait for it; ``is_reported`` says whether another rank has reported the call."""
-        backend = self.backend
-        return escalations(
-            has_work=self.work is not None,
-            in_background=self.in_background,
-            on_device=self.in_background and backend.outstanding() is self.work,
-            is_running=backend.queue is not None and backend.queue.running is self.work,
-            ends_waits=backend.ends_waits,
-            interrupts_all=backend.faults.interrupts_all(),
-            is_reported=is_reported,
-        )
 
     def has_ended(self) -> bool:
         if self.work is None or not self.in_background:
@@ -136,30 +121,23 @@ def users_line(stack: Iterable[CodeLine]) -> CodeLine | None:
     return outermost
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Run no garbage collection meanwhile, and let no other thread look at frames.
+def stack_of(thread: int = 0) -> list[CodeLine]:
+    """Return the stack of a thread, innermost first: by its identifier, or the main thread's if that has ended.
 
-    A collection runs Python code (that of ``stores.keep_alive``, for one), and so releases the GIL. Up to Python 3.11
-    one may begin whenever an object is made: in the middle of ``sys._current_frames``, which then deadlocks
-    (https://github.com/python/cpython/issues/106883), and of ``f_back`` and ``f_locals``, which crash if the other
-    thread has left the frame by then.
+    No garbage is collected meanwhile. A collection runs Python code (that of ``stores.keep_alive``, for one), and so
+    releases the GIL. Up to Python 3.11 one may begin whenever an object is made: in the middle of
+    ``sys._current_frames``, which then deadlocks (https://github.com/python/cpython/issues/106883), and of ``f_back``
+    and ``f_locals``, which crash if the other thread has left the frame by then.
     """
     with LOOKING:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            yield
+            frames = sys._current_frames()
+            return list(code_lines(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
         finally:
             if was_enabled:
                 gc.enable()
-
-
-def stack_of(thread: int = 0) -> list[CodeLine]:
-    """Return the stack of a thread, innermost first: by its identifier, or the main thread's if that has ended."""
-    with without_collections():
-        frames = sys._current_frames()
-        return list(code_lines(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
 
 
 def text_of(line: CodeLine | None) -> str:

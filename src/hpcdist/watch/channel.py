@@ -139,10 +139,6 @@ class Channel:
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
         self.changes += 1
 
-    def everyone(self) -> list[Endpoint]:
-        """Return the endpoints of all ranks of the job, also of those that were left out."""
-        return [*self.endpoints.values(), *self.left_out]
-
     def sees(self, endpoint: Endpoint) -> bool:
         """Tell whether a rank's process can be looked at from here."""
         return endpoint.node == self.own.node
@@ -268,8 +264,8 @@ class Channel:
         return due
 
     def _send(self, sending: socket.socket, question: Question, now: float) -> None:
-        for index, endpoint, number, text in question.due(now, self._numbers):
-            self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, index & 0xFFFFFFFF), text)
+        for rank, endpoint, number, text in question.due(now, self._numbers):
+            self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, rank), text)
 
     def _seal_to(self, sending: socket.socket, endpoint: Endpoint, head: bytes, text: bytes) -> None:
         data = seal(endpoint.key, QUESTION, head, text)
@@ -281,13 +277,13 @@ class Channel:
         """Take in what has come if it answers a question, and tell whether it does."""
         if len(data) < TAG_BYTES + HEAD.size:
             return False
-        sender, number, index = HEAD.unpack_from(data, TAG_BYTES)
-        asked = question.who(index, number)
+        sender, number, rank = HEAD.unpack_from(data, TAG_BYTES)
+        asked = question.who(rank, number)
         if sender != self._sender or asked is None or not is_sealed(asked.key, ANSWER, data):
             return False
         self._note(asked)
         with suppress(ValueError, RecursionError):
-            for each in question.take(index, number, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
+            for each in question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
                 self._note(each)
         return True
 
@@ -295,7 +291,7 @@ class Channel:
         """Send a message to ranks once, which may be lost; nothing is waited for."""
         text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
         for rank, endpoint in self._known(ranks).items():
-            self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank & 0xFFFFFFFF), text)
+            self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank), text)
 
     def ask(self, ranks: Iterable[int], kind: str, shape: Any, seconds: float, /, **content: Any) -> dict[int, Message]:
         """Ask ranks and return the answers of a shape (``fits``) that come in time, by rank.

@@ -28,8 +28,8 @@ LARGEST = 1 << 16  # bytes that it may send
 
 # shapes of answers (``question.fits``)
 ENDPOINT = [[str], int, int, str, str, int, str, str, str, str]
-FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "size": int, "endpoint": ENDPOINT}
-GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("rank", "size", "collectives", "messages"), int)}
+FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "endpoint": ENDPOINT}
+GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("size", "collectives", "messages"), int)}
 INSPECTED = {
     **WHERE,
     "inspected": {

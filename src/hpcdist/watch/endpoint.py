@@ -7,6 +7,7 @@ import secrets
 from array import array
 from collections.abc import Container, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -104,24 +105,15 @@ def process_status(pid: int) -> tuple[str, str]:
     There may be no ``/proc``, and it may hide processes, also this user's (``hidepid``, in containers of their own).
     """
     try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
-        finally:
-            os.close(descriptor)
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[0].decode(), fields[19].decode()
     except (FileNotFoundError, ProcessLookupError):
-        return "?" if is_there(pid) else "", ""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "", ""
+        except PermissionError:  # another user's
+            pass
     except (OSError, IndexError):  # this process may have no descriptor left
-        return "?", ""
-
-
-def is_there(pid: int) -> bool:
-    """Tell whether there is a process, by the kernel."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
         pass
-    return True
+    return "?", ""

@@ -7,7 +7,7 @@
 A wait is ended by a list of escalations, the gentlest first. Each one that takes effect gets some time; if the call is
 still under way after it, the next one follows. The last one aborts the job.
 
-Nothing here reads a clock, asks a rank or calls a library: the watchdog gives the time and does what is decided.
+Nothing here reads a clock or asks a rank: the watchdog gives the time and does what is decided.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.watch.liveness import NEWS_SECONDS
+
+if TYPE_CHECKING:
+    from hpcdist.watch.calls_under_way import UnderWay
 
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
@@ -43,31 +46,27 @@ class Escalation(Enum):
     ABORT = "abort the job"
 
 
-def escalations(
-    *,
-    has_work: bool,  # it is a wait for a Work
-    in_background: bool,  # a worker thread or a device is at it
-    on_device: bool,
-    is_running: bool,  # the worker thread is in this call
-    ends_waits: bool,  # the library raises by itself
-    interrupts_all: bool,  # an interruption here ends the call on all ranks (ULFM)
-    is_reported: bool,  # another rank has reported the call, and ends it
-) -> list[tuple[Escalation, float]]:
-    """Return the ways to end a wait in order, each with the seconds that it gets if it takes effect."""
-    if in_background:
-        if on_device:
+def escalations(each: UnderWay, is_reported: bool) -> list[tuple[Escalation, float]]:
+    """Return the ways to end a wait in order, each with the seconds that it gets if it takes effect.
+
+    ``is_reported`` says whether another rank has reported the call, and ends it.
+    """
+    backend = each.backend
+    interrupts_all = backend.faults.interrupts_all()  # an interruption here ends the call on all ranks (ULFM)
+    if each.in_background:
+        if backend.outstanding() is each.work:  # a device is at it
             return [(Escalation.INTERRUPT, math.inf)]
-        if not is_running:
+        if backend.queue is None or backend.queue.running is not each.work:
             return []
         if is_reported:
             # revoked here too: the reporter's revocation does not reach a communicator that it is not in
             also = [(Escalation.INTERRUPT, math.inf)] if interrupts_all else []
             return [(Escalation.SET_REASON, 0.0), (Escalation.GIVE_UP, 0.0), *also]
-        first = [] if ends_waits else [(Escalation.INTERRUPT, 0.0)]
+        first = [] if backend.ends_waits else [(Escalation.INTERRUPT, 0.0)]
         return [*first, (Escalation.GIVE_UP, math.inf)]
     # a receive whose message has begun to come may not be cancelled (MPI 3.8.4), and its sender may be stopped
-    found = [(Escalation.CANCEL, STUCK_SECONDS)] if has_work else []
-    if ends_waits:
+    found = [(Escalation.CANCEL, STUCK_SECONDS)] if each.work is not None else []
+    if backend.ends_waits:  # the library raises by itself
         return found
     if is_reported:
         found.append((Escalation.SET_REASON, NEWS_SECONDS if interrupts_all else YIELD_SECONDS))

@@ -199,8 +199,9 @@ class Observer:
 
     def _others(self) -> list[int]:
         """Return the other ranks that have neither ended nor left, those after this one first."""
-        me, staying = self.watchdog.rank, self.watchdog.liveness.staying()
-        return sorted((rank for rank in staying if rank != me), key=lambda rank: (rank < me, rank))
+        me, liveness, endpoints = self.watchdog.rank, self.watchdog.liveness, self.watchdog.channel.endpoints
+        staying = [rank for rank in liveness.living() if endpoints[rank].process not in liveness.left and rank != me]
+        return sorted(staying, key=lambda rank: (rank < me, rank))
 
     def _asked(self, states: ExitStates) -> list[int]:
         """Return the ranks to ask now: as many as are looked at in turn; or all, on the lowest rank once one has ended.
@@ -208,21 +209,17 @@ class Observer:
         Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and sends it to all.
         """
         others = self._others()
-        if len(others) <= ASKED_AT_ONCE or (states.lacks_one and self._living()[0] == self.watchdog.rank):
+        is_first = self.watchdog.liveness.living()[:1] == [self.watchdog.rank]
+        if len(others) <= ASKED_AT_ONCE or (states.lacks_one and is_first):
             return others
         start = self.asked % len(others)
         self.asked += ASKED_AT_ONCE
         turn = [*others, *others][start : start + ASKED_AT_ONCE]
         return list({*turn, *(rank for rank, _, _ in states.suspects)})
 
-    def _living(self) -> list[int]:
-        """Return the ranks that, as far as is known, have not ended, in order."""
-        liveness, endpoints = self.watchdog.liveness, self.watchdog.channel.endpoints
-        return [rank for rank, each in sorted(endpoints.items()) if not liveness.has_ended(each)]
-
     def release_others(self) -> None:
         """Send the other ranks that all leave, if they are so many that they do not ask each other."""
-        first, *others = self._living() or [self.watchdog.rank]
+        first, *others = self.watchdog.liveness.living() or [self.watchdog.rank]
         if len(others) > ASKED_AT_ONCE and first == self.watchdog.rank:
             self.watchdog.channel.ask(others, "all leave", {}, ANSWER_SECONDS)
 

@@ -25,13 +25,12 @@ class Inspection:
     def __init__(self) -> None:
         # by name, line and whether it was asynchronous: calls, bytes, nanoseconds, and those of the longest one
         self._tallies: dict[tuple[str, str, bool], list[int]] = {}
-        self._began = self._until = 0.0
+        self._until = 0.0
 
     def answer(self, endpoints: Mapping[int, Endpoint], first: int) -> dict[str, Any]:
         """Return what is asked for, and a part of the endpoints from the ``first`` on; none from a negative number."""
         now = time.monotonic()
         if self._until == 0.0:
-            self._began = now
             timing.listen(self._tally)
         self._until = now + LEASE_SECONDS
         blocked = [each.thread for each in calls_under_way.under_way() if not each.in_background]
@@ -45,7 +44,6 @@ class Inspection:
             ],
             "groups": {each.group_name: described(each) for each in list(WORLD.groups.values())[:ROWS]},
             "calls": [[*key, *numbers] for key, numbers in longest],
-            "seconds": round(now - self._began, 3),
             "endpoints": [[rank, list(endpoints[rank])] for rank in part],
             "size": len(endpoints),
         }
@@ -69,7 +67,6 @@ class Inspection:
 def described(group: Group) -> dict[str, Any]:
     return {
         "label": label(group.group_name, group.group_desc),
-        "rank": group.rank(),
         "size": group.size(),
         "collectives": group.journal.sequence,
         "messages": group.journal.messages,

@@ -6,8 +6,6 @@ stopped, which could not exit by themselves, and exits after a while. A rank who
 
 A rank that leaves the program while others wait for it ends with its own status, which is the job's if the others end
 in a way that does not hide it.
-
-An elastic job is aborted too if its processes wait for all that live, and not all may come (``Meeting``).
 """
 
 from __future__ import annotations
@@ -101,7 +99,8 @@ class Meeting:
 
     def look(self, liveness: Liveness, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
-        seconds, everyone = now - self.since, liveness.channel.everyone()
+        seconds, channel = now - self.since, liveness.channel
+        everyone = [*channel.endpoints.values(), *channel.left_out]
         if seconds >= STOPPED_SECONDS:
             liveness.kill_stopped()
         if any(each.process in liveness.left for each in everyone):

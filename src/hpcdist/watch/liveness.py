@@ -11,7 +11,6 @@ revokes what was known of it.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import select
 import signal
@@ -25,7 +24,6 @@ from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, Process, process_status
 from hpcdist.watch.question import RUN, Message, expanded
 
-FRESH_SECONDS = 0.1  # how long a look at the processes of this node is valid
 NEWS_SECONDS = 0.5  # how long the others have to acknowledge news
 # the kernel probes a silent connection so often (s, s, times)
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
@@ -112,7 +110,6 @@ class Liveness:
         self.left: set[Process] = set()  # processes that make no more calls, and wait for the others at the end
         self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have shown
         self._sent: set[Process] = set()  # what was sent to the other ranks
-        self._ended_peers: tuple[float, int, list[int]] = (-math.inf, 0, [])  # as of a moment and a change
         self._connections: dict[int, list[Connection]] = {}
         self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
         channel.note_life = self.note_life
@@ -136,7 +133,7 @@ class Liveness:
 
     def ended_ranks(self) -> list[int]:
         """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
-        gone = list(self.ended_peers())
+        gone = self.ended_peers()
         if self.ended:
             gone += [
                 rank for rank in self.channel.endpoints.of_processes(self.ended) if rank not in self.channel.node_peers
@@ -144,13 +141,8 @@ class Liveness:
         return gone
 
     def ended_peers(self) -> list[int]:
-        """Return the ranks of this node that have ended, as of a moment ago at most."""
-        now, changes = time.monotonic(), self.channel.changes
-        when, then, gone = self._ended_peers
-        if now - when >= FRESH_SECONDS or changes != then:
-            gone = [rank for rank, each in self.channel.node_peers.items() if self.has_ended(each)]
-            self._ended_peers = now, changes, gone
-        return gone
+        """Return the ranks of this node that have ended."""
+        return [rank for rank, each in self.channel.node_peers.items() if self.has_ended(each)]
 
     def lacks(self, ranks: Iterable[int]) -> bool:
         """Tell whether any of some ranks is known to have ended, so that their calls cannot."""
@@ -161,10 +153,9 @@ class Liveness:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
         return bool(self.ended_ranks()) or any(map(self.has_ended, self.channel.left_out))
 
-    def staying(self) -> list[int]:
-        """Return the ranks that, as far as is known, have neither ended nor left."""
-        endpoints = self.channel.endpoints
-        return [rank for rank, each in endpoints.items() if each.process not in self.left and not self.has_ended(each)]
+    def living(self) -> list[int]:
+        """Return the ranks that, as far as is known, have not ended, in order."""
+        return [rank for rank, each in self.channel.endpoints.items() if not self.has_ended(each)]
 
     def stopped(self) -> list[Endpoint]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
@@ -227,8 +218,7 @@ class Liveness:
             self._sent |= found
             accused = [rank for rank, each in channel.endpoints.items() if each.process in found]
             channel.send(accused, "ended", processes=sorted(found))  # a process that gets it lives, and answers
-            living = [rank for rank, each in channel.endpoints.items() if not self.has_ended(each)]
-            self._send_to_others("ended", living, processes=sorted(found))
+            self._send_to_others("ended", self.living(), processes=sorted(found))
         if len(channel.node_peers) == len(channel.endpoints):
             return
         peers = list(channel.node_peers.values())
@@ -279,7 +269,7 @@ def disconnect(connections: dict[int, list[Connection]], rank: int) -> None:
 
 
 def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dict[Address, int]:
-    """Connect to addresses and return the error number of each that answers in time, 0 for a connection."""
+    """Connect to addresses and return the error number of each: 0 for a connection, EINPROGRESS for silence."""
     several = list(dict.fromkeys(targets))
     found: dict[Address, int] = {}
     for first in range(0, len(several), AT_ONCE):  # each takes a descriptor
@@ -288,12 +278,10 @@ def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dic
             for target in several[first : first + AT_ONCE]:
                 connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
                 connection.setblocking(False)
-                number = connection.connect_ex(target)
-                if number == errno.EINPROGRESS:
+                found[target] = connection.connect_ex(target)
+                if found[target] == errno.EINPROGRESS:
                     begun[connection.fileno()] = connection, target
                     poll.register(connection, select.POLLOUT)
-                else:
-                    found[target] = number
             deadline = time.monotonic() + seconds
             while begun and (left := deadline - time.monotonic()) > 0:
                 for each, _ in poll.poll(left * 1000):

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.journal import CallRecord
-
-if TYPE_CHECKING:
-    from hpcdist.core.group import Group
 
 VARIABLE = "HPCDIST_LOG"
 LEVELS = ("debug", "info", "warning", "error")
@@ -54,11 +51,6 @@ def set_up() -> None:
     LOG.propagate = False
     if LOG.isEnabledFor(logging.DEBUG):
         hooks.listen = log_call
-
-
-def of(group: Group) -> dict[str, str]:
-    """Return what names a record's group: ``extra`` of the logger's methods."""
-    return {"group": group.group_name}
 
 
 def log_call(record: tuple[Any, ...]) -> None:

@@ -61,13 +61,8 @@ def fits(value: Any, shape: Any) -> bool:
 
 def parts_of(ranks: list[int]) -> dict[int, set[int]]:
     """Return the ranks to ask, each with all those of its part, itself among them."""
-    size, longer = divmod(len(ranks), FAN)
-    parts, first = {}, 0
-    for index in range(min(FAN, len(ranks))):
-        end = first + size + (index < longer)
-        parts[ranks[first]] = set(ranks[first:end])
-        first = end
-    return parts
+    parts = (ranks[i * len(ranks) // FAN : (i + 1) * len(ranks) // FAN] for i in range(FAN))
+    return {part[0]: set(part) for part in parts if part}
 
 
 def relay_seconds(count: int) -> float:
@@ -118,8 +113,7 @@ class Question:
         self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
         self._next: dict[int, float] = {}  # when they are asked again
-        self._numbers: dict[int, bool] = {}  # under which it was sent, and whether to be relayed
-        self._by_index = {each & 0xFFFFFFFF: each for each in ranks}
+        self._numbers: set[int] = set()  # under which it was sent
 
     @property
     def is_answered(self) -> bool:
@@ -131,8 +125,7 @@ class Question:
             return []
         self._pass_over(now)
         late = [rank for rank in self._missing if now >= self._next.get(rank, now)]
-        plain, relayed = next(numbers), next(numbers)
-        self._numbers |= {plain: False, relayed: True}
+        self._numbers.add(number := next(numbers))
         text = json.dumps(self._message).encode()
         found = []
         for rank in late[:FAN]:
@@ -140,12 +133,11 @@ class Question:
             self._answered.setdefault(rank, now)
             part = self._missing[rank]
             if part == {rank}:
-                found.append((rank, self._endpoints[rank], plain, text))
+                found.append((rank, self._endpoints[rank], number, text))
             else:
                 asks = {"kind": RELAY, "from": self._message["from"], "message": self._message, "ranks": runs_of(part)}
-                found.append(
-                    (rank, self._endpoints[rank], relayed, json.dumps({**asks, **(self._relay or {})}).encode())
-                )
+                relayed = json.dumps({**asks, **(self._relay or {})}).encode()
+                found.append((rank, self._endpoints[rank], number, relayed))
         self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
         return found
 
@@ -156,23 +148,17 @@ class Question:
                 del self._missing[rank]
                 self._missing |= {each: {each} for each in part & {rank}} | parts_of(sorted(part - {rank}))
 
-    def who(self, index: int, number: int) -> Endpoint | None:
-        """Return where the process listens that was asked under an index and a number, and has not answered."""
-        rank = self._by_index.get(index)
-        return None if rank not in self._missing or number not in self._numbers else self._endpoints[rank]
+    def who(self, rank: int, number: int) -> Endpoint | None:
+        """Return where the process listens that was asked under a number, and has not answered."""
+        return self._endpoints[rank] if rank in self._missing and number in self._numbers else None
 
-    def take(self, index: int, number: int, answer: Any, now: float) -> list[Endpoint]:
+    def take(self, rank: int, answer: Any, now: float) -> list[Endpoint]:
         """Take in the authentic answer of one that ``who`` returned; return the processes whose answers it holds."""
-        rank = self._by_index[index]
         self._answered[rank] = now
-        part = self._missing[rank]
-        if not self._numbers[number]:
-            given = {rank: answer}
-        elif fits(answer, ANSWERED):
+        part, given = self._missing[rank], {rank: answer}
+        if fits(answer, ANSWERED):  # it was asked to relay the question
             ranks = max(part) + 1
             given = {each: one for one, runs in answer["answers"] for each in expanded(runs, ranks)}
-        else:
-            return []
         taken = [each for each in part & given.keys() if self._accepts(given[each])]
         self.answers |= {each: given[each] for each in taken}
         part.difference_update(taken)

@@ -236,12 +236,6 @@ class Report(NamedTuple):
     lines: list[str]
     ends_all: bool  # whether the asker ends the call for all ranks
 
-    @classmethod
-    def read(cls, sent: list[Any]) -> Report:
-        """Return a report as it comes out of JSON."""
-        collective, *rest = sent
-        return cls(Collective(*collective), *rest)
-
     def receivers(self, answers: Answers) -> list[int]:
         """Return which ranks are in the call; if it ends for all, those in another one of the group too."""
         group, number, name = self.collective
@@ -262,11 +256,6 @@ class Report(NamedTuple):
                 break
             kept.append(line)
         return self._replace(lines=kept)
-
-
-def turn(rank: int) -> float:
-    """Return how many seconds a rank of a group leaves the asking to those before it."""
-    return TURN_SECONDS * math.log2(1 + rank)
 
 
 class Reports:
@@ -298,10 +287,10 @@ class Reports:
         rank, until = self._askers.get(collective, (None, -math.inf))
         return rank if self._clock() < until else None
 
-    def next_turn(self, collective: Collective, rank: int) -> float:
-        """Return the moment from which a rank of the group may ask about a call that another one asks about."""
-        _, until = self._askers.get(collective, (None, -math.inf))
-        return until + turn(rank)
+    def turn(self, collective: Collective | None, rank: int, since: float) -> float:
+        """Return the moment from which a rank of the group may ask about a call that it was to ask about since one."""
+        until = -math.inf if collective is None else self._askers.get(collective, (None, -math.inf))[1]
+        return max(since, until) + TURN_SECONDS * math.log2(1 + rank)
 
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
         """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""

@@ -32,7 +32,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 # what is watched, and which ways of dealing with it our handler replaces
 WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,), signal.SIGINT: ()}
@@ -43,17 +43,13 @@ set_wakeup_fd = signal.set_wakeup_fd  # Python's own
 default_int_handler = signal.default_int_handler
 
 
-class Wanted(NamedTuple):
+class Wanted:
     """The descriptor that the program wants signals to be written to."""
 
-    number: int = -1  # none
-    warns: bool = True  # whether Python is to warn if it takes no more
-    file: tuple[int, int] | None = None  # what was open there
-
-    @classmethod
-    def of(cls, number: int, warns: bool = True) -> Wanted:
-        """Return a descriptor as it is now."""
-        return cls(number, warns, file_of(number))
+    def __init__(self, number: int = -1, warns: bool = True) -> None:
+        self.number = number
+        self.warns = warns  # whether Python is to warn if it takes no more
+        self.file = file_of(number)  # what is open there
 
     @property
     def is_stale(self) -> bool:
@@ -89,7 +85,7 @@ class Signals:
         """Begin to watch; only the main thread may (``signal.set_wakeup_fd``), elsewhere this does nothing."""
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
-        self._theirs = Wanted.of(self._hold())
+        self._theirs = Wanted(self._hold())
         signal.set_wakeup_fd = self._want
         self._left = [number for number in WATCHED if is_handled_in_c(number)]
         self._handle([number for number in WATCHED if number not in self._left])
@@ -119,7 +115,7 @@ class Signals:
         before = self._theirs
         set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # which checks it
         self._hold()
-        self._theirs = Wanted.of(fd, warn_on_full_buffer)
+        self._theirs = Wanted(fd, warn_on_full_buffer)
         return before.number
 
     def remove(self) -> None:
@@ -145,7 +141,7 @@ class Signals:
         self.received.add(number)
         before = self._hold()
         if before != self.writer.fileno():  # set past ``_want``, by who had imported Python's own function before
-            self._theirs = Wanted.of(before)
+            self._theirs = Wanted(before)
             with suppress(OSError):
                 self.writer.send(bytes([number]))
 

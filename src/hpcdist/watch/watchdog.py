@@ -38,13 +38,13 @@ from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket
-from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls
+from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls, escalations
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.question import Message
 from hpcdist.watch.recorder import Recorder
-from hpcdist.watch.report import COLLECTIVE, REPORT, WHERE, Answers, Collective, Report, Reports, judge_of, turn
+from hpcdist.watch.report import COLLECTIVE, REPORT, WHERE, Answers, Collective, Report, Reports, judge_of
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
@@ -81,7 +81,7 @@ class Watchdog:
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._next_look = 0.0
-        self._next_second = 0.0  # when ``_each_second`` is due
+        self._next_second = 0.0  # when what is done once a second is due
         self._failures: set[str] = set()  # of this thread, that were reported
         self._tracer: threading.Thread | None = None  # which writes a trace, or has written the last one
         self._debug_socket: DebugSocket | None = None
@@ -94,7 +94,7 @@ class Watchdog:
         register("abort", self._note_abort, {"reason": str, "leaves": bool})
         register("inspect", self._inspected, {"first": int})
         self.call_exchange = CallExchange(self.channel, self.end_call)
-        self._each_second = self._look_at_others, self.call_exchange.look, Members(self.channel, self.end_call).look
+        self._members = Members(self.channel, self.end_call)
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property
@@ -151,10 +151,8 @@ class Watchdog:
             if meeting is not None:
                 meeting.since += late
         if any(each in ready for each in debug_socket.sockets):
-            own = {"rank": self.rank, "size": len(self.channel.endpoints) or 1, "endpoint": self.channel.own}
-            debug_socket.answer(
-                {**own, "job": self.recorder.name, "program": program(), "slurm_job": os.environ.get(SLURM_JOB, "")}
-            )
+            job = {"job": self.recorder.name, "program": program(), "slurm_job": os.environ.get(SLURM_JOB, "")}
+            debug_socket.answer({**job, "rank": self.rank, "endpoint": self.channel.own})
         if self.signals.reader in ready:
             for number in self.signals.arrived():
                 self._on_signal(number)
@@ -179,8 +177,10 @@ class Watchdog:
         self._end_failed()
         if now >= self._next_second:
             self._next_second = now + LONGEST_TICK
-            for look in self._each_second:
-                look()
+            if not self.leaving and WORLD.default is not None:
+                self.liveness.look()
+            self.call_exchange.look()
+            self._members.look()
         calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
         self.calls.see((each.record for each in calls), now)
         for each in calls:
@@ -191,10 +191,6 @@ class Watchdog:
             self._escalate(each)
         if self._found and now >= self._sigint_due:
             self._end_interrupted(calls)
-
-    def _look_at_others(self) -> None:
-        if not self.leaving and WORLD.default is not None:
-            self.liveness.look()
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
         """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
@@ -353,7 +349,7 @@ class Watchdog:
         asked: Sequence[int] = group.ranks if mine["peer"] is None else [mine["peer"]]
         if collective is not None:
             start = time.monotonic()
-            while time.monotonic() < min(self._turn(collective, group, start), start + ANSWER_SECONDS):
+            while time.monotonic() < min(self.reports.turn(collective, group.rank(), start), start + ANSWER_SECONDS):
                 time.sleep(SHORTEST_TICK)
                 if found := self.reports.find(collective, ANSWER_SECONDS):
                     return "; ".join(found.lines)
@@ -364,11 +360,6 @@ class Watchdog:
         return "; ".join(lines)
 
     # -- past the deadline ---------------------------------------------------------------------------
-
-    def _turn(self, collective: Collective | None, group: Group, start: float) -> float:
-        """Return from when on this rank may ask about a call that it was ready to ask about at ``start``."""
-        own = start + turn(group.rank())
-        return own if collective is None else max(own, self.reports.next_turn(collective, group.rank()))
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
@@ -384,7 +375,7 @@ class Watchdog:
         found = None if collective is None else self.reports.find(collective)
         if found is not None:
             self._end_as_reported(each, found)
-        elif now >= self._turn(collective, each.group, watched.since):
+        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):
             watched.state = State.ASKING
             try:
                 self._report(each, watched, now - watched.first_seen, collective)
@@ -436,7 +427,8 @@ class Watchdog:
 
     def _take_report(self, message: Message) -> Message:
         """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
-        found = Report.read(message["report"])
+        collective, *rest = message["report"]
+        found = Report(Collective(*collective), *rest)
         is_known = self.reports.find(found.collective) == found  # sent again, because the receipt was late
         self.reports.add(found)
         if is_known or not found.ends_all:
@@ -461,7 +453,7 @@ class Watchdog:
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
         watched, now = self._watched(each), time.monotonic()
-        watched.end(now, explained(reason, "call-timeout"), each.escalations(is_reported))
+        watched.end(now, explained(reason, "call-timeout"), escalations(each, is_reported))
         if each.in_background and watched.next_escalation(now) is not None:
             self._given_up.append(described)
         self._escalate(each)
@@ -505,12 +497,7 @@ class Watchdog:
     def announce_abort(self, reason: str, leaves: bool = False) -> bool:
         """Write why the job is aborted, also to all its processes, which end by themselves if nothing else ends them.
 
-        Args:
-            reason: why.
-            leaves: whether this process ends with its own status.
-
-        Returns:
-            Whether all of them have taken note.
+        ``leaves`` says whether this process ends with its own status. Returns whether all of them have taken note.
         """
         self.say(reason)
         first_line, has_reached_all = reason.splitlines()[0], False
@@ -576,7 +563,6 @@ def watch(group: Group) -> Watchdog:
     all_ranks = [mine]
     if group.size() > 1:
         all_ranks = group.any_backend().objects.all_gather(mine, call="init_process_group")
-    if group.size() > 1:
         watchdog.channel.learn(group.ranks, [endpoint for endpoint, _, _ in all_ranks])
     _, watchdog.recorder.name, user_key = all_ranks[0]
     watchdog.channel.keys = [each for each in (own.key, user_key) if each]
@@ -587,5 +573,6 @@ def watch(group: Group) -> Watchdog:
         watchdog.start()
     watchdog.signals.install()  # unless another thread has made the group; the main one may make the next
     hooks.explain = watchdog.explain
-    logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=logs.of(group))
+    extra = {"group": group.group_name}
+    logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=extra)
     return watchdog

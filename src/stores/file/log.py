@@ -9,7 +9,6 @@ that sees it, and no lock is waited for beyond a deadline.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import threading
@@ -54,13 +53,10 @@ class FileLog:
         The file is opened for it: NFS asks its server at each open, and answers stat(2) from memory for up to 60 s.
         """
         try:
-            fd = os.open(self.path, _READ_FLAGS)
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
         except FileNotFoundError:
             return -1, -1
-        try:
-            status = os.fstat(fd)
-        finally:
-            os.close(fd)
         return status.st_ino, status.st_size
 
     @contextlib.contextmanager
@@ -131,11 +127,14 @@ class FileLog:
                     f"the store's file {self.path} is gone: all its users have left, or it was removed"
                 ) from None
             try:
-                if _try_lock(fd, lock):
-                    if _is_at(fd, self.path):
-                        yield fd
-                        return
-                    continue  # removed (and made again) before we had the lock
+                fcntl.flock(fd, lock | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # another process has it
+                pass
+            else:
+                if _is_at(fd, self.path):
+                    yield fd
+                    return
+                continue  # removed (and made again) before we had the lock
             finally:
                 os.close(fd)  # and with it the lock
             if deadline is not None and time.monotonic() >= deadline:
@@ -185,16 +184,6 @@ class FileLog:
             self.data.pop(key[1:], None)
         else:
             self.data[key] = value
-
-
-def _try_lock(fd: int, lock: int) -> bool:
-    try:
-        fcntl.flock(fd, lock | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-            return False
-        raise
-    return True
 
 
 def _is_at(fd: int, path: str) -> bool:

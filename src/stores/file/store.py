@@ -44,9 +44,7 @@ class FileStore(Store):
         return self._path
 
     def set(self, key: Text, value: Text) -> None:
-        pair = (_key(key), as_bytes(value, "value"))
-        with self._log.writing(self._deadline()) as fd:
-            self._log.append(fd, pair)
+        self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values in one step."""

@@ -30,13 +30,13 @@ _u64 = U64.unpack_from
 class Connection:
     """Sends requests and reads replies."""
 
-    __slots__ = ("is_ours", "limit", "recv", "rest", "send", "sock")
+    __slots__ = ("at", "is_ours", "limit", "recv", "rest", "send", "sock")
 
     def __init__(self, sock: socket.socket, limit: float | None) -> None:
         self.sock = sock
         self.send = sock.sendall
         self.recv = sock.recv
-        self.rest = b""  # received, and not read yet: answers may come several at a time
+        self.rest, self.at = b"", 0  # received last, and up to where it was read: answers may come several at a time
         self.is_ours = False
         self.set_limit(limit)
 
@@ -51,53 +51,32 @@ class Connection:
 
     def read(self, size: int) -> bytes:
         """Return exactly so many bytes."""
-        if not (data := self.rest) and size:
-            data = self.recv(FEW)
-            if len(data) == size:
-                return data
-        if len(data) < size:
-            data = self._complete(size, data)
-        self.rest = data[size:]
-        return data[:size]
+        begin, end = self.at, self.at + size
+        if end > len(self.rest):
+            self._receive(size)
+            begin, end = 0, size
+        self.at = end
+        return self.rest[begin:end]
 
-    def _complete(self, size: int, data: bytes) -> bytes:
-        """Return at least so many bytes, beginning with the given ones."""
-        data = data or self._receive(CHUNK)
-        if (left := size - len(data)) <= 0:
-            return data
-        # the buffer grows with what arrives: a length that was only announced costs nothing
-        parts = [data]
-        while left > 0:
-            parts.append(self._receive(min(max(left, CHUNK), 1 << 20)))
-            left -= len(parts[-1])
-        return b"".join(parts)
-
-    def _receive(self, most: int) -> bytes:
-        if not (data := self.recv(most)):
-            raise ServerClosedError("the server closed the connection")
-        return data
+    def _receive(self, size: int) -> None:
+        """Receive until so many bytes are there."""
+        data = self.rest[self.at :] or self.recv(FEW)
+        if (left := size - len(data)) > 0:
+            parts = [data]
+            while left > 0:
+                # the buffer grows with what arrives: a length that was only announced costs nothing
+                parts.append(self.recv(min(max(left, CHUNK), 1 << 20)))
+                if not parts[-1]:
+                    raise ServerClosedError("the server closed the connection")
+                left -= len(parts[-1])
+            data = b"".join(parts)
+        self.rest = data
 
     def read_value(self) -> bytes:
         return self.read(_u64(self.read(8))[0])
 
     def read_values(self, count: int) -> list[bytes]:
-        values: list[bytes] = []
-        add = values.append
-        data = self.rest
-        pos = 0
-        end = len(data)
-        while len(values) < count:
-            start = stop = pos + 8
-            if start <= end:
-                stop += _u64(data, pos)[0]
-                if stop <= end:
-                    add(data[start:stop])
-                    pos = stop
-                    continue
-            data = self._complete(stop - pos, data[pos:])
-            pos, end = 0, len(data)
-        self.rest = data[pos:]
-        return values
+        return [self.read_value() for _ in range(count)]
 
     def close(self) -> None:
         self.sock.close()
@@ -123,7 +102,7 @@ def connect(host: str, port: int, secret: bytes | None, seconds: float, is_worth
 
 def open_connection(host: str, port: int, secret: bytes | None, limit: float | None) -> Connection:
     """Connect and greet, with one try; the limit is that of connecting and of each read or write (None: for ever)."""
-    connection = Connection(_open_socket(host, port, limit), limit)
+    connection = Connection(socket.create_connection((host, port), limit), limit)
     try:
         with contextlib.suppress(OSError):
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,19 +121,6 @@ def open_connection(host: str, port: int, secret: bytes | None, limit: float | N
     except BaseException:
         connection.close()
         raise
-
-
-def _open_socket(host: str, port: int, limit: float | None) -> socket.socket:
-    if host.replace(".", "").isdigit():  # a plain IPv4 address: no name service, no list of addresses
-        sock = socket.socket()
-        try:
-            sock.settimeout(limit)
-            sock.connect((host, port))
-            return sock
-        except BaseException:
-            sock.close()
-            raise
-    return socket.create_connection((host, port), limit)
 
 
 def _prove(connection: Connection, secret: bytes | None, where: str) -> None:

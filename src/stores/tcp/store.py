@@ -185,7 +185,12 @@ class TCPStore(Store):
 
         def ask_once(limit: float | None) -> T | None:
             if (session.is_ours or session.pipelines) and len(frame) <= CHUNK:
-                return session.call(verb, keys, limit, check + frame, read_both)
+                try:
+                    return session.call(verb, keys, limit, check + frame, read_both)
+                except DistNetworkError as error:
+                    if session.is_ours or isinstance(error, NoAnswerError):
+                        raise
+                session.pipelines = False  # if this is torch's legacy server, two steps work, now and from now on
             if session.call(verb, keys, limit, check, _read_byte) != PRESENT:
                 return None
             return session.call(verb, keys, limit, frame, read)
@@ -196,31 +201,16 @@ class TCPStore(Store):
         self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[float | None], T | None]
     ) -> T:
         """Return what ``ask_once`` returns, waiting for the keys (packed in ``body``) while it returns None."""
-        seconds = self._seconds
+        seconds = left = self._seconds
         start = time.monotonic()
         try:
-            value = self._ask_first(first_answer_limit(seconds), ask_once)
-            while value is None:  # a key may be deleted between the wake-up and the second question
+            # a key may be deleted between the wake-up and the next question
+            while (value := ask_once(first_answer_limit(left))) is None:
                 self._sleep(verb, keys, body, seconds, start)
                 left = -1.0 if seconds < 0 else max(start + seconds - time.monotonic(), 0.001)
-                value = ask_once(first_answer_limit(left))
         except NoAnswerError as error:
             raise wait_timeout(keys, seconds, time.monotonic() - start, self.where, f"; {error}") from error
         return value
-
-    def _ask_first(self, limit: float | None, ask_once: Callable[[float | None], T | None]) -> T | None:
-        session = self._session
-        try:
-            return ask_once(limit)
-        except DistNetworkError as error:
-            if session.is_ours or not session.pipelines or isinstance(error, NoAnswerError):
-                raise
-        session.pipelines = False  # if this is torch's legacy server, two steps work, now and from now on
-        try:
-            return ask_once(limit)
-        except DistNetworkError:
-            session.pipelines = True
-            raise
 
     def _sleep(self, verb: str, keys: Sequence[bytes], body: bytes, seconds: float, start: float) -> None:
         deadline = None if seconds < 0 else start + seconds

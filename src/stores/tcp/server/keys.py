@@ -5,7 +5,10 @@ Standard library only: the server process imports this file without torch.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections import deque
+from collections.abc import Callable
 
 from hpcdist_stores.tcp.wire import WOKEN
 
@@ -33,7 +36,7 @@ class Wait:
         self.missing -= 1
         if not self.missing:
             self.peer.wait = None
-            self.peer.wake(WOKEN)
+            self.peer.transmit(self.peer, [WOKEN])
         return not self.missing
 
     def drop(self) -> None:
@@ -47,20 +50,25 @@ class Wait:
 
 
 class Peer:
-    """Holds what the requests need to know about one connection (the server adds the socket)."""
+    """Holds one connection: its socket, its unfinished frame, its unsent replies, and what its requests are at."""
 
-    __slots__ = ("checked", "heavy", "list_left", "need", "pairs", "wait")
-
-    def __init__(self) -> None:
+    def __init__(self, sock: socket.socket, transmit: Callable[[Peer, list[bytes]], None]) -> None:
+        self.transmit = transmit
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.recv = sock.recv
+        self.send = sock.send
+        self.buf: bytearray | None = None
+        self.unsent: deque[bytes | memoryview] | None = None
+        self.is_open = False  # has greeted (and proved the secret)
+        self.nonce: bytes | None = None
+        self.born = self.began = self.touched = time.monotonic()
         self.wait: Wait | None = None
         self.need = 0  # absolute position in data; the server makes it a length
         self.heavy = False  # a large reply was made: send before going on
         self.pairs = 0  # pairs of a MULTI_SET still to come
         self.list_left: tuple[int, int] | None = None  # of an unfinished list: keys left, place of the next
         self.checked: tuple[bytes, list[bytes]] | None = None  # a list that is asked for twice, raw and parsed
-
-    def wake(self, reply: bytes) -> None:
-        raise NotImplementedError
 
 
 class Space:

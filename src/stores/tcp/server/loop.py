@@ -46,43 +46,23 @@ READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
 
-class SocketPeer(Peer):
-    """Holds one peer's socket, its unfinished frame and its unsent replies."""
-
-    def __init__(self, server: Server, sock: socket.socket) -> None:
-        super().__init__()
-        self.server = server
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.recv = sock.recv
-        self.send = sock.send
-        self.buf: bytearray | None = None
-        self.unsent: deque[bytes | memoryview] | None = None
-        self.is_open = False  # has greeted (and proved the secret)
-        self.nonce: bytes | None = None
-        self.born = self.began = self.touched = time.monotonic()
-
-    def wake(self, reply: bytes) -> None:
-        self.server.transmit(self, [reply])
-
-
 class Server:
     """Serves one key space on the given listening sockets until it is told to stop."""
 
-    def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
+    def __init__(self, listeners: list[socket.socket], secret: bytes | None, owner: int) -> None:
         self.listeners = listeners
+        self.owner = owner  # the process that has started this one
         self.secret = secret
         self.space = Space()
         self.epoll = select.epoll()
-        self.connections: dict[int, SocketPeer] = {}
+        self.connections: dict[int, Peer] = {}
         self.callbacks: dict[int, Callable[[], None]] = {}
-        self.ticks: list[Callable[[], None]] = []
         self.running = True
         self.unfinished = 0
-        self.turn: SocketPeer | None = None
+        self.turn: Peer | None = None
         self.turn_at = 0.0
         self.turn_bytes = 0
-        self.held: dict[int, SocketPeer] = {}
+        self.held: dict[int, Peer] = {}
         self.is_full = False
         for listener in listeners:
             listener.setblocking(False)
@@ -100,15 +80,10 @@ class Server:
         connections, callbacks, poll = self.connections, self.callbacks, self.epoll.poll
         next_tick = 0.0
         while self.running:
-            if self.ticks or self.held or self.is_full or self.secret:
-                now = time.monotonic()
-                if now >= next_tick:
-                    next_tick = now + (TURN_S if self.held else TICK_S)
-                    self.tick(now)
-                events = poll(TURN_S if self.held else TICK_S)
-            else:
-                events = poll()
-            for fd, mask in events:
+            if (now := time.monotonic()) >= next_tick:
+                self.tick(now)
+                next_tick = now + (TURN_S if self.held else TICK_S)
+            for fd, mask in poll(TURN_S if self.held else TICK_S):
                 if (peer := connections.get(fd)) is None:
                     if (callback := callbacks.get(fd)) is not None:
                         callback()
@@ -129,27 +104,23 @@ class Server:
                     break
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                        self.refuse_newcomers()
+                        self.is_full = True  # connections stay in the backlog while there is no descriptor for them
+                        for each in self.listeners:
+                            self.epoll.modify(each.fileno(), 0)
                         return
                     continue  # that one left before it was taken
                 sock.setblocking(False)
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                peer = SocketPeer(self, sock)
+                peer = Peer(sock, self.transmit)
                 self.connections[peer.fd] = peer
                 self.epoll.register(peer.fd, READ)
 
-    def refuse_newcomers(self) -> None:
-        """Leave connections in the backlog while there is no descriptor for them."""
-        self.is_full = True
-        for listener in self.listeners:
-            self.epoll.modify(listener.fileno(), 0)
-
     def tick(self, now: float) -> None:
         """Do what needs a clock: the owner's life, descriptors, turns, late proofs."""
-        for callback in self.ticks:
-            callback()
+        if os.getppid() != self.owner:
+            self.stop()
         if self.is_full or self.secret:
             for peer in [p for p in self.connections.values() if not p.is_open and now - p.born > GREET_S]:
                 self.close(peer)
@@ -176,7 +147,7 @@ class Server:
         if self.turn is None:
             self.release_held()
 
-    def read(self, peer: SocketPeer) -> None:
+    def read(self, peer: Peer) -> None:
         """Read once and answer what is complete."""
         buf = peer.buf
         size = READ_SIZE
@@ -207,7 +178,7 @@ class Server:
             self.forget(peer)
         self.answer(peer, data)
 
-    def take_turn(self, peer: SocketPeer) -> bool:
+    def take_turn(self, peer: Peer) -> bool:
         """Let the peer finish its large frame now, or hold it back until it is its turn."""
         if self.turn is None and self.unfinished <= UNFINISHED_LIMIT:
             self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
@@ -216,7 +187,7 @@ class Server:
         self.epoll.modify(peer.fd, 0)
         return False
 
-    def forget(self, peer: SocketPeer) -> None:
+    def forget(self, peer: Peer) -> None:
         """Drop a peer's unfinished frame, and let peers that were held back try again."""
         if peer.buf is not None:
             self.unfinished -= len(peer.buf)
@@ -231,7 +202,7 @@ class Server:
         for peer in held.values():
             self.epoll.modify(peer.fd, READ)
 
-    def answer(self, peer: SocketPeer, data: bytes) -> None:
+    def answer(self, peer: Peer, data: bytes) -> None:
         """Answer all complete requests in data and keep the rest."""
         pos = at = 0
         end = len(data)
@@ -272,7 +243,7 @@ class Server:
         peer.heavy = False
         peer.checked = None
 
-    def greet(self, peer: SocketPeer, data: bytes) -> int:
+    def greet(self, peer: Peer, data: bytes) -> int:
         """Check how a connection begins; return where its requests start, or -1 while more is needed."""
         if peer.nonce is None:
             peer.need = 5 if self.secret is None else len(HELLO)
@@ -299,7 +270,7 @@ class Server:
         self.transmit(peer, [proof(secret, b"server", peer.nonce, theirs)])
         return peer.need
 
-    def transmit(self, peer: SocketPeer, out: list[bytes]) -> None:
+    def transmit(self, peer: Peer, out: list[bytes]) -> None:
         """Send replies, or queue what the peer does not take now."""
         if peer.unsent is not None:
             peer.unsent.extend(out)
@@ -323,7 +294,7 @@ class Server:
             peer.unsent = deque([memoryview(data)[sent:]])
             self.epoll.modify(peer.fd, WRITE)
 
-    def flush(self, peer: SocketPeer) -> None:
+    def flush(self, peer: Peer) -> None:
         """Send what is queued for a peer, a part of it at a time; then go on with its requests."""
         unsent = peer.unsent
         assert unsent is not None, "only peers with queued replies are watched for writing"
@@ -347,7 +318,7 @@ class Server:
                 self.forget(peer)
                 self.answer(peer, data)
 
-    def close(self, peer: SocketPeer) -> None:
+    def close(self, peer: Peer) -> None:
         """Forget a peer: its wait, its unfinished frame, its descriptor."""
         if self.connections.pop(peer.fd, None) is None:
             return
@@ -374,13 +345,7 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=control_fd)
     (size,) = U32.unpack(control.recv(4, socket.MSG_WAITALL))
     secret = control.recv(size, socket.MSG_WAITALL) if size else None
-    server = Server([socket.socket(fileno=fd) for fd in listen_fds], secret)
+    server = Server([socket.socket(fileno=fd) for fd in listen_fds], secret, owner)
     server.watch(control_fd, server.stop)
-    try:
-        server.watch(os.pidfd_open(owner), server.stop)
-    except (AttributeError, OSError):  # before Linux 5.3: look at every tick
-        server.ticks.append(lambda: None if os.getppid() == owner else server.stop())
-    if os.getppid() != owner:
-        return
     gc.disable()  # no cycles are made here, and a collection over many keys takes milliseconds
     server.run()

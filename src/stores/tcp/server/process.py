@@ -3,8 +3,8 @@
 The process runs loop.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
 interpreter lock does not slow it. The listening sockets are made here, so that errors are raised here, and
 handed down; clients can connect at once, because the kernel queues them. The process ends on a byte or the
-end of its control socket, and when its owner's pid goes away (pidfd), which also covers ``kill -9`` and
-forked children that keep the socket open.
+end of its control socket, and soon after its owner has gone, which also covers ``kill -9`` and forked children that
+keep the socket open.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ServerProcess:
 
     def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
         if sys.platform != "linux":
-            raise DistStoreError(f"a TCPStore's server needs Linux (epoll, pidfd), and this is {sys.platform}")
+            raise DistStoreError(f"a TCPStore's server needs Linux (epoll), and this is {sys.platform}")
         self.port: int = listeners[0].getsockname()[1]
         ours, theirs = socket.socketpair()
         handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]

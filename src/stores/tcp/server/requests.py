@@ -36,6 +36,7 @@ _pack_i64 = I64.pack
 
 
 Handler = Callable[[Space, Peer, bytes, int, int, "list[bytes]"], int]
+Reply = tuple[bytes, ...]
 
 
 def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
@@ -53,60 +54,54 @@ def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
     return stop
 
 
-def _storing(store: Callable[[Space, bytes, bytes], None]) -> Handler:
-    """Return the handler of a request that has a key and a value, and no reply."""
+def _of_strings(act: Callable[..., Reply], *limits: int) -> Handler:
+    """Return the handler of a request that consists of strings; ``act`` does it and returns the reply."""
 
     def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-        if (middle := _string(peer, data, pos, end, MAX_KEY)) < 0:
-            return -1
-        if (stop := _string(peer, data, middle, end, MAX_VALUE)) >= 0:
-            store(space, data[pos + 8 : middle], data[middle + 8 : stop])
-        return stop
+        strings = []
+        for limit in limits:
+            if (stop := _string(peer, data, pos, end, limit)) < 0:
+                return -1
+            strings.append(data[pos + 8 : stop])
+            pos = stop
+        out += act(space, *strings)
+        return pos
 
     return handle
 
 
-def _set(space: Space, key: bytes, value: bytes) -> None:
+def _value(value: bytes) -> Reply:
+    return _pack_u64(len(value)), value
+
+
+def _set(space: Space, key: bytes, value: bytes) -> Reply:
     space.data[key] = value
     if key in space.waits:
         space.tick_off(key)
+    return ()
 
 
-def _append(space: Space, key: bytes, value: bytes) -> None:
-    _set(space, key, space.data.get(key, b"") + value)
+def _append(space: Space, key: bytes, value: bytes) -> Reply:
+    return _set(space, key, space.data.get(key, b"") + value)
 
 
-def _queue_push(space: Space, key: bytes, value: bytes) -> None:
+def _queue_push(space: Space, key: bytes, value: bytes) -> Reply:
     space.queues.setdefault(key, deque()).append(value)
     if key in space.waits:
         space.tick_off_one(key)
+    return ()
 
 
-def _compare_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (key_end := _string(peer, data, pos, end, MAX_KEY)) < 0:
-        return -1
-    if (expected_end := _string(peer, data, key_end, end, MAX_VALUE)) < 0:
-        return -1
-    if (stop := _string(peer, data, expected_end, end, MAX_VALUE)) < 0:
-        return -1
-    key = data[pos + 8 : key_end]
-    expected = data[key_end + 8 : expected_end]
+def _compare_set(space: Space, key: bytes, expected: bytes, desired: bytes) -> Reply:
     value = space.data.get(key)
     if value == expected or (value is None and not expected):
-        value = data[expected_end + 8 : stop]
-        _set(space, key, value)
-    elif value is None:
-        value = expected  # a missing key that was expected to hold something: nothing is stored
-    out += (_pack_u64(len(value)), value)
-    return stop
+        _set(space, key, desired)
+        return _value(desired)
+    return _value(expected if value is None else value)
 
 
-def _get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
-        return -1
-    value = space.data.get(data[pos + 8 : stop], b"")
-    out += (_pack_u64(len(value)), value)
-    return stop
+def _get(space: Space, key: bytes) -> Reply:
+    return _value(space.data.get(key, b""))
 
 
 def _add(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
@@ -259,10 +254,8 @@ def _num_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: li
     return pos
 
 
-def _delete_key(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (stop := _string(peer, data, pos, end, MAX_KEY)) >= 0:
-        out.append(_pack_i64(0 if space.data.pop(data[pos + 8 : stop], None) is None else 1))
-    return stop
+def _delete_key(space: Space, key: bytes) -> Reply:
+    return (_pack_i64(space.data.pop(key, None) is not None),)
 
 
 def _cancel_wait(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
@@ -281,25 +274,17 @@ def _ping(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[b
     return pos + 4
 
 
-def _queue_pop(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
-        return -1
-    key = data[pos + 8 : stop]
+def _queue_pop(space: Space, key: bytes) -> Reply:
     if (queue := space.queues.get(key)) is None:
-        out.append(_pack_i64(0))
-        return stop
-    length = len(queue)
-    value = queue.popleft()
-    if length == 1:
+        return (_pack_i64(0),)
+    length, value = len(queue), queue.popleft()
+    if not queue:
         del space.queues[key]
-    out += (_pack_i64(length), _pack_u64(len(value)), value)
-    return stop
+    return _pack_i64(length), *_value(value)
 
 
-def _queue_len(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (stop := _string(peer, data, pos, end, MAX_KEY)) >= 0:
-        out.append(_pack_i64(len(space.queues.get(data[pos + 8 : stop], ()))))
-    return stop
+def _queue_len(space: Space, key: bytes) -> Reply:
+    return (_pack_i64(len(space.queues.get(key, ()))),)
 
 
 def _list_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
@@ -322,8 +307,7 @@ def _barrier(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: lis
     if _count(space, key, 1) >= _i64(data, stop)[0]:
         out.append(WOKEN)
         for arrival in space.arrivals.pop(key, ()):
-            arrival.peer.wait = None
-            arrival.peer.wake(WOKEN)
+            arrival.tick_off()
     else:
         Wait(peer, [key], space.arrivals)
     if key in space.waits:
@@ -335,25 +319,25 @@ def _refuse(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list
     raise Refused(f"the unknown request {data[pos - 1]}")
 
 
-set_pair = _storing(_set)
+set_pair = _of_strings(_set, MAX_KEY, MAX_VALUE)
 HANDLERS: list[Handler] = [_refuse] * 256
 for _request, _handler in {
     Request.SET: set_pair,
-    Request.COMPARE_SET: _compare_set,
-    Request.GET: _get,
+    Request.COMPARE_SET: _of_strings(_compare_set, MAX_KEY, MAX_VALUE, MAX_VALUE),
+    Request.GET: _of_strings(_get, MAX_KEY),
     Request.ADD: _add,
     Request.CHECK: _check,
     Request.WAIT: _wait,
     Request.NUM_KEYS: _num_keys,
-    Request.DELETE_KEY: _delete_key,
-    Request.APPEND: _storing(_append),
+    Request.DELETE_KEY: _of_strings(_delete_key, MAX_KEY),
+    Request.APPEND: _of_strings(_append, MAX_KEY, MAX_VALUE),
     Request.MULTI_GET: _multi_get,
     Request.MULTI_SET: _multi_set,
     Request.CANCEL_WAIT: _cancel_wait,
     Request.PING: _ping,
-    Request.QUEUE_PUSH: _storing(_queue_push),
-    Request.QUEUE_POP: _queue_pop,
-    Request.QUEUE_LEN: _queue_len,
+    Request.QUEUE_PUSH: _of_strings(_queue_push, MAX_KEY, MAX_VALUE),
+    Request.QUEUE_POP: _of_strings(_queue_pop, MAX_KEY),
+    Request.QUEUE_LEN: _of_strings(_queue_len, MAX_KEY),
     Request.LIST_KEYS: _list_keys,
     Request.BARRIER: _barrier,
 }.items():
