@@ -317,10 +317,17 @@ MUTANTS = [
     ),
     Mutant(f"{NODE}/slices.py", "            window.wait(step)\n            reduce(", "            reduce(", WINDOW),
     Mutant(f"{NODE}/slices.py", "            window.wait(step)\n            collect(", "            collect(", WINDOW),
-    Mutant(f"{NODE}/slots.py", "            window.wait(self.free[turn])\n", "", WINDOW),
-    Mutant(f"{NODE}/slots.py", "            window.wait(step)\n            get(", "            get(", WINDOW),
-    Mutant(f"{NODE}/slots.py", "            self.free[turn] = step + 2\n", "            self.free[turn] = 0\n", WINDOW),
-    Mutant(f"{NODE}/slots.py", "        if window is None or failures:\n", "        if window is None:\n", WINDOW),
+    Mutant(f"{NODE}/window.py", "            self.wait(self.free[turn])\n            put(", "            put(", WINDOW),
+    Mutant(f"{NODE}/window.py", "            self.wait(step)\n            get(", "            get(", WINDOW),
+    Mutant(
+        f"{NODE}/window.py", "            self.free[turn] = step + 2\n", "            self.free[turn] = 0\n", WINDOW
+    ),
+    Mutant(
+        f"{NODE}/window.py",
+        "        if failures:\n            raise R",
+        "        if failure:\n            raise R",
+        WINDOW,
+    ),
     # -- c10d: barriers that are monitored, calls that are joined
     Mutant(
         f"{C10D}/monitored.py",

@@ -22,7 +22,7 @@ class Staged(staging.StagedBackend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> Staged:
-        staging.AWARE[:] = [False]
+        staging.is_aware = bool  # it is not
         return cls.over(MPIBackend.connect(bootstrap))
 
     @classmethod
@@ -34,11 +34,11 @@ class Staged(staging.StagedBackend):
         super().run(*args)
 
     def split(self, *args: Any) -> Backend | None:
-        made = super().split(*args)
+        made = self.inner.split(*args)
         return None if made is None else self.over(made)
 
     def create_group(self, *args: Any) -> Backend:
-        return self.over(super().create_group(*args))
+        return self.over(self.inner.create_group(*args))
 
     def close(self) -> None:
         self.inner.close()

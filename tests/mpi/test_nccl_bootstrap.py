@@ -129,7 +129,7 @@ def test_a_subgroup_has_an_id_of_its_own(library, comm, world, rank, size):
 def test_a_subgroup_without_mpi_of_its_own_is_told_over_the_parents(library, comm, world, rank, size, monkeypatch):
     members = list(range(0, size, 2))
     if rank in members:
-        channel = finding.RelayChannel(world.cpu, members)
+        channel = finding.PeerChannel(world.cpu, members)
         first = bytes(finding.unique_ids(library, channel, members.index(rank), len(members))[0])
         monkeypatch.setattr(finding, "RANKS_PER_ROOT", 1)
         many = [bytes(each) for each in finding.unique_ids(library, channel, members.index(rank), len(members))]

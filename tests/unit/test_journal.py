@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcdist.backends.loopback import LoopbackBackend
 from hpcdist.core import journal as journal_module
 from hpcdist.core.issue import issue
-from hpcdist.core.journal import RING, Journal
+from hpcdist.core.journal import RING, CallRecord, Journal
 from hpcdist.core.point_to_point import isend
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import ALL_REDUCE
@@ -206,22 +206,28 @@ def test_a_known_call_that_is_refused_gives_its_number_to_the_next(
     assert RING.last()[1] == number + 1
 
 
+def limit_of_last() -> float | None:
+    last = RING.last()
+    assert last is not None
+    return CallRecord(*last).limit
+
+
 def test_a_method_gives_its_call_a_limit(group: ProcessGroup) -> None:
     """By an options object or by itself; c10d's -1 ms stands for the group's."""
     tensor, options = torch.ones(2), torch.distributed.AllreduceOptions()
     group.allreduce([tensor], options).wait()
-    assert group.journal.limit(RING.last()) is None
+    assert limit_of_last() is None
     options.timeout = timedelta(seconds=1)
     group.allreduce([tensor], options).wait()
-    assert group.journal.limit(RING.last()) == 1
+    assert limit_of_last() == 1
     group.allreduce(tensor, torch.distributed.ReduceOp.SUM, timedelta(seconds=2)).wait()
-    assert group.journal.limit(RING.last()) == 2
+    assert limit_of_last() == 2
     group.allgather([[tensor.clone()]], [tensor], timeout=timedelta(seconds=3)).wait()
-    assert group.journal.limit(RING.last()) == 3
+    assert limit_of_last() == 3
     group.all_to_all_single(tensor.clone(), tensor, [], [], timeout=timedelta(seconds=4)).wait()
-    assert group.journal.limit(RING.last()) == 4
+    assert limit_of_last() == 4
     group.barrier().wait()
-    assert group.journal.limit(RING.last()) is None
+    assert limit_of_last() is None
     assert not group.journal.asked
 
 
@@ -237,11 +243,11 @@ def test_so_do_a_method_below_a_mode_and_an_operator(group: ProcessGroup) -> Non
     options.timeout = timedelta(seconds=5)
     with Mode():
         group.broadcast([tensor], options).wait()
-    assert group.journal.limit(RING.last()) == 5
+    assert limit_of_last() == 5
     torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, 6000)
-    assert group.journal.limit(RING.last()) == 6
+    assert limit_of_last() == 6
     torch.ops.c10d.broadcast_([tensor], group.boxed(), 0, 0, True, -1)
-    assert group.journal.limit(RING.last()) is None
+    assert limit_of_last() is None
 
 
 @pytest.mark.parametrize("is_async", [False, True])

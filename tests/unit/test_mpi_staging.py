@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +28,12 @@ LIMIT = torch.distributed.default_pg_timeout
 
 
 @pytest.fixture(autouse=True)
-def not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "AWARE", [])
+def not_asked_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    forget = staging.is_aware.cache_clear
+    forget()
     monkeypatch.setattr(staging, "kinds_of_memory", list)  # MPI itself has not been started here
+    yield
+    forget()
 
 
 def test_a_group_of_mpi_alone_has_a_staged_side_for_cuda_and_its_own_for_the_cpu() -> None:

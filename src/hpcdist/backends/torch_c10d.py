@@ -32,7 +32,6 @@ from hpcdist.core.work import DoneWork, Unfinished, Work
 from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
 
-NATIVE_DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8)
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
 
 
@@ -63,11 +62,11 @@ class C10dWork(Work):
         if not self._turn.acquire(timeout=-1 if seconds is None else seconds):
             return False
         try:
-            return self._done or self._block_inside(seconds)
+            return self._done or self._conclude(seconds)
         finally:
             self._turn.release()
 
-    def _block_inside(self, seconds: float | None) -> bool:
+    def _conclude(self, seconds: float | None) -> bool:
         try:
             self._inner.wait(timedelta(seconds=seconds)) if seconds is not None else self._inner.wait()
         except RuntimeError as error:
@@ -77,14 +76,11 @@ class C10dWork(Work):
             failure.__cause__ = error
             self._finish(failure)
             return True
-        self._conclude()
-        return True
-
-    def _conclude(self) -> None:
         if self._when_done is not None:
             self._when_done()
         self._buffer = self._when_done = None
         self._finish()
+        return True
 
     def _poll(self) -> None:
         if self._inner.is_completed():
@@ -104,6 +100,7 @@ class C10dBackend(Backend):
     name: ClassVar[str] = "foreign"
     ends_waits: ClassVar[bool] = True
     compares_subgroups: ClassVar[bool] = True  # whether ``split`` finds out that ranks give different lists
+    native_dtypes = frozenset({torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8})
 
     _limit: float | None = None  # of the call that runs, in seconds
 
@@ -166,9 +163,9 @@ class C10dBackend(Backend):
             values = reduction.fold(list(gathered), op)
         return reduction.average(values, self.size) if averages else values
 
-    @staticmethod
-    def _is_native(dtype: torch.dtype, op: Any) -> bool:
-        return dtype in NATIVE_DTYPES and any(op == known for known in NATIVE_OPS)
+    @classmethod
+    def _is_native(cls, dtype: torch.dtype, op: Any) -> bool:
+        return dtype in cls.native_dtypes and any(op == known for known in NATIVE_OPS)
 
     def _all_reduce_native(self, values: torch.Tensor, op: Any) -> None:
         options = self._timed(c10d.AllreduceOptions())

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.backend import named
 from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Batch, Held, Streams, StreamWork, end_apart
-from hpcdist.backends.torch_c10d import NATIVE_OPS, C10dBackend
+from hpcdist.backends.torch_c10d import C10dBackend
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.backend_parts import Faults
@@ -31,20 +31,6 @@ from hpcdist.torch_bridge import private_names
 
 KIND = "xpu" if getattr(torch.version, "xpu", None) else "cuda"  # torch's name of ROCm's GPUs is cuda too
 GPUS: Any = getattr(torch, KIND)
-NATIVE_DTYPES = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
-})  # fmt: skip
-
-
-class Interrupts(Faults):
-    """The end of calls that block: the backend's communicators are aborted."""
-
-    def __init__(self, backend: TorchBackend) -> None:
-        self._backend = backend
-
-    def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """Abort the communicators, with all calls on them."""
-        return self._backend.interrupt(reason)
 
 
 def process_group(bootstrap: Bootstrap) -> Any:
@@ -76,18 +62,19 @@ def choose_device(comm: Any) -> None:
         GPUS.set_device(local_rank % count)
 
 
-class TorchBackend(C10dBackend):
-    """The communicators of torch's own C++ backend for GPUs, of one process group."""
+class TorchBackend(C10dBackend, Faults):
+    """The communicators of torch's own C++ backend for GPUs, of one process group, and its ``Faults``."""
 
     name: ClassVar[str] = "torch"
     has_groups: ClassVar[bool] = True
     ends_waits: ClassVar[bool] = False
     compares_subgroups: ClassVar[bool] = False  # a collective would connect the GPUs
+    native_dtypes = C10dBackend.native_dtypes | {torch.float16, torch.bfloat16}
     creator = staticmethod(process_group)
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         super().__init__(bootstrap)
-        self.faults = Interrupts(self)
+        self.faults = self
         self.peer = bootstrap.peer
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
@@ -173,10 +160,6 @@ class TorchBackend(C10dBackend):
                 finish()
         work.ends_with(streams.record_end())
         return streams.keep(work)
-
-    @staticmethod
-    def _is_native(dtype: torch.dtype, op: Any) -> bool:
-        return dtype in NATIVE_DTYPES and any(op == known for known in NATIVE_OPS)
 
     def _reduce(self, call: Call) -> None:
         row, send, recv, op, root, *_ = call
@@ -275,7 +258,7 @@ class TorchBackend(C10dBackend):
         """Return the first asynchronous call that the device has not ended."""
         return next(iter(self.pending()), None)
 
-    def interrupt(self, reason: str) -> bool:
+    def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Abort the communicators, and end what is under way with an error."""
         if self.inner is None or not hasattr(self.inner, "abort"):
             return False

@@ -20,16 +20,15 @@ from rich.table import Column, Table
 import hpcdist as dist
 from hpcdist.backends.mpi.backend import MPIBackend
 from hpcdist.backends.mpi.node import threshold_file
-from hpcdist.backends.mpi.node.calls import SHARED_CALLS
 from hpcdist.backends.mpi.node.threshold_file import NEVER
-from hpcdist.backends.mpi.node.thresholds import HALF, Thresholds
+from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF, Thresholds
 from hpcdist.cli.bench.collectives import Calls, buffers
 from hpcdist.cli.bench.report import least
 from hpcdist.cli.bench.timing import Bench, opened
 from hpcdist.cli.job_arguments import JobParser, count, described, positive
 from hpcdist.core.call import Call
 from hpcdist.core.printing import sized
-from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
+from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ROWS
 from hpcdist.launch.topology import processor
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
@@ -104,8 +103,8 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
     """Time all collectives at all sizes, print the table, and return what the file is to hold; every rank calls."""
     is_one_node = isinstance(place, int)
     sizes = [size for size in SIZES if is_one_node or size <= LARGEST_BETWEEN_NODES]
-    rows = {row.name: (row, torch.float32) for row in SHARED_CALLS if place != threshold_file.FLAT}
-    rows |= {row.name + HALF: (row, torch.bfloat16) for row in SHARED_CALLS if row.reduces}
+    rows = {name: (ROWS[name], torch.float32) for name in COLLECTIVES if place != threshold_file.FLAT}
+    rows |= {name + HALF: (ROWS[name], torch.bfloat16) for name in COLLECTIVES if ROWS[name].reduces}
     sides = {side: MPIBackend(bench.comm.Dup(), Thresholds(text)) for side, text in ((SHARED, "1"), (MPI, "off"))}
     where = "" if is_one_node else f" on {bench.wire.nodes} nodes"
     columns = [Column(sized(size), justify="right") for size in sizes]

@@ -16,24 +16,6 @@ Run = Callable[[Any, Any], None]
 Start = Callable[[Any, Any], Work]
 
 
-class Looks:
-    """What is known of a tensor without its memory."""
-
-    __slots__ = ("dtype", "inference", "itemsize", "nbytes", "shape")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.itemsize, self.nbytes, self.shape = tensor.dtype, tensor.itemsize, tensor.nbytes, tensor.shape
-        self.inference = tensor.is_inference()
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.shape.numel()
-
-    def is_inference(self) -> bool:
-        """Tell whether the tensor was made in inference mode."""
-        return self.inference
-
-
 class Call(NamedTuple):
     """One collective of one rank; before the checks its buffers are what the caller gave, such as a NumPy array."""
 
@@ -64,10 +46,7 @@ class Call(NamedTuple):
 
     def without_memory(self) -> Call:
         """Return what may be kept of the call, to be made ``on`` other tensors: it keeps none alive."""
-        send, recv = (
-            each.without_memory() if each.__class__ is TensorList else None if each is None else Looks(each)
-            for each in (self.send, self.recv)
-        )
+        send, recv = map(without_memory, (self.send, self.recv))
         return self._replace(send=send, recv=send if self.recv is self.send else recv, finish=None, result=None)
 
     def on(self, send: Any, recv: Any) -> Call:
@@ -81,6 +60,16 @@ class Call(NamedTuple):
         if counts is not None and are_lists and len({*send.sizes, *recv.sizes}) == 1:
             counts = ([send.sizes[0] // send.itemsize] * len(counts[0]),) * 2  # of tensors that may have any size
         return self._replace(send=send, recv=recv, counts=counts, finish=None)
+
+
+def without_memory(buffer: Any) -> Any:
+    """Return what looks like a tensor or a list and keeps none alive; None of None."""
+    if buffer is None:
+        return None
+    if buffer.__class__ is TensorList:
+        return buffer.without_memory()
+    with torch.inference_mode(buffer.is_inference()):
+        return torch.empty_like(buffer, device="meta")
 
 
 def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:

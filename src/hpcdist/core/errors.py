@@ -7,24 +7,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.distributed import DistBackendError, DistError, DistNetworkError, DistStoreError, QueueEmptyError
+from torch.distributed import DistBackendError as DistBackendError
+from torch.distributed import DistError as DistError
+from torch.distributed import DistNetworkError as DistNetworkError
+from torch.distributed import DistStoreError as DistStoreError
 
 from hpcdist.core import hooks
-
-__all__ = [
-    "CallsDifferError",
-    "DistBackendError",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "MismatchError",
-    "QueueEmptyError",
-    "destroyed",
-    "end_all",
-    "explained",
-    "not_initialized",
-    "run_hook",
-]
 
 
 class MismatchError(ValueError, RuntimeError):

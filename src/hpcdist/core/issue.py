@@ -309,9 +309,9 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
     tensor = call.recv if call.send is None else call.send
-    record = journal.collective(call.row, tensor, call.root)
-    if journal.asked and (limit := journal.asked.get(get_ident())) is not None:
-        journal.set_limit(record, limit)
+    limit = journal.asked.get(get_ident()) if journal.asked else None
+    record = journal.collective(call.row, tensor, call.root, limit)
+    if limit is not None:
         call = call._replace(limit=limit)
     event, is_async = None, (async_op and backend.has_threads) or (backend.has_groups and backend.batch.is_open)
     if hooks.is_profiled():
@@ -405,7 +405,7 @@ def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
 
 def gathered(pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the rows of all ranks, concatenated; rank r has ``counts[r]`` of them."""
-    width = rows[0].numel() if rows.size(0) else int(torch.Size(rows.shape[1:]).numel())
+    width = rows.shape[1:].numel()
     everything = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     issue(ALL_GATHER, pg, rows, everything, counts=([rows.numel()], [count * width for count in counts]))
     return everything

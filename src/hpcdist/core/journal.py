@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from hpcdist.core.table import Row
 
-LIMITS_KEPT = 1000
 CALLS_KEPT = 2000  # as many as torch's recorder keeps by default
 
 
@@ -37,6 +36,7 @@ class CallRecord(NamedTuple):
     shape: tuple[int, ...] | None  # of the tensor read, or written if none is
     dtype: torch.dtype | None
     root: int | None  # a rank of the group: the root, or a message's peer
+    limit: float | None = None  # the seconds that it may take, if it has a limit of its own
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class Blocked:
 class Journal:
     """The calls of this rank on one group."""
 
-    __slots__ = ("asked", "current", "further", "group", "limits", "messages", "monitored", "push", "sequence")
+    __slots__ = ("asked", "current", "further", "group", "messages", "monitored", "push", "sequence")
 
     def __init__(self, group: str) -> None:
         self.sequence = 0  # how many collectives were called; the same on all ranks of a group in step
@@ -128,8 +128,6 @@ class Journal:
         self.current: tuple[tuple[Any, ...], Any, int, float | None] | None = None
         self.further: list[Blocked] = []
         self.asked: dict[int, float] = {}  # by thread, the seconds that the calls may take which it makes now
-        # of single calls, by id of their records, with these
-        self.limits: dict[int, tuple[tuple[Any, ...], float]] = {}
         self.group = group  # its name
         self.follow()
 
@@ -138,12 +136,16 @@ class Journal:
         self.push = RING.pusher()  # adds a call to the ring
 
     def collective(
-        self, what: Row | str, tensor: torch.Tensor | None = None, root: int | None = None
+        self,
+        what: Row | str,
+        tensor: torch.Tensor | None = None,
+        root: int | None = None,
+        limit: float | None = None,
     ) -> tuple[Any, ...]:
         """Count and record a collective, and return its record."""
         self.sequence = number = self.sequence + 1
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
-        call = (self, number, what, shape, dtype, root)
+        call = (self, number, what, shape, dtype, root, limit)
         self.push(call)
         return call
 
@@ -158,17 +160,6 @@ class Journal:
             del self.asked[thread]
             if before is not None:
                 self.asked[thread] = before
-
-    def set_limit(self, call: tuple[Any, ...], seconds: float) -> None:
-        """Keep the limit of a call while the call is among the last ones."""
-        self.limits[id(call)] = call, seconds
-        if len(self.limits) > LIMITS_KEPT:
-            del self.limits[next(iter(self.limits))]
-
-    def limit(self, call: tuple[Any, ...]) -> float | None:
-        """Return the seconds that a call may take if it has a limit of its own."""
-        kept = self.limits.get(id(call))
-        return None if kept is None else kept[1]
 
     def retract(self, call: tuple[Any, ...]) -> None:
         """Forget a collective that was refused: its number is the next one's."""

@@ -26,13 +26,7 @@ TITLES = {
 }
 
 
-class Thread(threading.local):
-    """What this thread is in: ``is_joining`` calls that are one for the caller, whose event has begun."""
-
-    is_joining = False
-
-
-THREAD = Thread()
+THREAD = threading.local()  # where ``is_joining``, its calls are one for the caller, whose event has begun
 
 
 def begin(
@@ -47,7 +41,7 @@ def begin(
 
     Inside an event that joins several calls, which has no record in the journal, theirs have no name.
     """
-    name = None if THREAD.is_joining else f"{pg.asked_name or backend.name}:{TITLES.get(call, call)}"
+    name = None if getattr(THREAD, "is_joining", False) else f"{pg.asked_name or backend.name}:{TITLES.get(call, call)}"
     return hooks.record(name, inputs, record, is_async)
 
 

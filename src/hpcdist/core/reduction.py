@@ -169,19 +169,22 @@ def average(total: torch.Tensor, size: int) -> torch.Tensor:
         return total
     if total.dtype.is_floating_point:
         return total.div_(size)
-    if total.dtype is torch.uint64:  # torch divides none, and int64 has half of its values
-        return total.copy_(torch.from_numpy(total.numpy() // np.uint64(size)))
+    if total.dtype in SIGNED and total.itemsize > 1 and total.is_cpu:  # torch divides none
+        array = total.numpy()
+        np.floor_divide(array, array.dtype.type(size), out=array)
+        return total
     return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
 
 
+# by the name of the op that combines values (``combining``); each takes two tensors and ``out``
 COMBINE: dict[str, Any] = {
-    "SUM": torch.Tensor.add_,
-    "PRODUCT": torch.Tensor.mul_,
-    "MIN": lambda total, other: torch.minimum(total, other, out=total),
-    "MAX": lambda total, other: torch.maximum(total, other, out=total),
-    "BAND": torch.Tensor.bitwise_and_,
-    "BOR": torch.Tensor.bitwise_or_,
-    "BXOR": torch.Tensor.bitwise_xor_,
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
 }
 SIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
@@ -197,10 +200,10 @@ def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     if signed is None or dtype is torch.uint8:
         total = values[0]
         for other in values[1:]:
-            COMBINE[name](total, other)
+            COMBINE[name](total, other, out=total)
         return total
     flip = -(2**63) if dtype is torch.uint64 and name in ("MIN", "MAX") else 0
     wide = [value.to(signed) ^ flip for value in values]
     for other in wide[1:]:
-        COMBINE[name](wide[0], other)
+        COMBINE[name](wide[0], other, out=wide[0])
     return values[0].copy_(wide[0] ^ flip)

@@ -63,8 +63,8 @@ class Row:
     def __repr__(self) -> str:
         return self.name
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return row, (self.name,)
+    def __reduce__(self) -> str:
+        return self.name.upper()  # its name in this module
 
 
 BARRIER = Row("barrier", "Barrier", None, 0, Shape.NONE)
@@ -85,14 +85,6 @@ ALL_TO_ALL = Row("all_to_all", "Alltoallw", None, 2, Shape.COUNTED)
 EXCHANGES = frozenset({ALL_TO_ALL_SINGLE, ALL_TO_ALL})
 
 ROWS = {each.name: each for each in list(globals().values()) if isinstance(each, Row)}
-
-
-def row(name: str) -> Row:
-    """Return the row of a collective by torch's name; KeyError names the known ones."""
-    try:
-        return ROWS[name]
-    except KeyError:
-        raise KeyError(f"no collective {name!r} (known: {', '.join(ROWS)})") from None
 
 
 # c10d's collectives as methods of a group, each with the name under which earlier versions of torch, and C++, call it

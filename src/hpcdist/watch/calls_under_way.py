@@ -56,7 +56,7 @@ class UnderWay(NamedTuple):
     @property
     def timeout(self) -> float:
         """The seconds that it may take: its own, or the group's."""
-        own = self.group.journal.limit(self.record)
+        own = self.call.limit
         return self.group.timeout.total_seconds() if own is None else own
 
     def has_ended(self) -> bool:

@@ -212,12 +212,25 @@ class MPIMembership(Membership):
         self._communicator, self._over = communicator, over
 
     def survivors(self) -> Backend:
-        """Make a communicator of the ranks that live (MPI_Comm_shrink)."""
-        return self._over(self._communicator.survivors())
+        """Make a communicator of the ranks that live (MPI_Comm_shrink).
+
+        MPI_Comm_ishrink would let the wait be ended: in Open MPI 5.0.11 it returns MPI_ERR_INTERN. All have the new
+        communicator when this returns: Open MPI crashes if one is revoked that a rank is still making.
+        """
+        ulfm.await_news(self._communicator.comm)
+        try:
+            made: MPI.Intracomm = self._communicator.comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
+        except MPI.Exception as error:
+            raise DistBackendError(f"MPI_Comm_shrink failed: {error.Get_error_string()}") from error
+        self.agree(True)
+        return self._over(made)
 
     def agree(self, flag: bool) -> bool:
-        """Agree by MPI_Comm_agree."""
-        return self._communicator.agree(flag)
+        """Return the conjunction of the living ranks' flags (MPI_Comm_agree); False if one has just died."""
+        try:
+            return bool(self._communicator.comm.Agree(int(flag)))
+        except MPI.Exception:
+            return False
 
     def leave_launcher(self) -> bool:
         """Leave Slurm's PMIx, if hpcdist started MPI and so ends it."""

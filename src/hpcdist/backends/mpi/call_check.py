@@ -69,7 +69,7 @@ from hpcdist.core.call_log import BLOCK, TELLS, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
-from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, row
+from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS
 from hpcdist.core.waiting import nap
 
 VARIABLE = "HPCDIST_CHECK_CALLS"
@@ -400,7 +400,7 @@ class CallCheck:
         elif said.name == SPLIT:
             communicator.split([])
         elif said.name in ROWS:
-            its, op = row(said.name), OPS.get(said.op)
+            its, op = ROWS[said.name], OPS.get(said.op)
             op = multiplied_by(1.0) if op == PREMUL_SUM else op
             counts = None
             if its in EXCHANGES and self.compares_shares:  # those in it find that this rank takes no part

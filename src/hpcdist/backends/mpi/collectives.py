@@ -29,7 +29,7 @@ from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
-from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER, ROWS, Counts, Row, Shape
+from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER, ROWS, Row, Shape
 
 Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
@@ -46,7 +46,7 @@ class Collectives:
         self._all_reduce = comm.Allreduce
         self._calls = {row: getattr(comm, row.mpi) for row in ROWS.values()}
         self._exchange = Exchange(communicator)
-        self._vectors = Vectors(communicator)
+        self._vectors = Vectors(communicator, self._exchange)
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(communicator)
         self.check: CallCheck | None = None
@@ -232,8 +232,8 @@ class Collectives:
             assert counts is not None
             if send.__class__ is TensorList or not how.is_direct:
                 return None
-            return Prepared(function, described_by_counts(counts, send.itemsize, how.datatype, last, plan))
-        if send.__class__ is TensorList:
+            last = (counts[0], *last)
+        elif send.__class__ is TensorList:
             return self._flattened(call, how, last, plan)
         if how.is_direct:
             return Prepared(function, described(call, how.datatype, last, size, plan))
@@ -340,21 +340,6 @@ def is_general(nbytes: int, plan: Plan) -> bool:
     return nbytes >= plan.shared_from or nbytes > COUNT_MAX
 
 
-def described_by_counts(
-    counts: Counts, itemsize: int, datatype: MPI.Datatype, last: tuple[Any, ...], plan: Plan
-) -> Callable[[tuple[int, int, int]], tuple[tuple[Any, ...] | None, int]]:
-    """Return what describes a reduce_scatter of shares of some counts (``repetition.Prepared``)."""
-    sent, received = (sum(each) * itemsize for each in counts)
-
-    def describe(places: tuple[int, int, int]) -> tuple[tuple[Any, ...] | None, int]:
-        count, one, other = places
-        if is_general(sent, plan) or (one < other + received and other < one + sent):
-            return None, count
-        return ((address(one, sent), datatype), (address(other, received), datatype), counts[0], *last), count
-
-    return describe
-
-
 def described(
     call: Call, datatype: MPI.Datatype, last: tuple[Any, ...], ranks: int, plan: Plan
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
@@ -362,7 +347,7 @@ def described(
 
     It is on one tensor or two of this datatype, and the arguments end with the last ones.
     """
-    row, send, recv, op, *_ = call
+    row, send, recv, op, _, counts, *_ = call
     itemsize, shape = send.itemsize, row.shape
     parts = 2 if op is None and send.dtype.is_complex else 1  # of an element, as the call board counts them
     if recv is send or recv is None:
@@ -388,6 +373,8 @@ def described(
         elif shape is Shape.SCATTER:
             received //= ranks
             count //= ranks
+        elif counts is not None:
+            received = sum(counts[1]) * itemsize
         count *= parts
         if is_general(max(sent, received), plan) or (one < other + received and other < one + sent):
             return None, count

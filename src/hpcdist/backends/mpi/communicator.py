@@ -274,27 +274,6 @@ class Communicator(Faults):
                 comm.Revoke()
         return True
 
-    def survivors(self) -> MPI.Intracomm:
-        """Return a communicator of the ranks that live (MPI_Comm_shrink).
-
-        MPI_Comm_ishrink would let the wait be ended: in Open MPI 5.0.11 it returns MPI_ERR_INTERN. All have the new
-        communicator when this returns: Open MPI crashes if one is revoked that a rank is still making.
-        """
-        ulfm.await_news(self.comm)
-        try:
-            made: MPI.Intracomm = self.comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
-        except MPI.Exception as error:
-            raise DistBackendError(f"MPI_Comm_shrink failed: {error.Get_error_string()}") from error
-        self.agree(True)
-        return made
-
-    def agree(self, flag: bool) -> bool:
-        """Return the conjunction of the living ranks' flags (MPI_Comm_agree); False if one has just died."""
-        try:
-            return bool(self.comm.Agree(int(flag)))
-        except MPI.Exception:
-            return False
-
     def is_revoked(self) -> bool:
         """Tell whether the communicator was revoked, by any rank."""
         if not ulfm.is_tolerant() or self.comm == MPI.COMM_NULL:

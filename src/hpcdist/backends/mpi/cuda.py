@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.datatypes import memory
 from hpcdist.backends.mpi.process.libraries import loaded_libraries
 from hpcdist.backends.mpi.process.runtime import short_name
-from hpcdist.core.backend import Backend, Bootstrap
+from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import overlap, put
 from hpcdist.core.call import Call
 from hpcdist.core.queue import Queue, in_modes_of_caller
@@ -112,17 +112,14 @@ def passes_probe() -> bool:
     return True
 
 
-AWARE: list[bool] = []  # what was found, once a process
-
-
+@cache
 def is_aware() -> bool:
     """Tell whether this MPI takes device memory; if it does not, warn once."""
-    if not AWARE:
-        AWARE.append(says_aware() and passes_probe())
-        if not AWARE[0]:
-            text = WARNING.format(memory=OWN.title, library=short_name(MPI), advice=OWN.advice)
-            warnings.warn(text, stacklevel=2)
-    return AWARE[0]
+    aware = says_aware() and passes_probe()
+    if not aware:
+        text = WARNING.format(memory=OWN.title, library=short_name(MPI), advice=OWN.advice)
+        warnings.warn(text, stacklevel=2)
+    return aware
 
 
 class StagedBackend(Backend):
@@ -134,6 +131,9 @@ class StagedBackend(Backend):
 
     name: ClassVar[str] = "mpi"
     has_lists: ClassVar[bool] = True
+    connect: Any = None  # groups are the MPI backend's, which a group has for all of its devices
+    split: Any = None
+    create_group: Any = None
 
     def __init__(self, inner: Backend, is_shared: Callable[[Row, torch.dtype, Any, int], bool], cuda: Any = torch.cuda):
         self.inner, self._is_shared, self._cuda = inner, is_shared, cuda
@@ -145,11 +145,6 @@ class StagedBackend(Backend):
     def queue(self) -> Queue | None:  # type: ignore[override]
         """The worker of the communicator, which carries its calls on either device in one order."""
         return self.inner.queue
-
-    @classmethod
-    def connect(cls, bootstrap: Bootstrap) -> StagedBackend:
-        """Raise: a group of MPI is made by its MPI backend."""
-        raise TypeError("StagedBackend is made by MPIBackend.on('cuda')")
 
     # -- copies ----------------------------------------------------------------------------------------
 
@@ -264,16 +259,3 @@ class StagedBackend(Backend):
             return self._to_host(tensor)
         self._cuda.current_stream(tensor.device).synchronize()
         return tensor
-
-    # -- groups: the MPI backend's ---------------------------------------------------------------------
-
-    def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> Backend | None:
-        """Split the MPI backend."""
-        return self.inner.split(subgroups, names, timeout)
-
-    def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> Backend:
-        """Make a group of the MPI backend."""
-        return self.inner.create_group(ranks, name, timeout)
-
-    def close(self) -> None:
-        """Do nothing: the MPI backend frees the communicator."""

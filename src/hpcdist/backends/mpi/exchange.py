@@ -48,7 +48,7 @@ class Exchange:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
         Shares lie one after another or each where it lies; the memory of ``recv`` is not ``send``'s. ``counts`` are the
-        elements to and from each rank, None for equal shares; one share to send stands for the same share to everyone.
+        elements to and from each rank, None for equal shares.
         If ``is_new``, on all ranks alike, each pair of ranks compares its shares first, by one more exchange of two
         numbers, because nothing else does. Shares that differ are left out, and returned in words. If this rank's share
         for itself differs, of which the others know nothing, MismatchError is raised.
@@ -59,18 +59,12 @@ class Exchange:
         else:
             sent, received = scaled(counts, send.itemsize)
         sources, targets = starts_of(send, sent), starts_of(recv, received)
-        if len(sent) == 1:
-            sources, sent = sources * size, sent * size
         ways = self._compare(sent, received) if is_new else []
         rank = self._rank
         to_self, from_self = sent[rank], received[rank]
         if to_self != from_self:  # raised once the others have their shares: MPI would end the call on this rank only
             sent[rank] = received[rank] = 0
-        if size == 2:
-            self._swap(sources, targets, sent, received)
-        else:
-            with ExitStack() as made:
-                self._comm.Alltoallw(spread(sources, sent, made), spread(targets, received, made))
+        self.move(sources, sent, targets, received)
         if to_self != from_self and not ways:
             raise MismatchError(
                 f"exchange: rank {rank} of {size} sends itself {to_self} bytes and receives {from_self} from itself; "
@@ -93,9 +87,13 @@ class Exchange:
                 sent[rank] = received[rank] = 0
         return ways
 
-    def _swap(self, sources: list[int], targets: list[int], sent: list[int], received: list[int]) -> None:
-        """Exchange bytes between two ranks: the shares that begin at the addresses ``sources`` and ``targets``."""
+    def move(self, sources: list[int], sent: list[int], targets: list[int], received: list[int]) -> None:
+        """Send so many bytes to each rank from an address each, and receive others likewise; every rank calls."""
         rank, other = self._rank, 1 - self._rank
+        if self._size != 2:
+            with ExitStack() as made:
+                self._comm.Alltoallw(spread(sources, sent, made), spread(targets, received, made))
+            return
         source = [address(sources[other], sent[other]), *run(sent[other])]
         target = [address(targets[other], received[other]), *run(received[other])]
         self._communicator.open_private().Sendrecv(source, other, TAG, target, other, TAG)
@@ -106,7 +104,7 @@ class Exchange:
         size, rank, itemsize = self._size, self._rank, send.itemsize
         are_lists = isinstance(send, TensorList), isinstance(recv, TensorList)
         is_even = counts is None or len({*counts[0], *counts[1]}) == 1
-        if size == 1 or any(are_lists) != all(are_lists) or (counts is not None and len(counts[0]) < size):
+        if size == 1 or any(are_lists) != all(are_lists):
             return None
         parts = 2 if send.dtype.is_complex else 1
 

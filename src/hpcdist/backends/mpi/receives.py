@@ -43,8 +43,8 @@ class MatchedReceive:
         self.is_cancelled = False  # whether it was given up
 
     def takes(self, source: int, tag: int) -> bool:
-        """Tell whether a message from a rank with a tag, MPI_ANY_TAG for some tag, may be for this receive."""
-        return self.source in (source, MPI.ANY_SOURCE) and (self.tag == tag or MPI.ANY_TAG in (self.tag, tag))
+        """Tell whether a message from a rank with a tag is for this receive, if no earlier one takes it."""
+        return self.tag == tag and self.source in (source, MPI.ANY_SOURCE)
 
     def begin(self, matched: MPI.Message) -> None:
         """Begin to receive a matched message, elsewhere if it is longer than the tensor, so that its sender goes on."""

@@ -8,7 +8,7 @@ a page for the first time can take longer than to copy it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import memmove
 from operator import add, sub
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, run, shifted, starts_of
-from hpcdist.backends.mpi.exchange import TAG
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, shifted, starts_of
+from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call
@@ -29,7 +29,7 @@ UNITS = {1: BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}  # by bytes of
 REACH = 2**62 if MPI.Get_version() >= (4, 0) else COUNT_MAX
 VECTORS = frozenset({ALL_GATHER, GATHER, SCATTER})
 # up to so many bytes of all shares an all_gather is the vector call. MPICH's takes 1.5 to 10 times its MPI_Allgather
-# from 1 MiB on (2 ranks, a Xeon); messages take as long as that one
+# from 1 MiB on (2 ranks, a Xeon); an exchange takes as long as that one
 VECTOR_MAX = COUNT_MAX if MPI.get_vendor()[0] == "Open MPI" else 1 << 17
 KEPT_MAX = 1 << 28  # bytes that are kept from one call to the next
 
@@ -53,12 +53,10 @@ class KeptMemory:
 class Vectors:
     """The vector calls of one communicator; one thread at a time, as for its other collectives."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._comm, self._rank, self._size = communicator.comm, communicator.rank, communicator.size
+    def __init__(self, communicator: Communicator, exchange: Exchange) -> None:
+        self._comm, self._size, self._exchange = communicator.comm, communicator.size, exchange
         self._one, self._all = KeptMemory(), KeptMemory()
         self.memory_of = self._all.of  # that the next call uses again
-        self._flat: tuple[Any, ...] = (None, None)
 
     def flatten(self, tensors: TensorList) -> torch.Tensor:
         """Return the elements of a list one after another, in memory that the next call uses again."""
@@ -66,12 +64,8 @@ class Vectors:
         if not nbytes:
             return torch.empty(0, dtype=dtype, device="cpu")
         memory = self._all.of(nbytes)
-        kept, flat = self._flat
-        if kept is not memory or flat.dtype is not dtype or flat.nbytes != nbytes:
-            flat = torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
-            self._flat = memory, flat
         copy(shifted(memory.address, tensors.sizes), tensors.addresses, tensors.sizes)
-        return flat
+        return torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
 
     def prepared(self, call: Call) -> Prepared | None:
         """Return the vector call of an all_gather, gather or scatter; None if it is more than that."""
@@ -85,9 +79,8 @@ class Vectors:
         datatype = UNITS[unit]
         function = getattr(self._comm, row.mpi)
         last = () if root is None else (root,)
-        if counts is not None:
-            sizes = [count * itemsize for count in counts[1]]
-            return Prepared(function, by_counts(sizes, unit, parts, is_list, largest))
+        sizes = None if counts is None else [count * itemsize for count in counts[1]]
+        total = sum(sizes or ())
 
         def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
             count, own, *addresses = places
@@ -95,13 +88,18 @@ class Vectors:
                 count, own, addresses = count // size, addresses[0], [own]
             nbytes = count * itemsize
             count *= parts
-            if nbytes * size > largest or not nbytes:
+            if (nbytes * size if sizes is None else total) > largest or not nbytes:
                 return None, count
-            shares = None
+            shares: Any = None
             if each is not None:
                 if not is_list:
-                    addresses = [addresses[0] + nbytes * rank for rank in range(size)]
-                shares = even_shares(addresses, nbytes, own, unit, datatype)
+                    addresses = shifted(addresses[0], sizes or [nbytes] * size)
+                if sizes is None:
+                    shares = even_shares(addresses, nbytes, own, unit, datatype)
+                elif are_apart(addresses, sizes, own, nbytes) and (
+                    not is_list or (0 not in sizes and can_be_displaced(addresses, sizes, unit, False))
+                ):
+                    shares = described(addresses, sizes, unit, datatype)
                 if shares is None:
                     return None, count
             with_one = address(own, nbytes), count, datatype
@@ -117,7 +115,7 @@ class Vectors:
         nbytes, itemsize = one.nbytes, one.itemsize
         sizes = [nbytes] * self._size if counts is None else [count * itemsize for count in counts[1]]
         total = sum(sizes)  # the same on all ranks
-        addresses = None if each is None else starts_of(each, sizes)
+        addresses: Any = None if each is None else starts_of(each, sizes)
         own = address(one.data_ptr(), nbytes)
         is_apart = addresses is None or are_apart(addresses, sizes, own.address, nbytes)
         if not is_apart:  # MPI_IN_PLACE would be a call of another kind, made by this rank only
@@ -125,60 +123,34 @@ class Vectors:
             if not is_read:
                 memmove(own.address, one.data_ptr(), nbytes)
         if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX):
-            self._by_messages(row, own.address, addresses, nbytes, sizes, root)
+            self._exchange_shares(row, own.address, nbytes, addresses, sizes, root)
         else:
             # complex elements go as pairs, which another rank may give
             unit = itemsize // 2 if one.dtype.is_complex else itemsize
-            datatype = UNITS[unit]
-            with_one = [own, nbytes // unit, datatype]
-            if addresses is None:
-                self._call(row, with_one, None, root)
-            elif each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
-                kept = shifted(self._all.of(total).address, sizes)
+            places = addresses
+            if each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
+                places = shifted(self._all.of(total).address, sizes)
                 if is_read:
-                    copy(kept, addresses, sizes)
-                self._call(row, with_one, described(kept, sizes, unit, datatype), root)
-                if not is_read:
-                    copy(addresses, kept, sizes)
-            else:
-                self._call(row, with_one, described(addresses, sizes, unit, datatype), root)
+                    copy(places, addresses, sizes)
+            with_one = own, nbytes // unit, UNITS[unit]
+            shares = None if places is None else described(places, sizes, unit, UNITS[unit])
+            last = () if root is None else (root,)
+            getattr(self._comm, row.mpi)(*((shares, with_one) if is_read else (with_one, shares)), *last)
+            if places is not addresses and not is_read:
+                copy(addresses, places, sizes)
         if is_read and not is_apart:
             memmove(one.data_ptr(), own.address, nbytes)
 
-    def _call(self, row: Row, one: list[Any], each: list[Any] | None, root: Any) -> None:
-        if row is ALL_GATHER:
-            self._comm.Allgatherv(one, each)
-        elif row is SCATTER:
-            self._comm.Scatterv(each, one, root)
-        else:
-            self._comm.Gatherv(one, each, root)
-
-    def _by_messages(
-        self, row: Row, own: int, addresses: list[int] | None, nbytes: int, sizes: list[int], root: int | None
+    def _exchange_shares(
+        self, row: Row, own: int, nbytes: int, addresses: list[int] | None, sizes: list[int], root: int | None
     ) -> None:
-        """Do the same by a message for each share, of any size."""
-        private, rank = self._communicator.open_private(), self._rank
-        requests = []
-        if addresses is not None:  # the shares of all ranks are here
-            begin = private.Isend if row is SCATTER else private.Irecv
-            for r, (place, size) in enumerate(zip(addresses, sizes, strict=True)):
-                if r != rank:
-                    requests.append(begin([address(place, size), *run(size)], r, TAG))
-        share = [address(own, nbytes), *run(nbytes)]
-        if row is ALL_GATHER:
-            others = ((rank + step) % self._size for step in range(1, self._size))
-            requests += [private.Isend(share, r, TAG) for r in others]
-        elif addresses is None:
-            assert root is not None
-            (private.Recv if row is SCATTER else private.Send)(share, root, TAG)
-            return
-        assert addresses is not None
+        """Do the same by an exchange, of any size: this rank's own share lies at one address, all at the others."""
+        ones = [nbytes if row is ALL_GATHER or rank == root else 0 for rank in range(self._size)]
+        places, lengths = ([own] * self._size, [0] * self._size) if addresses is None else (addresses, sizes)
         if row is SCATTER:
-            memmove(own, addresses[rank], nbytes)
+            self._exchange.move(places, lengths, [own] * self._size, ones)
         else:
-            memmove(addresses[rank], own, nbytes)
-        for request in requests:
-            request.Wait()
+            self._exchange.move([own] * self._size, ones, places, lengths)
 
 
 def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
@@ -188,32 +160,6 @@ def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatyp
     return [
         address(low, span), [size // unit for size in sizes], [(place - low) // unit for place in addresses], datatype
     ]  # fmt: skip
-
-
-def by_counts(
-    sizes: list[int], unit: int, parts: int, is_list: bool, largest: int
-) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
-    """Return what makes the arguments of an all_gather of so many bytes from each rank (``repetition.Prepared``).
-
-    MPI moves units of so many bytes, of which an element has some parts; from the largest size on there is more to do.
-    """
-    datatype, is_easy = UNITS[unit], sum(sizes) <= largest and not (is_list and 0 in sizes)
-
-    def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
-        count, own, *addresses = places
-        nbytes = count * unit * parts
-        if not is_list:
-            addresses = shifted(addresses[0], sizes)
-        if not (
-            is_easy
-            and nbytes
-            and are_apart(addresses, sizes, own, nbytes)
-            and (not is_list or can_be_displaced(addresses, sizes, unit, False))
-        ):
-            return None, count
-        return ((address(own, nbytes), count * parts, datatype), described(addresses, sizes, unit, datatype)), count
-
-    return describe
 
 
 def even_shares(

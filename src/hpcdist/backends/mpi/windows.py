@@ -66,17 +66,6 @@ def alone(comm: MPI.Intracomm) -> Iterator[None]:
         time.sleep(random.uniform(0, RETRY_SECONDS))
 
 
-def allocate_shared(nbytes: int, node: MPI.Intracomm) -> MPI.Win:
-    """Return a window with a segment of so many bytes for each rank of a node; every rank of it calls."""
-    info = MPI.Info.Create()
-    # Each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain.
-    info.Set("alloc_shared_noncontig", "true")
-    with alone(node):
-        window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
-    info.Free()
-    return window
-
-
 class MPIWindow(RemoteMemory):
     """The memory of a group's ranks that one window opens; every rank of the group makes it.
 
@@ -102,7 +91,11 @@ class MPIWindow(RemoteMemory):
         self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
         peers = places.ranks[places.here]
         own = self._begin + (sizes[rank] if tensor is None else 0)
-        shared = allocate_shared(own, places.node)
+        # each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain
+        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+        with alone(places.node):
+            shared = MPI.Win.Allocate_shared(own, 1, info, places.node)
+        info.Free()
         self._windows = [shared]
         # arrays, because they can be watched: a tensor on one that is in use when the window is closed keeps it open
         queried: list[Any] = [shared.Shared_query(index)[0] for index in range(len(peers))]

@@ -47,7 +47,7 @@ class NCCLBackend(Backend):
         self._library = library
         self._cuda = cuda
         self._owned_peer: Backend | None = None
-        self._finder = finding.Finder(rank, store)
+        self._given: finding.Channel | None = None if store is None else finding.StoreChannel(store, rank)
         self.batch = Batch(self._launch_together)
         self._calls: dict[Row, Function] = calls_of(library)
         self._reductions = datatypes.Reductions(library, cuda)
@@ -87,7 +87,13 @@ class NCCLBackend(Backend):
     def _connect(self, device: torch.device) -> Link:
         """Make the group's communicator on a device; every rank of the group is here."""
         self.communicators.check_live()
-        return self.communicators.connect(device, self._finder.channel(self.peer), self.peer)
+        return self.communicators.connect(device, finding.known(self._channel()), self.peer)
+
+    def _channel(self) -> finding.Channel | None:
+        """Return what the ranks find each other over: a part of a store, this group's CPU backend, or a parent's."""
+        if self.peer is None or isinstance(self._given, finding.StoreChannel):
+            return self._given
+        return finding.PeerChannel(self.peer)
 
     def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
         """Return the communicator for messages with one rank, and that rank in it.
@@ -103,9 +109,7 @@ class NCCLBackend(Backend):
         communicators.check_live()
         if communicators.is_eager:
             return communicators.group or self._connect(device), peer
-        link = communicators.pairs.get(peer) or communicators.connect_pair(
-            device, self._finder.channel(self.peer), peer
-        )
+        link = communicators.pairs.get(peer) or communicators.connect_pair(device, finding.known(self._channel()), peer)
         return link, int(peer > self.rank)
 
     # -- collectives -----------------------------------------------------------------------------------
@@ -352,7 +356,8 @@ class NCCLBackend(Backend):
         child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, None, self._cuda)
         child.peer = child._owned_peer = owned
         child.communicators.options = self._childs_options
-        child._finder = self._finder.child(self.peer, ranks, name)
+        channel = self._channel()
+        child._given = None if channel is None else channel.child(ranks, name)
         return child
 
     def _take_over(self, comm: Any, parent: Link) -> NCCLBackend:
@@ -392,7 +397,7 @@ class NCCLBackend(Backend):
     def _forget(self, end: Callable[[Backend], None]) -> None:
         """Let go of what the calls needed; ``end`` is done with the communicator of MPI that is this group's own."""
         self._token = None
-        self._finder = finding.Finder(self.rank)  # without the store, whose server may end with it
+        self._given = None  # the store, whose server may end with it
         self._reductions.clear()
         if self._owned_peer is not None:
             end(self._owned_peer)

@@ -27,18 +27,27 @@ PAIR_TAG = 32742  # one of those that are refused to users (``core.point_to_poin
 
 # A channel tells the other ranks of a group a few bytes. ``share`` tells all ranks what each root made: every rank
 # calls it, and a root gives its own. ``pair`` tells one rank what this one made, or returns what that one made if this
-# one gives None.
+# one gives None. ``child`` returns the channel of a subgroup of some ranks, this one's among them.
 
 
 class PeerChannel:
-    """The group's CPU backend, such as MPI."""
+    """A CPU backend, such as MPI: the group's own, or the parent's for a subgroup without one, whose members call."""
 
-    def __init__(self, peer: Backend) -> None:
+    def __init__(self, peer: Backend, members: Sequence[int] | None = None) -> None:
         self.peer = peer
+        self.members = members  # a subgroup's ranks in the parent
 
     def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
-        """Broadcast from the one root, or gather what several made."""
-        peer = self.peer
+        """Broadcast from the one root, or gather what several made; in a subgroup send from each to all others."""
+        peer, members = self.peer, self.members
+        if members is not None:
+            told = []
+            for root in roots:  # one after another: a send may wait for its receive
+                for member in range(len(members)) if root in ids else ():
+                    if member != root:
+                        self.pair(ids[root], member)
+                told.append(ids[root] if root in ids else self.pair(None, root))
+            return told
         peer.settle()  # so that all ranks are at the same place of the communicator
         if len(roots) == 1:
             return [peer.objects.broadcast(ids.get(roots[0]), roots[0])]
@@ -47,38 +56,17 @@ class PeerChannel:
 
     def pair(self, made: bytes | None, peer: int) -> bytes:
         """Send to or receive from the one peer."""
+        rank = peer if self.members is None else self.members[peer]
         if made is not None:
-            self.peer.send(torch.frombuffer(bytearray(made), dtype=torch.uint8), peer, PAIR_TAG)
+            self.peer.send(torch.frombuffer(bytearray(made), dtype=torch.uint8), rank, PAIR_TAG)
             return made
         heard = torch.empty(ID_BYTES, dtype=torch.uint8, device="cpu")
-        self.peer.recv(heard, peer, PAIR_TAG)
+        self.peer.recv(heard, rank, PAIR_TAG)
         return heard.numpy().tobytes()
 
-
-class RelayChannel:
-    """The CPU backend of the parent, for a subgroup that has none of its own: only its members take part."""
-
-    def __init__(self, peer: Backend, ranks: Sequence[int]) -> None:
-        self.peer = peer
-        self.ranks = ranks  # the members' ranks in the parent
-        self.rank = ranks.index(peer.rank)
-
-    def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
-        """Send from each root to every other member."""
-        told = []
-        for root in roots:
-            if root == self.rank:
-                for member in range(len(self.ranks)):
-                    if member != root:
-                        self.pair(ids[root], member)
-                told.append(ids[root])
-            else:
-                told.append(self.pair(None, root))
-        return told
-
-    def pair(self, made: bytes | None, peer: int) -> bytes:
-        """Send to or receive from the one peer."""
-        return PeerChannel(self.peer).pair(made, self.ranks[peer])
+    def child(self, ranks: Sequence[int], name: str) -> PeerChannel:
+        """Return the same backend for some ranks."""
+        return PeerChannel(self.peer, [rank if self.members is None else self.members[rank] for rank in ranks])
 
 
 class StoreChannel:
@@ -92,7 +80,7 @@ class StoreChannel:
         """Set one key a root, and read them all."""
         if self.rank in ids:
             self.store.set(f"id/{self.rank}", ids[self.rank].hex())
-        return [bytes.fromhex(text(self.store.get(f"id/{root}"))) for root in roots]
+        return [bytes.fromhex(self.store.get(f"id/{root}").decode()) for root in roots]
 
     def pair(self, made: bytes | None, peer: int) -> bytes:
         """Set or read the pair's key."""
@@ -101,47 +89,24 @@ class StoreChannel:
         if made is not None:
             self.store.set(key, made.hex())
             return made
-        return bytes.fromhex(text(self.store.get(key)))
+        return bytes.fromhex(self.store.get(key).decode())
+
+    def child(self, ranks: Sequence[int], name: str) -> StoreChannel:
+        """Return a part of the store for some ranks."""
+        return StoreChannel(PrefixStore(f"group-{name}", self.store), list(ranks).index(self.rank))
 
 
-Channel = PeerChannel | RelayChannel | StoreChannel
+Channel = PeerChannel | StoreChannel
 
 
-class Finder:
-    """What a group's ranks find each other over: its own or the parent's CPU backend, or its part of a store."""
-
-    def __init__(self, rank: int, store: Any = None, relay: RelayChannel | None = None) -> None:
-        self._rank = rank
-        self._store = store
-        self._relay = relay
-
-    def channel(self, peer: Backend | None) -> Channel:
-        """Return the way to the other ranks; ``peer`` is the group's CPU backend. DistBackendError if there is none."""
-        if self._store is not None:
-            return StoreChannel(self._store, self._rank)
-        if peer is not None:
-            return PeerChannel(peer)
-        if self._relay is not None:
-            return self._relay
+def known(channel: Channel | None) -> Channel:
+    """Return a channel; DistBackendError if there is none."""
+    if channel is None:
         raise DistBackendError(
             "backend 'nccl' has nothing to find the other ranks over: make the group with a CPU backend "
             "('cpu:mpi,cuda:nccl') or a store"
         )
-
-    def child(self, peer: Backend | None, ranks: Sequence[int], name: str) -> Finder:
-        """Return the same for a subgroup of some ranks, which has no CPU backend yet; ``peer`` is this group's."""
-        store = None if self._store is None else PrefixStore(f"group-{name}", self._store)
-        relay = None
-        if peer is not None:
-            relay = RelayChannel(peer, list(ranks))
-        elif self._relay is not None:
-            relay = RelayChannel(self._relay.peer, [self._relay.ranks[rank] for rank in ranks])
-        return Finder(list(ranks).index(self._rank), store, relay)
-
-
-def text(value: bytes | str) -> str:
-    """Return a store's value as text."""
-    return value if isinstance(value, str) else value.decode()
+    return channel
 
 
 def roots_of(size: int, version: Sequence[int]) -> list[int]:

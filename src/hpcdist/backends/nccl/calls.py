@@ -46,15 +46,9 @@ def direct(row: Row, function: Callable[..., None]) -> Function:
         count = recv.numel() if of_receive else send.numel()
         if is_exchange:
             count //= where.size
-        if row.reduces:
-            if row.rooted:
-                function(send.data_ptr(), recv.data_ptr(), count, datatype, op, root, where.handle, stream)
-            else:
-                function(send.data_ptr(), recv.data_ptr(), count, datatype, op, where.handle, stream)
-        elif row.rooted:
-            function(send.data_ptr(), recv.data_ptr(), count, datatype, root, where.handle, stream)
-        else:
-            function(send.data_ptr(), recv.data_ptr(), count, datatype, where.handle, stream)
+        how = (op,) if row.reduces else ()
+        of_root = (root,) if row.rooted else ()
+        function(send.data_ptr(), recv.data_ptr(), count, datatype, *how, *of_root, where.handle, stream)
 
     return call
 
@@ -64,11 +58,6 @@ def element_ranges(tensor: torch.Tensor, counts: Sequence[int]) -> list[tuple[in
     start, width = tensor.data_ptr(), tensor.element_size()
     places = accumulate(counts[:-1], initial=0)
     return [(start + place * width, count) for place, count in zip(places, counts, strict=True)]
-
-
-def equal_ranges(tensor: torch.Tensor, size: int) -> list[tuple[int, int]]:
-    """Return the same if all shares are of one size."""
-    return element_ranges(tensor, [tensor.numel() // size] * size)
 
 
 def all_gather(
@@ -93,23 +82,6 @@ def reduce_scatter(
                 library.bindings.reduce(place, target, count, datatype, op, rank, where.handle, stream)
 
 
-def exchange(
-    library: Library,
-    where: Where,
-    sends: Sequence[tuple[int, int]],
-    receives: Sequence[tuple[int, int]],
-    datatype: int,
-    stream: int,
-) -> None:
-    """Send to and receive from every rank, in one group; a count of zero stands for nothing."""
-    with library.core.group():
-        for peer, ((source, sent), (target, received)) in enumerate(zip(sends, receives, strict=True)):
-            if sent:
-                library.bindings.send(source, sent, datatype, peer, where.handle, stream)
-            if received:
-                library.bindings.recv(target, received, datatype, peer, where.handle, stream)
-
-
 def all_to_all(
     library: Library,
     where: Where,
@@ -121,32 +93,38 @@ def all_to_all(
     counts: Counts | None,
     stream: int,
 ) -> None:
-    """Exchange shares."""
-    if counts is None:
-        sends, receives = equal_ranges(send, where.size), equal_ranges(recv, where.size)
-    else:
-        sends, receives = element_ranges(send, counts[0]), element_ranges(recv, counts[1])
-    exchange(library, where, sends, receives, datatype, stream)
+    """Exchange shares with every rank, in one group; a count of zero stands for nothing."""
+    sent, received = counts or ([tensor.numel() // where.size] * where.size for tensor in (send, recv))
+    pairs = zip(element_ranges(send, sent), element_ranges(recv, received), strict=True)
+    with library.core.group():
+        for peer, ((source, outgoing), (target, incoming)) in enumerate(pairs):
+            if outgoing:
+                library.bindings.send(source, outgoing, datatype, peer, where.handle, stream)
+            if incoming:
+                library.bindings.recv(target, incoming, datatype, peer, where.handle, stream)
 
 
 def gather(
     library: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, counts: Any, stream: int
 ) -> None:
     """Send to the root, which receives from everyone."""
-    nothing = [(0, 0)] * where.size
-    sends = list(nothing)
-    sends[root] = (send.data_ptr(), send.numel())
-    exchange(library, where, sends, nothing if recv is None else equal_ranges(recv, where.size), datatype, stream)
+    to_root, shares = one_to(root, send.numel(), where), [send.numel() if recv is not None else 0] * where.size
+    written = send if recv is None else recv
+    all_to_all(library, where, send, written, datatype, op, root, (to_root, shares), stream)
 
 
 def scatter(
     library: Library, where: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, counts: Any, stream: int
 ) -> None:
     """Receive from the root, which sends to everyone."""
-    nothing = [(0, 0)] * where.size
-    receives = list(nothing)
-    receives[root] = (recv.data_ptr(), recv.numel())
-    exchange(library, where, nothing if send is None else equal_ranges(send, where.size), receives, datatype, stream)
+    shares, of_root = [recv.numel() if send is not None else 0] * where.size, one_to(root, recv.numel(), where)
+    read = recv if send is None else send
+    all_to_all(library, where, read, recv, datatype, op, root, (shares, of_root), stream)
+
+
+def one_to(rank: int, count: int, where: Where) -> list[int]:
+    """Return counts by rank: all for one, and nothing for the others."""
+    return [count if each == rank else 0 for each in range(where.size)]
 
 
 def message(

@@ -96,7 +96,7 @@ class Reductions:
         self._library = library
         self._cuda = cuda
         self._allowed: set[tuple[Row, torch.dtype, Any]] = set()
-        self._numbers: dict[tuple[torch.dtype, Any], int] = {}  # NCCL's, of torch's ops
+        self._numbers = {each.name: int(each) for each in library.core.NcclRedOp}
         self._scalings: dict[tuple[torch.dtype, float], Any] = {}  # ops that NCCL has made for factors
 
     def check(self, row: Row, dtype: torch.dtype, op: Any, device: torch.device) -> None:
@@ -115,11 +115,7 @@ class Reductions:
         """Return the values to reduce, and NCCL's op, or the factor of a PREMUL_SUM: 1 if the values are multiplied."""
         dtype = values.dtype
         if op != reduction.PREMUL_SUM:
-            number = self._numbers.get((dtype, op))
-            if number is None:
-                number = int(self._library.core.NcclRedOp[ops_of(dtype)[op]])
-                self._numbers[dtype, op] = number
-            return as_reduced(values), number, None
+            return as_reduced(values), self._numbers[ops_of(dtype)[op]], None
         factor = reduction.factor_of(op)
         if not isinstance(factor, torch.Tensor):
             return as_reduced(values), None, float(factor)

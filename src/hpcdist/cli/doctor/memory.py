@@ -35,9 +35,9 @@ def look(comm: Any) -> Facts:
     }
     if comm is None:
         return facts
-    from hpcdist.backends.mpi.node.places import split_node
+    from hpcdist.backends.mpi.node.places import locate
 
-    node = split_node(comm, [], environment.node_key())
+    node = locate(comm, [], environment.node_key()).node
     facts.update(ranks=node.Get_size(), tried=share(node))
     node.Free()
     return facts
@@ -48,10 +48,9 @@ def share(node: Any) -> str:
     from hpcdist.backends.mpi.node.window import map_segments
 
     rank, size = node.Get_rank(), node.Get_size()
-    try:
-        segments = map_segments(NEED, node)
-    except OSError as error:
-        return str(error)
+    segments, failure = map_segments(NEED, node)
+    if failures := [each for each in node.allgather(failure) if each]:
+        return failures[0]
     own, after = (torch.tensor([], dtype=torch.uint8).set_(segments[each]) for each in (rank, (rank + 1) % size))
     own.fill_(rank % 251)
     node.Barrier()

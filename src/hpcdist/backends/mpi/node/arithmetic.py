@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import avg_pool2d
 
-from hpcdist.core.reduction import KIND_OF, WIDE, average, combining
+from hpcdist.core.reduction import COMBINE, KIND_OF, WIDE, average, combining
 
 Combine = Callable[..., Any]
 Scratch = tuple[torch.Tensor, torch.Tensor]  # an accumulator, and room for a slice, both of a wider dtype
@@ -39,16 +39,6 @@ def by_numpy(ufunc: Any) -> Combine:
     return combine
 
 
-# by the name of torch's op (`core.reduction.combining`)
-COMBINE: dict[str, Combine] = {
-    "SUM": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
 # of `SIGNED_TWINS`
 COMBINE_UNSIGNED: dict[str, Combine] = {
     "AVG": by_numpy(np.add),
@@ -98,7 +88,11 @@ class Fold:
         """
         if scratch is not None:
             total = scratch[0][: out.numel()]
-            self.accumulate(parts, total, scratch[1][: out.numel()])
+            # torch would widen a slice into memory that it gets from the system each time, which takes a third longer
+            spare = scratch[1][: out.numel()]
+            total.copy_(parts[0])
+            for part in parts[1:]:
+                self.combine(total, spare.copy_(part), out=total)
             self.finish(total)
             out.copy_(total)
             return
@@ -120,28 +114,10 @@ class Fold:
         images = stack.view(1, rows, -1, STACK_WIDTH).permute(0, 3, 1, 2)
         return avg_pool2d(images, (rows, 1), divisor_override=self.divisor or 1).permute(0, 2, 3, 1).view(-1)
 
-    def accumulate(self, parts: Sequence[torch.Tensor], total: torch.Tensor, spare: torch.Tensor | None) -> None:
-        """Reduce slices into an accumulator of the wider dtype, where there is one, without dividing or rounding.
-
-        ``spare`` is as much memory of the wider dtype. torch would widen a slice into memory that it gets from the
-        system each time, which takes a third longer.
-        """
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            self.combine(total, part if spare is None else spare.copy_(part), out=total)
-
     def finish(self, total: torch.Tensor) -> None:
         """Turn a sum into an average, where the op asks for one."""
-        if not self.divisor:
-            return
-        if total.dtype in SIGNED_TWINS:
-            array = total.numpy()
-            np.floor_divide(array, array.dtype.type(self.divisor), out=array)
-        else:
+        if self.divisor:
             average(total, self.divisor)
 
 
-@cache
-def fold_of(dtype: torch.dtype, op: str, ranks: int) -> Fold:
-    """Return the fold of a dtype and op, which is made once."""
-    return Fold(dtype, op, ranks)
+fold_of = cache(Fold)  # each is made once

@@ -32,8 +32,7 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, address, memory, run
 from hpcdist.backends.mpi.node.arithmetic import Fold, fold_of
 from hpcdist.backends.mpi.node.places import Places
-from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.window import LINE_BYTES, POLL_SECONDS, SLOT_BYTES
+from hpcdist.backends.mpi.node.window import LINE_BYTES, POLL_SECONDS, SLOT_BYTES, NodeWindow
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op, wide
 from hpcdist.core.reduction import name_of
@@ -57,12 +56,12 @@ class BetweenNodes:
     """Runs collectives of one communicator whose ranks are on several nodes, on each equally many.
 
     The methods are those of `NodeShared`, and ask the same of the caller. Construction is collective over the
-    communicator, and raises as that of `NodeSlots`. Nodes of one rank have reductions only.
+    communicator, and raises as that of `NodeWindow`. Nodes of one rank have reductions only.
     """
 
     def __init__(self, places: Places, communicator: Communicator) -> None:
         self._places, self._poll = places, communicator.poll
-        self._slots = None if places.is_flat else NodeSlots(places, communicator)
+        self._window = None if places.is_flat else NodeWindow(places, communicator)
         self._rank, self._ranks = places.comm.Get_rank(), places.comm.Get_size()
         node = places.ranks[places.here]
         self._local, self._size = node.index(self._rank), len(node)
@@ -109,7 +108,7 @@ class BetweenNodes:
         the largest float16.
         """
         whole, undivided = fold_of(dtype, op, self._ranks), fold_of(dtype, op, 0)
-        is_divided_before = whole.wide is not None and self._slots is not None
+        is_divided_before = whole.wide is not None and self._window is not None
         return (whole, undivided) if is_divided_before else (undivided, whole)
 
     def _fold(self, fold: Fold, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -137,14 +136,14 @@ class BetweenNodes:
         item, local, source = send.itemsize, self._local, send.data_ptr()
         begin, end = parts[local]
         own = send[begin // item : end // item]
-        if self._slots is None:
+        if self._window is None:
             self._fold(fold, [own], out)
             return
-        slots, peers = self._slots, self._slots.peers
+        window, peers = self._window, self._window.peers
         chunk = min(longest, CHUNK_BYTES, SLOT_BYTES // self._size // LINE_BYTES * LINE_BYTES)
 
         def put(turn: int, offset: int, length: int) -> None:
-            there = slots.addresses[turn][local]
+            there = window.addresses[turn][local]
             for peer in peers:
                 low, high = parts[peer][0] + offset, min(parts[peer][0] + offset + length, parts[peer][1])
                 if low < high:
@@ -154,29 +153,29 @@ class BetweenNodes:
             size = min(length, end - begin - offset)
             if size > 0:
                 low, high = offset // item, (offset + size) // item
-                theirs = [slots.slots[turn][peer][local * chunk :][:size].view(own.dtype) for peer in peers]
+                theirs = [window.slots[turn][peer][local * chunk :][:size].view(own.dtype) for peer in peers]
                 self._fold(fold, [own[low:high], *theirs], out[low:high])
 
-        slots.exchange(longest, chunk, put, get)
+        window.exchange(longest, chunk, put, get)
 
     def _collect(self, target: int, parts: Parts, longest: int) -> None:
         """Give this rank's part of a tensor to the node's other ranks, and take theirs."""
-        slots, local = self._slots, self._local
-        assert slots is not None
+        window, local = self._window, self._local
+        assert window is not None
 
         def piece(rank: int, offset: int, length: int) -> tuple[int, int]:
             begin, end = parts[rank]
             return target + begin + offset, max(0, min(length, end - begin - offset))
 
         def put(turn: int, offset: int, length: int) -> None:
-            memmove(slots.addresses[turn][local], *piece(local, offset, length))
+            memmove(window.addresses[turn][local], *piece(local, offset, length))
 
         def get(turn: int, offset: int, length: int) -> None:
-            for peer in slots.peers:
+            for peer in window.peers:
                 there, size = piece(peer, offset, length)
-                memmove(there, slots.addresses[turn][peer], size)
+                memmove(there, window.addresses[turn][peer], size)
 
-        slots.exchange(longest, min(longest, CHUNK_BYTES), put, get)
+        window.exchange(longest, CHUNK_BYTES, put, get)
 
     # -- reductions ----------------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ class BetweenNodes:
         step = PIECE_BYTES // send.itemsize * self._size
         for low in range(0, send.numel(), step):
             source, target = send[low : low + step], recv[low : low + step]
-            if self._slots is None:
+            if self._window is None:
                 self._combine(source, target, outer)
                 continue
             parts, longest = self._slices(source.nbytes)
@@ -253,42 +252,27 @@ class BetweenNodes:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` of one rank to all (MPI_Bcast)."""
-        slots, ranks, here = self._slots, self._places.ranks, self._places.here
-        assert slots is not None
+        window, ranks, here = self._window, self._places.ranks, self._places.here
+        assert window is not None
         first = next(node for node, each in enumerate(ranks) if root in each)
         step = PIECE_BYTES * self._size
         for low in range(0, tensor.nbytes, step):
             target, nbytes = tensor.data_ptr() + low, min(step, tensor.nbytes - low)
             parts, longest = self._slices(nbytes)
             if here == first:
-                self._share(target, nbytes, ranks[here].index(root))
+                window.share(ranks[here].index(root), target, nbytes, CHUNK_BYTES)
             begin, end = parts[self._local]
             if begin < end:
                 self._call("Bcast", [address(target + begin, end - begin), BYTE], first)
             if here != first:
                 self._collect(target, parts, longest)
 
-    def _share(self, target: int, nbytes: int, root: int) -> None:
-        """Copy memory of one rank of the node to the others."""
-        slots = self._slots
-        assert slots is not None
-
-        def put(turn: int, offset: int, length: int) -> None:
-            if self._local == root:
-                memmove(slots.addresses[turn][root], target + offset, length)
-
-        def get(turn: int, offset: int, length: int) -> None:
-            if self._local != root:
-                memmove(target + offset, slots.addresses[turn][root], length)
-
-        slots.exchange(nbytes, min(nbytes, CHUNK_BYTES), put, get)
-
     def close(self) -> None:
         """Leave the window, and free the communicators made here, once or often."""
         if self._across == MPI.COMM_NULL:
             return
         self._across.Free()
-        if self._slots is not None:
-            self._slots.close()
+        if self._window is not None:
+            self._window.close()
         else:
             self._places.node.Free()

@@ -7,7 +7,6 @@ and the communicator between nodes are made.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +17,7 @@ from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
 from hpcdist.core.buffers import TensorList, do_overlap, overlap
-from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SINGLE, Row
-
-# the collectives that there are, and how each takes its arguments
-SHARED_CALLS: dict[Row, Callable[[NodeShared | BetweenNodes, Any, torch.Tensor, Any, Any], None]] = {
-    ALL_REDUCE: lambda shared, send, recv, op, _: shared.all_reduce(send, recv, op),
-    BROADCAST: lambda shared, send, _, __, root: shared.broadcast(send, root),
-    ALL_GATHER_SINGLE: lambda shared, send, recv, _, __: shared.all_gather_single(send, recv),
-    REDUCE_SCATTER_SINGLE: lambda shared, send, recv, op, _: shared.reduce_scatter_single(send, recv, op),
-}
+from hpcdist.core.table import ALL_GATHER_SINGLE, Row
 
 
 class NodeCalls:
@@ -74,7 +65,8 @@ class NodeCalls:
             own = recv.data_ptr() + self._communicator.rank * send.nbytes
             if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
                 send = send.clone()
-        SHARED_CALLS[row](shared, send, recv, op, root)
+        arguments = (send, recv, op) if row.reduces else (send, root) if row.rooted else (send, recv)
+        getattr(shared, row.name)(*arguments)
 
     def close(self, is_left: bool) -> None:
         """Free what was made.

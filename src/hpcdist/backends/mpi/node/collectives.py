@@ -8,7 +8,7 @@ other ranks of the node have published theirs, read.
 - Large all_reduce ("sliced", in `slices`): each rank reduces its own slice of every chunk.
 - broadcast, all_gather_single, reduce_scatter_single: put, publish, wait, read; one step a chunk.
 
-When may a slot be overwritten? `NodeSlots.free[slot]` is the step that every peer must have published first. A rank
+When may a slot be overwritten? `NodeWindow.free[slot]` is the step that every peer must have published first. A rank
 publishes step t + 1 only after the reads of step t, so this is t + 1 in the plain rhythm, t + 2 where a rank puts its
 next chunk before it reads. Slots are used in turn, also from one collective to the next, so a rank only ever waits for
 steps smaller than the one it is about to publish: no circle of waiting can arise.
@@ -19,7 +19,6 @@ torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import memmove
 from typing import Any
 
@@ -29,8 +28,7 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, fold_of
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slices import CHUNK_BYTES, SlicedAllReduce
-from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS, NodeWindow
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.reduction import name_of
 
@@ -44,15 +42,15 @@ class NodeShared:
 
     The methods are collective: same order, sizes, dtypes and ops on every rank. Tensors are contiguous, of any shape,
     on the CPU and checked by the caller; `send` may be `recv`. A result is visible when the method returns.
-    PREMUL_SUM expects the factor already applied. Construction, as of `NodeSlots`, and `close` are collective too.
+    PREMUL_SUM expects the factor already applied. Construction, as of `NodeWindow`, and `close` are collective too.
     """
 
     def __init__(self, places: Places, communicator: Communicator) -> None:
-        self._slots = slots = NodeSlots(places, communicator)
-        self.window, self.rank, self.size = slots.window, slots.rank, slots.size
-        self._sliced = SlicedAllReduce(slots)
-        self._direct_bytes = DIRECT_BYTES // slots.size
-        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if slots.size == 2 else DIRECT_HALF_BYTES
+        self.window = window = NodeWindow(places, communicator)
+        self.rank, self.size = window.rank, window.size
+        self._sliced = SlicedAllReduce(window)
+        self._direct_bytes = DIRECT_BYTES // window.size
+        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if window.size == 2 else DIRECT_HALF_BYTES
 
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
         """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce)."""
@@ -68,51 +66,28 @@ class NodeShared:
 
     def _plan_direct(self, numel: int, dtype: torch.dtype) -> Any:
         size = numel * dtype.itemsize
-        return [[part[:size].view(dtype) for part in slot] for slot in self._slots.slots]
+        return [[part[:size].view(dtype) for part in slot] for slot in self.window.slots]
 
     def _all_reduce_direct(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        slots, window, numel = self._slots, self.window, send.numel()
-        turn = slots.turn
-        parts = slots.plan(("direct", numel, fold.dtype), self._plan_direct)[turn]
-        window.wait(slots.free[turn])
-        memmove(slots.addresses[turn][self.rank], send.data_ptr(), send.nbytes)
+        window, numel = self.window, send.numel()
+        turn = window.turn
+        parts = window.plan(("direct", numel, fold.dtype), self._plan_direct)[turn]
+        window.wait(window.free[turn])
+        memmove(window.addresses[turn][self.rank], send.data_ptr(), send.nbytes)
         step = window.publish()
-        slots.free[turn] = step + 1
-        slots.turn = (turn + 1) % SLOTS
+        window.free[turn] = step + 1
+        window.turn = (turn + 1) % SLOTS
         window.wait(step)
-        fold.reduce(parts, recv, slots.accumulator(fold, self.size, numel))
+        fold.reduce(parts, recv, window.accumulator(fold, self.size, numel))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` of one rank to all (MPI_Bcast)."""
-        slots, window, address, size = self._slots, self.window, tensor.data_ptr(), tensor.nbytes
-        chunk = min(SLOT_BYTES, max(CHUNK_BYTES // 4, size // 8))
-        for offset in range(0, size, chunk):
-            turn, length = slots.turn, min(chunk, size - offset)
-            if self.rank == root:
-                window.wait(slots.free[turn])
-                memmove(slots.addresses[turn][root], address + offset, length)
-                step = window.publish()
-            else:
-                step = window.publish()
-                window.wait_for(root, step)
-                memmove(address + offset, slots.addresses[turn][root], length)
-            slots.free[turn] = step + 1
-            slots.turn = (turn + 1) % SLOTS
-
-    def _exchange(
-        self,
-        block: int,
-        put: Callable[[int, int, int], None],
-        get: Callable[..., None],
-        per: int,
-        unit: int = LINE_BYTES,
-    ) -> None:
-        """Run put and get over all chunks of a block, where a slot holds `per` chunks, of so many units each."""
-        self._slots.exchange(block, min(SLOT_BYTES // per // unit * unit, block), put, get)
+        chunk = min(SLOT_BYTES, max(CHUNK_BYTES // 4, tensor.nbytes // 8))
+        self.window.share(root, tensor.data_ptr(), tensor.nbytes, chunk)
 
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
         """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather); `send` may be its own place there."""
-        addresses, rank, block = self._slots.addresses, self.rank, send.nbytes
+        addresses, rank, block = self.window.addresses, self.rank, send.nbytes
         source, target = send.data_ptr(), recv.data_ptr()
         if target + rank * block != source:
             memmove(target + rank * block, source, block)
@@ -122,10 +97,10 @@ class NodeShared:
 
         def get(turn: int, offset: int, length: int) -> None:
             slot = addresses[turn]
-            for r in self._slots.peers:
+            for r in self.window.peers:
                 memmove(target + r * block + offset, slot[r], length)
 
-        self._exchange(block, put, get, 1)
+        self.window.exchange(block, SLOT_BYTES, put, get)
 
     def reduce_scatter_single(self, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any) -> None:
         """Reduce block r of all ranks' `send`, a tensor or a list, into `recv` of rank r (MPI_Reduce_scatter_block)."""
@@ -136,35 +111,34 @@ class NodeShared:
         else:
             blocks = [send.data_ptr() + r * recv.nbytes for r in range(self.size)]
             own = send.view(self.size, -1)[self.rank]
-        if self._slots.stacks(fold):
+        if self.window.stacks(fold):
             self._reduce_scatter_stacked(blocks, recv, fold)
         else:
             self._reduce_scatter_apart(blocks, own.view(-1).view(fold.dtype), recv, fold)
 
     def _reduce_scatter_apart(self, blocks: list[int], own: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        slots, dtype, rank, block = self._slots, fold.dtype, self.rank, recv.nbytes
+        window, dtype, rank, block = self.window, fold.dtype, self.rank, recv.nbytes
         itemsize = dtype.itemsize
-        scratch = slots.accumulator(fold, self.size, min(recv.numel(), SLOT_BYTES // itemsize))
+        scratch = window.accumulator(fold, self.size, min(recv.numel(), SLOT_BYTES // itemsize))
 
         def put(turn: int, offset: int, length: int) -> None:
-            base = slots.addresses[turn][rank]
-            for r in slots.peers:
+            base = window.addresses[turn][rank]
+            for r in window.peers:
                 memmove(base + r * length, blocks[r] + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
-            parts = slots.plan(("scattered", length, dtype), self._plan_scattered)[turn]
+            parts = window.plan(("scattered", length, dtype), self._plan_scattered)[turn]
             low, high = offset // itemsize, (offset + length) // itemsize
             fold.reduce([own[low:high], *parts], recv[low:high], scratch)
 
-        self._exchange(block, put, get, self.size)
+        window.exchange(block, SLOT_BYTES // (self.size * LINE_BYTES) * LINE_BYTES, put, get)
 
     def _plan_scattered(self, length: int, dtype: torch.dtype) -> Any:
-        begin = self.rank * length
-        slots = self._slots
-        return [[slot[r][begin : begin + length].view(dtype) for r in slots.peers] for slot in slots.slots]
+        begin, window = self.rank * length, self.window
+        return [[slot[r][begin : begin + length].view(dtype) for r in window.peers] for slot in window.slots]
 
     def _reduce_scatter_stacked(self, blocks: list[int], recv: torch.Tensor, fold: Fold) -> None:
-        rank, addresses, block = self.rank, self._slots.addresses, recv.nbytes
+        rank, addresses, block = self.rank, self.window.addresses, recv.nbytes
         target, width = recv.data_ptr(), STACK_WIDTH * fold.dtype.itemsize
 
         def row(length: int) -> int:
@@ -176,11 +150,11 @@ class NodeShared:
                 memmove(addresses[turn][r] + begin, place + offset, length)
 
         def get(turn: int, offset: int, length: int) -> None:
-            total = fold.add_stack(self._slots.stack(row(length), fold.dtype)[turn])
+            total = fold.add_stack(self.window.stack(row(length), fold.dtype)[turn])
             memmove(target + offset, total.data_ptr(), length)
 
-        self._exchange(block, put, get, self.size, width)
+        self.window.exchange(block, SLOT_BYTES // (self.size * width) * width, put, get)
 
     def close(self) -> None:
         """Leave the window, once or often."""
-        self._slots.close()
+        self.window.close()

@@ -36,26 +36,20 @@ class Places(NamedTuple):
         return len(self.ranks) == self.comm.Get_size()
 
 
-def split_node(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None) -> MPI.Intracomm:
-    """Return a new communicator of the ranks that share memory, and that have one node key; arguments of `locate`."""
-    shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
-    made.append(shared)
-    keys = shared.allgather(node_key)
-    if len(set(keys)) == 1:
-        return shared
-    node = MPI.Intracomm(shared.Split(keys.index(node_key), key=comm.rank))
-    made.append(node)
-    shared.Free()
-    return node
-
-
 def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = None) -> Places:
     """Find out which ranks share a node; every rank of the communicator calls.
 
     ``made`` takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it. Ranks
     with different keys, by default those of ``HPCDIST_NODE_KEY``, are treated as if on different nodes.
     """
-    node = split_node(comm, made, os.environ.get(NODE_KEY) if node_key is None else node_key)
+    key = os.environ.get(NODE_KEY) if node_key is None else node_key
+    node = shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+    made.append(shared)
+    keys = shared.allgather(key)
+    if len(set(keys)) > 1:
+        node = MPI.Intracomm(shared.Split(keys.index(key), key=comm.rank))
+        made.append(node)
+        shared.Free()
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
     # two threads that do this for two groups wait for each other
     firsts: list[int] = comm.allgather(min(node.allgather(comm.rank)))

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold
-from hpcdist.backends.mpi.node.slots import NodeSlots
-from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS
+from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, SLOTS, NodeWindow
 
 CHUNK_BYTES = 512 << 10  # smallest chunk; a message of four chunks or more takes larger ones
 WIDENED_BYTES = 128 << 10  # largest slice that is widened to be summed: twice that, twice, stays in a core's cache
@@ -37,15 +36,15 @@ Chunks = tuple[int, Step, Step, Step]  # how many chunks there are, and how one 
 class SlicedAllReduce:
     """Runs large all_reduces of one communicator through memory shared on the node."""
 
-    def __init__(self, slots: NodeSlots) -> None:
-        self._slots = slots
-        self._rank, self._size = slots.rank, slots.size
+    def __init__(self, window: NodeWindow) -> None:
+        self._window = window
+        self._rank, self._size = window.rank, window.size
 
     def run(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
         """Reduce the flat `send` of all ranks into `recv` of all ranks."""
-        slots = self._slots
-        window, free, first = slots.window, slots.free, slots.turn
-        lay_out = self._stacked if slots.stacks(fold) else self._apart
+        window = self._window
+        free, first = window.free, window.turn
+        lay_out = self._stacked if window.stacks(fold) else self._apart
         count, put, reduce, collect = lay_out(send, recv, fold, send.nbytes)
 
         def begin(c: int) -> int:
@@ -69,8 +68,8 @@ class SlicedAllReduce:
                 end(c - 1, reduced)
             step, reduced = following, done
         end(count - 1, reduced)
-        slots.turn = (first + count) % SLOTS
-        slots.free = [window.publish()] * SLOTS
+        window.turn = (first + count) % SLOTS
+        window.free = [window.publish()] * SLOTS
 
     # -- parts apart ---------------------------------------------------------------------------------
 
@@ -82,9 +81,9 @@ class SlicedAllReduce:
         bounds = [min(numel, r * share) for r in range(owners + 1)]
         begin, end = bounds[rank], bounds[rank + 1]
         slots = []
-        for slot in self._slots.slots:
+        for slot in self._window.slots:
             views = [part[: numel * dtype.itemsize].view(dtype) for part in slot]
-            slots.append([views[r][begin:end] for r in self._slots.peers])
+            slots.append([views[r][begin:end] for r in self._window.peers])
         sizes = [(r, bounds[r] * dtype.itemsize, (bounds[r + 1] - bounds[r]) * dtype.itemsize) for r in range(owners)]
         others = [piece for piece in sizes if piece[0] != rank and piece[2]]
         return begin, end, [begin * dtype.itemsize, end * dtype.itemsize], others, slots
@@ -97,14 +96,14 @@ class SlicedAllReduce:
         return -(-size // (count * LINE_BYTES)) * LINE_BYTES
 
     def _apart(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Chunks:
-        slots, rank, numel = self._slots, self._rank, send.numel()
-        addresses = slots.addresses
+        window, rank, numel = self._window, self._rank, send.numel()
+        addresses = window.addresses
         chunk = self._chunk_bytes(size, fold)
         count = -(-size // chunk)
         stride = chunk // fold.dtype.itemsize
-        whole = slots.plan(("apart", stride, stride, fold.dtype), self._plan_apart)
-        rest = slots.plan(("apart", numel - (count - 1) * stride, stride, fold.dtype), self._plan_apart)
-        scratch = slots.accumulator(fold, self._size, whole[1] - whole[0])
+        whole = window.plan(("apart", stride, stride, fold.dtype), self._plan_apart)
+        rest = window.plan(("apart", numel - (count - 1) * stride, stride, fold.dtype), self._plan_apart)
+        scratch = window.accumulator(fold, self._size, whole[1] - whole[0])
         source, target = send.data_ptr(), recv.data_ptr()
         begin, end = whole[0], whole[1]
 
@@ -144,14 +143,14 @@ class SlicedAllReduce:
     # -- parts stacked -------------------------------------------------------------------------------
 
     def _stacked(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold, size: int) -> Chunks:
-        slots, rank, ranks = self._slots, self._rank, self._size
-        peers, addresses = slots.peers, slots.addresses
+        window, rank, ranks = self._window, self._rank, self._size
+        peers, addresses = window.peers, window.addresses
         width = STACK_WIDTH * fold.dtype.itemsize
         largest = SLOT_BYTES // (ranks * width) * ranks * width
         count = -(-size // min(largest, max(CHUNK_BYTES, size // 4)))
         share = -(-size // (count * ranks * width)) * width  # the rows of a stack are full to the end of the slice
         chunk = ranks * share
-        stacks = slots.stack(share, fold.dtype)
+        stacks = window.stack(share, fold.dtype)
         source, target = send.data_ptr(), recv.data_ptr()
 
         def put(c: int, slot: int) -> None:

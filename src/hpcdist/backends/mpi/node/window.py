@@ -38,6 +38,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from ctypes import memmove
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import address
+from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
+from hpcdist.backends.mpi.node.places import Places
 from hpcdist.core import memory_file
 from hpcdist.core.waiting import nap
 
@@ -56,6 +59,9 @@ SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length 
 CROWDED_SPINS = 5  # with more ranks than cores the peer most likely waits for this very core
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
+PLANS = 64  # that are kept
+
+Step = Callable[[int, int, int], None]
 
 
 def barrier() -> Callable[[], None]:
@@ -76,12 +82,12 @@ def barrier() -> Callable[[], None]:
     return fence
 
 
-def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]:
+def map_segments(nbytes: int, node: MPI.Intracomm) -> tuple[list[torch.UntypedStorage], str]:
     """Return memory of so many bytes of each rank of a node, zero, which all of them share; every rank of it calls.
 
-    Every rank of the node raises OSError if one cannot make its segment for want of room, or not map another's.
+    Then why this rank has failed, if it has, to make its segment for want of room, or to map another's.
     """
-    name, descriptor, failure = "", -1, None
+    name, descriptor, failure = "", -1, ""
     segments: list[torch.UntypedStorage] = []
     try:
         try:
@@ -103,14 +109,11 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> list[torch.UntypedStorage]
                 memory_file.reserve(descriptor, nbytes)  # else a rank that writes later may die of SIGBUS
         except OSError as error:
             failure = f"{memory_file.too_little(os.uname().nodename, memory_file.free(), nbytes)} ({error})"
-        failures = [each for each in node.allgather(failure) if each]
     finally:
         memory_file.remove(name)
         if descriptor >= 0:
             os.close(descriptor)
-    if failures:
-        raise OSError(failures[0])
-    return segments
+    return segments, failure
 
 
 def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
@@ -152,36 +155,45 @@ def stall(
 
 
 class NodeWindow:
-    """Holds one shared window of a node: a segment, a flag and slots for each rank.
+    """Holds the window of a communicator's ranks on one node, cut into slots, and what is kept between calls.
 
-    It takes the node's communicator over, and frees it; ``communicator`` is the group's. Every rank of the node raises
-    OSError if /dev/shm has no room, or they do not see the same.
+    It is made by the group's first use of shared memory, by all of its ranks together, takes the node's communicator
+    over, and frees it. Every rank raises RuntimeError if /dev/shm of a node has no room, or its ranks do not see the
+    same. What ``communicator.poll`` raises, which is called every few milliseconds of waiting, leaves a call.
     """
 
-    def __init__(self, node: MPI.Intracomm, communicator: Communicator) -> None:
-        self.node = node
-        self.rank = node.rank
-        self.size = node.size
+    def __init__(self, places: Places, communicator: Communicator) -> None:
+        self.node = node = places.node
+        self.rank, self.size = node.rank, node.size
         self._communicator = communicator
         self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
-        places = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
-        cores = len(set().union(*(allowed for allowed, _ in places)))  # a launcher may bind each rank to its own
+        allowed = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
+        cores = len(set().union(*(own for own, _ in allowed)))  # a launcher may bind each rank to its own
         if self.rank == 0:
-            warn_of_threads(self.size, sum(threads for _, threads in places), cores)
+            warn_of_threads(self.size, sum(threads for _, threads in allowed), cores)
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
         self._sync = barrier()
-        self._memory = map_segments(self.segment_bytes, node)
+        self._memory, failure = map_segments(self.segment_bytes, node)
+        failures = [each for each in places.comm.allgather(failure) if each]
+        if failures:
+            raise RuntimeError(f"no shared-memory window on {len(failures)} of {places.comm.size} ranks: {failures[0]}")
         mapped: list[Any] = [address(each.data_ptr(), each.nbytes()) for each in self._memory]
         buffers = [memoryview(each) for each in mapped]
         self._flags = [buffer[:8].cast("q") for buffer in buffers]
         self._mates = [flag for r, flag in enumerate(self._flags) if r != self.rank]
         self._own = self._flags[self.rank]
-        self.segments: list[torch.Tensor] = [
-            torch.frombuffer(buffer, dtype=torch.uint8)[PAGE_BYTES : self.segment_bytes] for buffer in buffers
-        ]
+        segments = [torch.frombuffer(buffer, dtype=torch.uint8)[PAGE_BYTES : self.segment_bytes] for buffer in buffers]
+        # the bytes of each, by number and by node rank
+        self.slots = [[each[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for each in segments] for i in range(SLOTS)]
+        self.addresses = [[part.data_ptr() for part in slot] for slot in self.slots]
+        self.peers = [r for r in range(self.size) if r != self.rank]
         self.step = 0
+        self.free = [0] * SLOTS  # of each slot, the step that every peer must have published before it is written to
+        self.turn = 0  # the slot that is next
+        self._plans: dict[Any, Any] = {}
+        self._scratch: dict[torch.dtype | None, Scratch] = {}
 
     def publish(self) -> int:
         """Tell the node peers that this rank's part of a step lies in its segment; return the step's number."""
@@ -210,11 +222,87 @@ class NodeWindow:
         else:
             stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._communicator.poll)
 
+    def plan(self, key: Any, make: Callable[..., Any]) -> Any:
+        """Return what ``make`` says of all of a key but its first entry, which tells kinds of plans apart; kept."""
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make(*key[1:])
+        return plan
+
+    def exchange(self, block: int, chunk: int, put: Step, get: Step) -> None:
+        """Run put and get over all chunks of a block, the largest so long, each rank one ahead of what it reads.
+
+        The lengths of block and chunks in bytes are the same on all ranks of the node. ``put`` takes a slot's number,
+        where in the block a chunk begins, and its length, and writes to this rank's slot; ``get`` takes the same, and
+        reads the others'.
+        """
+        chunk = min(chunk, block)
+        count = -(-block // chunk)
+
+        def publish(c: int) -> tuple[int, int, int, int]:
+            turn, offset = self.turn, c * chunk
+            length = min(chunk, block - offset)
+            self.wait(self.free[turn])
+            put(turn, offset, length)
+            step = self.publish()
+            self.free[turn] = step + 2
+            self.turn = (turn + 1) % SLOTS
+            return step, turn, offset, length
+
+        ahead = publish(0)
+        for c in range(count):
+            step, turn, offset, length = ahead
+            if c + 1 < count:
+                ahead = publish(c + 1)
+            self.wait(step)
+            get(turn, offset, length)
+        self.free[turn] = step + 1
+
+    def share(self, root: int, place: int, nbytes: int, chunk: int) -> None:
+        """Copy memory of one rank of the node to the others, by chunks; the others read while it goes on."""
+        for offset in range(0, nbytes, chunk):
+            turn, length = self.turn, min(chunk, nbytes - offset)
+            if self.rank == root:
+                self.wait(self.free[turn])
+                memmove(self.addresses[turn][root], place + offset, length)
+                step = self.publish()
+            else:
+                step = self.publish()
+                self.wait_for(root, step)
+                memmove(place + offset, self.addresses[turn][root], length)
+            self.free[turn] = step + 1
+            self.turn = (turn + 1) % SLOTS
+
+    def stacks(self, fold: Fold) -> bool:
+        """Tell whether each rank puts its part of a slice in the segment of the rank that reduces it (`slices`)."""
+        rows = SLOT_BYTES // (STACK_WIDTH * fold.dtype.itemsize)
+        return fold.adds_stacks and 2 < self.size <= rows
+
+    def stack(self, share: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return this rank's part of each slot as a stack of one row a rank, of `share` bytes each."""
+        stacks: list[torch.Tensor] = self.plan(("stacked", share, dtype), self._plan_stacked)
+        return stacks
+
+    def _plan_stacked(self, share: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [slot[self.rank][: self.size * share].view(dtype).view(self.size, -1) for slot in self.slots]
+
+    def accumulator(self, fold: Fold, parts: int, numel: int) -> Scratch | None:
+        """Return memory to reduce so many slices of so many elements in, where the fold needs it."""
+        if not fold.needs_scratch(parts):
+            return None
+        scratch = self._scratch.get(fold.wide)
+        if scratch is None or scratch[0].numel() < numel:
+            scratch = self._scratch[fold.wide] = fold.scratch(numel)
+        return scratch
+
     def close(self) -> None:
         """Leave the memory, and free the communicator, once or often."""
         if self.node == MPI.COMM_NULL:
             return
-        self.segments, self._memory = [], []
+        self._plans.clear()
+        self.slots, self._memory = [], []
         self._flags, self._mates = [], []
         self._own = memoryview(bytearray(8)).cast("q")
         self.node.Free()
