@@ -52,8 +52,12 @@ def shrink_group(
     description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
     ranks = range(len(remaining)) if is_default else remaining
     gone = list(WORLD.groups.values()) if is_default else [old]
+
+    def abort(each: Group) -> None:
+        each.abort(f"group {each.group_name!r} was shrunk", ends_calls=False)
+
     try:
-        errors.end_all(partial(each.abort, f"group {each.group_name!r} was shrunk", ends_calls=False) for each in gone)
+        errors.end_all(partial(abort, each) for each in gone)
     finally:
         for each in gone:
             WORLD.remove(each)
