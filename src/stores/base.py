@@ -123,6 +123,10 @@ class Store(KeptAlive, TorchStore):
         """
         raise NotImplementedError
 
+    def append(self, key: Text, value: Text) -> None:
+        """Append to a value; a missing key counts as empty."""
+        raise NotImplementedError
+
     def check(self, keys: Sequence[Text]) -> bool:
         """Return whether all keys are there, without waiting."""
         raise NotImplementedError
@@ -160,13 +164,6 @@ class Store(KeptAlive, TorchStore):
             DistStoreError: If a key did not come in time; the message names keys, place and time.
         """
         self.wait_until(as_key_list(keys), self._seconds if timeout is None else as_seconds(timeout))
-
-    def append(self, key: Text, value: Text) -> None:
-        """Append to a value; a missing key counts as empty."""
-        value = as_bytes(value, "value")
-        old = b""
-        while (now := self.compare_set(key, old, old + value)) != old + value:
-            old = now
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Return several values, waiting for all keys."""
