@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 
 from hpcdist.c10d.groups import make
 from hpcdist.c10d.lifecycle import init_process_group
-from hpcdist.core.ranks import check_ranks
+from hpcdist.core.factory import check_ranks
 from hpcdist.core.world import WORLD, default_group
 from hpcdist.torch_bridge import meshes, mirror
 

@@ -18,10 +18,11 @@ from hpcdist.core import factory, registry, world
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import MismatchError
+from hpcdist.core.factory import check_ranks
 from hpcdist.core.group import Group
 from hpcdist.core.printing import shown
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.ranks import as_int, by_value, check_ranks
+from hpcdist.core.ranks import as_int, by_value
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment

@@ -7,7 +7,7 @@ whose calls the end of the process waits for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from hpcdist.core import registry
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.ranks import check_ranks
+from hpcdist.core.ranks import as_rank
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
 
@@ -104,3 +104,18 @@ def split_group(
 
 
 ProcessGroup.split_group = split_group
+
+
+def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
+    """Return the ranks of a new group of a parent's, of so many ranks, checked."""
+    if not isinstance(ranks, Iterable):
+        raise TypeError(f"ranks is {ranks!r:.80} of type {type(ranks).__name__}; expected a list of ints")
+    chosen = [as_rank(rank) for rank in ranks]
+    if is_sorted:
+        chosen.sort()
+    if len(set(chosen)) != len(chosen):
+        raise MismatchError(f"ranks list must not contain duplicate entries, got {chosen}")
+    for rank in chosen:
+        if rank < 0 or rank >= size:
+            raise MismatchError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
+    return chosen

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from hpcdist.core.errors import MismatchError
 from hpcdist.core.printing import shown
 
 RUNS_SHOWN = 16
@@ -24,21 +23,6 @@ def as_int(value: Any, name: str) -> int:
 def as_rank(value: Any) -> int:
     """Return a caller's rank as an int; TypeError of what is no integer."""
     return as_int(value, "a rank")
-
-
-def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
-    """Return the ranks of a new group of a parent's, of so many ranks, checked."""
-    if not isinstance(ranks, Iterable):
-        raise TypeError(f"ranks is {ranks!r:.80} of type {type(ranks).__name__}; expected a list of ints")
-    chosen = [as_rank(rank) for rank in ranks]
-    if is_sorted:
-        chosen.sort()
-    if len(set(chosen)) != len(chosen):
-        raise MismatchError(f"ranks list must not contain duplicate entries, got {chosen}")
-    for rank in chosen:
-        if rank < 0 or rank >= size:
-            raise MismatchError(f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})")
-    return chosen
 
 
 def by_value(values: Iterable[Value]) -> dict[Value, list[int]]:
