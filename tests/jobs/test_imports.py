@@ -75,6 +75,9 @@ assert os.waitpid(pid, 0)[1] == 1 << 8
 receive = dist.irecv(torch.empty(1), 1 - dist.get_rank())
 dist.all_reduce(large := torch.ones(1 << 20))  # through shared memory
 window = dist.Window(4)
+halo = dist.HaloExchange([2])
+for _ in range(2):  # the second takes messages that are kept
+    halo(cells := torch.zeros(8))
 late = dist.barrier(async_op=True) if dist.get_rank() == 0 else None  # nobody can end it before the fork
 if (pid := os.fork()) == 0:
     assert dist.get_rank() in (0, 1) and dist.get_world_size() == 2 and dist.get_backend() == "mpi"
@@ -89,6 +92,7 @@ if (pid := os.fork()) == 0:
         lambda: dist.new_group([0, 1]),
         lambda: window.put(torch.ones(1), 0),
         lambda: window.signal(0),
+        lambda: halo(cells),
         lambda: torch.distributed.all_reduce(torch.ones(3)),
     ):
         try:
@@ -97,6 +101,7 @@ if (pid := os.fork()) == 0:
             assert "forked-child" in str(error)
         else:
             raise AssertionError(call)
+    window.close()  # the parent's stays open
     try:
         sys.exit(4)
     finally:
@@ -105,6 +110,7 @@ assert os.waitpid(pid, 0)[1] == 4 << 8
 dist.send(torch.ones(1), 1 - dist.get_rank())
 receive.wait()
 dist.barrier() if late is None else late.wait()
+window.put(torch.ones(1), 0)
 window.close()
 tensor = torch.ones(1)
 dist.all_reduce(tensor)

@@ -176,7 +176,7 @@ class Window:
             return
         self._is_open = False
         del self.tensor
-        if self._group.backends:
+        if self._group.cpu is self._backend:  # it ended with its group; in a forked child it is the parent's
             self._backend.settle()
             with self._group.journal.during("Window.close"):
                 self._remote.close()

@@ -213,7 +213,7 @@ def between(pg: Group, sends: Sequence[Message], recvs: Sequence[Message], are_p
     prepared = cpu.between(sends, recvs, EXCHANGE_TAG) if are_plain and cpu is not None else None
 
     def exchange() -> None:
-        if prepared is not None and pg.backends and hooks.check_message is None and not hooks.is_profiled():
+        if prepared is not None and pg.cpu is cpu and hooks.check_message is None and not hooks.is_profiled():
             prepared(pg.journal)
             return
         for work in begin(pg, sends, recvs):
