@@ -29,7 +29,7 @@ UNITS = {1: BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}  # by bytes of
 REACH = 2**62 if MPI.Get_version() >= (4, 0) else COUNT_MAX
 VECTORS = frozenset({ALL_GATHER, GATHER, SCATTER})
 # up to so many bytes of all shares an all_gather is the vector call. MPICH's takes 1.5 to 10 times its MPI_Allgather
-# from 1 MiB on (2 ranks, a Xeon); an exchange takes as long as that one
+# from 1 MiB on (2 ranks, a Xeon); messages take as long as that one
 VECTOR_MAX = COUNT_MAX if MPI.get_vendor()[0] == "Open MPI" else 1 << 17
 KEPT_MAX = 1 << 28  # bytes that are kept from one call to the next
 
@@ -144,13 +144,13 @@ class Vectors:
     def _exchange_shares(
         self, row: Row, own: int, nbytes: int, addresses: list[int] | None, sizes: list[int], root: int | None
     ) -> None:
-        """Do the same by an exchange, of any size: this rank's own share lies at one address, all at the others."""
+        """Do the same by messages, of any size: this rank's own share lies at one address, all at the others."""
         ones = [nbytes if row is ALL_GATHER or rank == root else 0 for rank in range(self._size)]
         places, lengths = ([own] * self._size, [0] * self._size) if addresses is None else (addresses, sizes)
         if row is SCATTER:
-            self._exchange.move(places, lengths, [own] * self._size, ones)
+            self._exchange.send_each(places, lengths, [own] * self._size, ones)
         else:
-            self._exchange.move([own] * self._size, ones, places, lengths)
+            self._exchange.send_each([own] * self._size, ones, places, lengths)
 
 
 def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
