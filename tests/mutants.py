@@ -344,8 +344,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{C10D}/coalescing.py",
-        "        yield from flush()\n        backend = ",
-        "        backend = ",
+        "        yield from flush()\n        work = ",
+        "        work = ",
         "mpi/test_coalescing.py torch/test_methods.py parity/test_parity.py",
     ),
     Mutant(

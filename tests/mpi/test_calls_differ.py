@@ -387,3 +387,22 @@ def test_an_exchange_in_place(rank, size):
         x = torch.arange(float(size)).repeat_interleave(length) + 10 * rank
         dist.all_to_all_single(x, x)
         assert torch.equal(x, (10 * torch.arange(float(size)) + rank).repeat_interleave(length))
+
+
+@pytest.mark.parametrize("name", ["profile", "reproducible"])
+def test_a_block_that_one_rank_leaves_by_an_error_has_ended_on_all(name, rank, size):
+    def run():
+        with dist.profile(show=False) if name == "profile" else dist.reproducible():
+            if rank == 0:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError if rank == 0 else CallsDifferError):
+        run()
+    if rank == 0:  # it is told by its next call
+        with pytest.raises(CallsDifferError, match=rf"{name}.*barrier|barrier.*{name}"):
+            dist.barrier()
+    assert not hooks.reproducible
+    assert not hooks.is_profiled()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size

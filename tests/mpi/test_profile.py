@@ -11,7 +11,6 @@ import torch
 
 import hpcdist as dist
 from hpcdist.core import hooks
-from hpcdist.core.errors import CallsDifferError
 from tests.unit.test_timeline import check_trace
 
 NAP = 0.3
@@ -149,22 +148,6 @@ def test_an_exception_leaves_nothing_on_and_waits_for_nobody(world, rank):
         raise KeyError(rank)
     assert not hooks.is_profiled()
     dist.barrier()
-
-
-def test_a_block_that_one_rank_leaves_by_an_error_is_told_by_its_next_call(every, world, rank, size):
-    def run():
-        with dist.profile(show=False):
-            if rank == 0:
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError if rank == 0 else CallsDifferError):
-        run()
-    if rank == 0:
-        with pytest.raises(CallsDifferError, match=r"profile.*barrier|barrier.*profile"):
-            dist.barrier()
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    assert tensor.item() == size
 
 
 def test_a_file_that_cannot_be_written_is_told_to_all_ranks_at_once(world):

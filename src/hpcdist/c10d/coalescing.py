@@ -157,8 +157,7 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> I
             waiting.append(own)
             continue
         yield from flush()
-        backend = pg.any_backend() if call.tensor is None else pg.backend(getattr(call.tensor, "device", "cpu"))
-        work = issue_any(call, pg, async_ops or backend.has_groups)
+        work = issue_any(call, pg, several.is_begun(pg, call.tensor, async_ops))
         own._begin([] if work is None else [work])
         yield work
     yield from flush()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hpcdist.core.errors import MismatchError
+from hpcdist.core.printing import shown
 from hpcdist.core.reduction import canonical, is_done_by_parts, name_of
 from hpcdist.core.table import Row
 
@@ -347,7 +348,7 @@ def as_splits(given: Any) -> list[int] | None:
     try:
         return None if given is None else [operator.index(each) for each in given]
     except TypeError:
-        raise TypeError(f"split sizes are {given!r:.80}; expected a list of integers, one a rank") from None
+        raise TypeError(f"split sizes are {shown(given)}; expected a list of integers, one a rank") from None
 
 
 def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name: str) -> list[int]:

@@ -147,9 +147,13 @@ def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) 
         yield issue_any(Call(table.ALL_REDUCE, flat, flat, op, None, counts, then, together), pg, begins)
 
 
-def is_begun(pg: Group, tensor: torch.Tensor, async_op: bool) -> bool:
-    """Tell whether one of several calls is only begun, as a blocking one is if its library launches all at once."""
-    return async_op or pg.backend(tensor.device).has_groups
+def is_begun(pg: Group, tensor: Any, async_op: bool) -> bool:
+    """Tell whether one of several calls is only begun, as a blocking one is if its library launches all at once.
+
+    ``tensor`` is the call's, its list, which is on the CPU, or None for a barrier.
+    """
+    backend = pg.any_backend() if tensor is None else pg.backend(getattr(tensor, "device", "cpu"))
+    return async_op or backend.has_groups
 
 
 def gather_together(

@@ -123,7 +123,7 @@ class Vectors:
             if not is_read:
                 memmove(own.address, one.data_ptr(), nbytes)
         if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX):
-            self._exchange_shares(row, own.address, nbytes, addresses, sizes, root)
+            self._send_shares(row, own.address, nbytes, addresses, sizes, root)
         else:
             # complex elements go as pairs, which another rank may give
             unit = itemsize // 2 if one.dtype.is_complex else itemsize
@@ -141,7 +141,7 @@ class Vectors:
         if is_read and not is_apart:
             memmove(one.data_ptr(), own.address, nbytes)
 
-    def _exchange_shares(
+    def _send_shares(
         self, row: Row, own: int, nbytes: int, addresses: list[int] | None, sizes: list[int], root: int | None
     ) -> None:
         """Do the same by messages, of any size: this rank's own share lies at one address, all at the others."""
