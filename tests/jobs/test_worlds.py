@@ -98,6 +98,35 @@ def test_the_next_world_of_torchruns_workers(program):
     assert result.stdout.count("done") == 2
 
 
+LATE_STORE = """
+import time
+import torch.distributed as c10d
+import hpcdist as dist
+from hpcdist.launch import rendezvous
+
+c10d.init_process_group("mpi")
+store, rank = c10d.distributed_c10d._get_default_store(), c10d.get_rank()
+if rank:
+    found = rendezvous.join_any
+    rendezvous.join_any = lambda *args: time.sleep(0.5) or found(*args)  # rank 0 is through first
+store.set(f"key {rank}", "value")
+if rank == 0:
+    c10d.destroy_process_group()
+else:
+    time.sleep(0.5)
+    assert store.get("key 0") == b"value"
+print("done", rank)
+"""
+
+
+def test_rank_0_may_destroy_its_world_while_others_still_use_the_store(tmp_path):
+    program = tmp_path / "late_store.py"
+    program.write_text(LATE_STORE)
+    result = mpirun(2, [program], timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done") == 2
+
+
 DAEMONS = """
 import sys, threading, time
 import torch

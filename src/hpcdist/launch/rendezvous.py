@@ -20,6 +20,7 @@ from torch.distributed import default_pg_timeout
 from torch.distributed.distributed_c10d import Store
 
 import hpcdist_stores as stores
+from hpcdist.core.agreement import attempt
 from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import addresses, environment, slurm_secret, slurm_step
@@ -31,6 +32,8 @@ Handler = Callable[..., Iterator[Found]]
 PORTS = range(20000, 60000)  # where slurm:// looks for a free one
 INVITATION, COMPLETE = "world/next", "complete"  # the keys of ``meet``
 LOST_PAUSE = 0.02  # seconds until the next look for a server, after one has ended
+OPEN = "open_store"  # the call of a journal, and of errors
+SERVED: list[Store] = []  # the last world's: rank 0 may have destroyed that while other ranks still use the store
 CREDENTIAL = "munge"  # the key of a notice
 NOTICES: list[Store] = []  # rank 0's, which its other ranks may still read
 CANDIDATES = 8  # ports that a slurm:// job may use, so that jobs on one node do not collide
@@ -327,10 +330,13 @@ def served(carrier: Any, timeout: timedelta) -> Store:
     """Open a server on rank 0, which sends the others by a backend where it is, and a random secret; every rank calls.
 
     If all ranks have one ``addresses.network()``, the server listens on the loopback; else on all interfaces, and each
-    rank takes the first of rank 0's addresses under which it finds the server within the timeout, the store's.
+    rank takes the first of rank 0's addresses under which it finds the server within the timeout, the store's. Every
+    rank has found it when this returns: rank 0 may end its server at once. If one fails, all raise its error.
     """
-    rank, networks = carrier.rank, carrier.objects.all_gather(addresses.network())
-    if rank == 0:
+    rank, networks = carrier.rank, carrier.objects.all_gather(addresses.network(), call=OPEN)
+    made: list[Store] = []
+
+    def serve() -> tuple[list[tuple[str, int]], bytes]:
         secret = secrets.token_bytes(32)
         hosts: tuple[str, ...] = (addresses.LOOPBACK,)
         listening = addresses.LOOPBACK
@@ -338,15 +344,17 @@ def served(carrier: Any, timeout: timedelta) -> Store:
             hosts = addresses.own()
             listening = addresses.ALL_INTERFACES if hosts else socket.gethostname()
         store = stores.TCPStore(listening, 0, None, True, timeout, wait_for_workers=False, secret=secret)
-        carrier.objects.broadcast(([(host, store.port) for host in hosts or (listening,)], secret), 0)
-        return store
-    places, secret = carrier.objects.broadcast(None, 0)
-    if len(places) > 1 and networks[rank] != networks[0]:
-        return join_any(places, timeout, secret)
-    (host, port), *_ = places
-    if networks[rank] == networks[0]:
-        host = addresses.LOOPBACK
-    return stores.TCPStore(host, port, None, False, timeout, wait_for_workers=False, secret=secret)
+        made.append(store)
+        return [(host, store.port) for host in hosts or (listening,)], secret
+
+    (places, secret), *_ = attempt(carrier, OPEN, lambda: None if rank else serve())
+
+    def join() -> None:
+        is_near = networks[rank] == networks[0]
+        made.append(join_any([(addresses.LOOPBACK, places[0][1])] if is_near else places, timeout, secret))
+
+    attempt(carrier, OPEN, lambda: join() if rank else None)
+    return made[0]
 
 
 def opened_by_rank_0(carrier: Any, open_port: Callable[[], int]) -> tuple[str, int]:
@@ -366,8 +374,9 @@ def store_of(group: Any) -> Store:
     if WORLD.store is None:
         carrier = group.any_backend()
         carrier.settle()
-        with group.journal.during("open_store"):
+        with group.journal.during(OPEN):
             WORLD.store = served(carrier, group.timeout)
+        SERVED[:] = [WORLD.store]
     return WORLD.store
 
 
