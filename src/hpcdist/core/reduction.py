@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
@@ -169,9 +168,10 @@ def average(total: torch.Tensor, size: int) -> torch.Tensor:
         return total
     if total.dtype.is_floating_point:
         return total.div_(size)
-    if total.dtype in SIGNED and total.itemsize > 1 and total.is_cpu:  # torch divides none
-        array = total.numpy()
-        np.floor_divide(array, array.dtype.type(size), out=array)
+    if total.dtype is torch.uint64:  # which torch does not divide: twice the quotient of the half, or one more
+        signed = total.view(torch.int64)
+        quotient = torch.div((signed >> 1) & torch.iinfo(torch.int64).max, size, rounding_mode="trunc") * 2
+        signed.copy_(quotient + (signed - quotient * size >= size))
         return total
     return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
 
