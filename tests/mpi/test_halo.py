@@ -264,6 +264,7 @@ def test_wrong_arguments(rank, size):
         lambda: dist.HaloExchange([size], width=1.5),
         lambda: dist.HaloExchange([size], width="1"),
         lambda: dist.HaloExchange([size], width=None),
+        lambda: dist.HaloExchange([size, 1], periodic="no"),
     ):
         with pytest.raises(TypeError, match="expected integers"):
             wrong()

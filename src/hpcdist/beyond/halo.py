@@ -145,7 +145,7 @@ class HaloExchange:
             self._grid = torch.arange(pg.size(), device="cpu").view(sizes)
         self.dims: tuple[int, ...] = tuple(self._grid.shape)
         self.width = integers("width", self._each("width", width))
-        self.periodic: tuple[bool, ...] = self._each("periodic", periodic)
+        self.periodic = tuple(map(bool, integers("periodic", self._each("periodic", periodic))))
         if min(self.width) < 0:
             raise MismatchError(f"HaloExchange: width is {self.width}; expected 0 or more")
         place = (self._grid == pg.rank()).nonzero().tolist()
