@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hpcdist_stores as stores
-from hpcdist.launch import addresses, rendezvous
+from hpcdist.launch import addresses
 
 
 def test_interfaces_have_addresses_that_are_no_loopback() -> None:
@@ -36,8 +36,8 @@ def test_loopback(address: str, expected: bool) -> None:
 def test_the_address_among_the_users_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two users on the server's host, one elsewhere: the first two learn by which address the third came."""
     server = stores.TCPStore("127.0.0.1", 0, None, True)
-    part = rendezvous.part(server, "a group")
-    assert addresses.among(rendezvous.part(server, "alone"), 1) == "127.0.0.1"
+    part = stores.PrefixStore("a group", server)
+    assert addresses.among(stores.PrefixStore("alone", server), 1) == "127.0.0.1"
     monkeypatch.setattr(addresses, "route", lambda host, port: ("10.0.0.3", "10.0.0.1"))
     assert addresses.among(part, 3) == "10.0.0.3"
     monkeypatch.setattr(addresses, "route", lambda host, port: ("127.0.0.1", "127.0.0.1"))

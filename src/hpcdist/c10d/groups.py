@@ -27,6 +27,7 @@ from hpcdist.core.work import check_timeout
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.logs import LOG
+from hpcdist_stores import PrefixStore
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
@@ -276,7 +277,7 @@ def make(
         store = rendezvous.store_of(parent)  # every rank of the parent takes part
         if index is None:
             return None
-        ranks, store = subgroups[index], rendezvous.part(store, f"group-{names[index]}-{name}")
+        ranks, store = subgroups[index], PrefixStore(f"group-{names[index]}-{name}", store)
         bootstrap = Bootstrap(ranks.index(parent.rank()), len(ranks), limit, store=store, options=options)
         peer = next((each for each in made.values() if each is not None), None)
         return registry.connect(name, bootstrap._replace(device_id=parent.bound_device_id, peer=peer))

@@ -15,8 +15,9 @@ from hpcdist.core import factory, registry
 from hpcdist.core.group import Group
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
-from hpcdist.launch import decision, rendezvous
+from hpcdist.launch import decision
 from hpcdist.torch_bridge import mirror, registration
+from hpcdist_stores import PrefixStore
 
 BESIDE: list[Any] = []  # the world over MPI of groups beside torch's own default group
 
@@ -91,7 +92,7 @@ def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> Non
         decision.check_mpi(launch, size)
         lifecycle.init_process_group(Backend.MPI, **place)
     else:
-        lifecycle.init_process_group(Backend.GLOO, store=rendezvous.part(store, "hpcdist"), **place)
+        lifecycle.init_process_group(Backend.GLOO, store=PrefixStore("hpcdist", store), **place)
     BESIDE[:] = [WORLD.default]
 
 

@@ -128,12 +128,12 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
                 seconds = timeout.total_seconds()
                 raise wait_timeout([INVITATION.encode()], seconds, seconds, "the store of the program")
             time.sleep(LOST_PAUSE)
-        world = part(store, name)
+        world = stores.PrefixStore(name, store)
         world.set(f"rank {rank}", "")
         world.wait([COMPLETE], timeout)
         return world
     name = f"world/{secrets.token_hex(8)}"
-    world = part(store, name)
+    world = stores.PrefixStore(name, store)
     store.set(INVITATION, name)
     try:
         world.wait([f"rank {other}" for other in range(1, size)], timeout)
@@ -195,7 +195,7 @@ def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = de
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent = stores.TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
-        yield part(agent, f"/worker/attempt_{attempt}"), rank, world_size
+        yield stores.PrefixStore(f"/worker/attempt_{attempt}", agent), rank, world_size
     else:
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 
@@ -347,7 +347,8 @@ def served(carrier: Any, timeout: timedelta) -> Store:
         made.append(store)
         return [(host, store.port) for host in hosts or (listening,)], secret
 
-    (places, secret), *_ = attempt(carrier, OPEN, lambda: None if rank else serve())
+    opened: Any = attempt(carrier, OPEN, lambda: None if rank else serve())[0]
+    places, secret = opened
 
     def join() -> None:
         is_near = networks[rank] == networks[0]
@@ -378,7 +379,3 @@ def store_of(group: Any) -> Store:
             WORLD.store = served(carrier, group.timeout)
         SERVED[:] = [WORLD.store]
     return WORLD.store
-
-
-def part(store: Store, prefix: str) -> Store:
-    return stores.PrefixStore(prefix, store)

@@ -25,6 +25,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.launch import decision, rendezvous
 from hpcdist.torch_bridge import private_names
 from hpcdist.watch.watchdog import RUNNING
+from hpcdist_stores import PrefixStore
 
 __all__ = [
     "ProcessGroup",
@@ -126,7 +127,7 @@ def find_peers(backend: str, timeout: timedelta, options: dict[str, Any]) -> Boo
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return a store that no other group uses, this process's rank, and how many there are."""
     store, rank, size = rendezvous.find(decision.launched(), None, None, -1, -1, timeout)
-    return rendezvous.part(store, f"dist2:{next(COUNT)}"), rank, size
+    return PrefixStore(f"dist2:{next(COUNT)}", store), rank, size
 
 
 current_process_group = private_names.current_group

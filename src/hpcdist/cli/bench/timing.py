@@ -85,7 +85,7 @@ class Bench:
     @property
     def gloo(self) -> Any:
         if self._gloo is None:
-            store = rendezvous.part(rendezvous.store_of(dist.group.WORLD), "bench-gloo")
+            store = dist.PrefixStore("bench-gloo", rendezvous.store_of(dist.group.WORLD))
             bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)
             self._gloo = gloo.process_group(bootstrap)
         return self._gloo
