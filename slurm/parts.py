@@ -12,7 +12,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 TITLE = "# {}, the same in every template (slurm/parts.py):\n"
-MODULES = """\
+ENVIRONMENT = """\
+# What `sbatch --export=` would keep from the ranks, and what is left of the step in whose shell sbatch was typed.
+unset SLURM_EXPORT_ENV SLURM_STEP_ID SLURM_STEPID PMI_RANK PMI_SIZE PMI_FD PMIX_NAMESPACE PMIX_RANK "${!PMIX_SERVER_@}"
 if [[ -n "$HPCDIST_MODULES" ]]; then
     read -ra modules <<< "$HPCDIST_MODULES"
     set +u  # module is a function of the site's, which may read unset variables
@@ -34,7 +36,7 @@ def templates() -> list[Path]:
 def written(path: Path) -> str:
     """Return what a template should hold: its own text with the parts as they are now."""
     text = path.read_text()
-    for name, part in {"modules": MODULES, "end": END}.items():
+    for name, part in {"environment": ENVIRONMENT, "end": END}.items():
         title = TITLE.format(name)
         if title not in text:
             raise ValueError(f"{path.name} has no line {title.strip()!r}")

@@ -14,7 +14,8 @@ from tests.programs import MPIRUN
 
 SLURM = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/usr/bin/env bash
-while [[ "$1" == -* ]]; do shift; done
+options=()
+while [[ "$1" == -* ]]; do options+=("$1"); shift; done
 """
 PRINTS = 'for each in "$@"; do echo "<$each>"; done\n'
 
@@ -53,6 +54,24 @@ def batch(tmp_path):
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     said, _ = process.communicate(timeout=30)
     return process.returncode, said
+
+
+def test_ranks_get_what_the_script_sets_and_nothing_of_another_step(batch):
+    """sbatch --export=NONE, typed in a shell of srun --pty."""
+    left = ["SLURM_STEP_ID", "PMI_RANK", "PMI_SIZE", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"]
+    given = dict.fromkeys(left, "1") | {"SLURM_EXPORT_ENV": "NONE", "PMIX_MCA_gds": "hash"}
+    status, said = ended(batch("store", "env\n", "train.py", **given))
+    assert status == 0, said
+    seen = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    assert (seen["HPCDIST_INIT_METHOD"], seen["PMIX_MCA_gds"]) == ("slurm://", "hash")
+    assert not seen.keys() & {"SLURM_EXPORT_ENV", *left}
+
+
+def test_one_torchrun_a_node_starts_all_ranks_there(batch):
+    given = {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2", "SLURMD_NODENAME": "n1"}
+    status, said = ended(batch("torchrun", 'printf "%s\\n" "${options[@]}" "$@"\n', "train.py", **given))
+    assert status == 0, said
+    assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--nproc-per-node=8"} <= set(said.splitlines())
 
 
 @pytest.mark.parametrize(
