@@ -188,6 +188,14 @@ def test_wrong_sums_are_a_problem():
     assert found(speed.judge([facts]), "torch.bfloat16").level == PROBLEM
 
 
+def test_what_it_starts_has_the_users_settings_and_nothing_of_a_launcher(monkeypatch):
+    settings = {"PMIX_MCA_gds", "MPIR_CVAR_CH4_NETMOD", "PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_btl"}
+    left = {"PMIX_RANK", "PRTE_LAUNCHED", "PMI_RANK", "OMPI_COMM_WORLD_RANK"}
+    for name in settings | left:
+        monkeypatch.setenv(name, "1")
+    assert mpi_library.mpi_free_environment().keys() & (settings | left) == settings
+
+
 IN_STEP = {"srun": "/usr/bin/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True, "mpi": None}
 
 

@@ -35,7 +35,7 @@ FAMILIES = (
 
 # prefixes of variables that launchers set for their ranks: an mpirun started by such a rank must not see them
 SET_BY_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_")
-KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
+KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "MPIR_CVAR_")  # the user's own settings
 
 # only one rank prints, because lines of two ranks may interleave
 WORLD_OF_TWO = """
