@@ -132,6 +132,21 @@ def test_a_user_without_a_home(monkeypatch):
         slurm_secret.key_of(["n1"])
 
 
+def test_a_home_that_cannot_be_written_to(tmp_path, monkeypatch):
+    monkeypatch.delenv(slurm_secret.VARIABLE, raising=False)
+    monkeypatch.setattr(slurm_secret, "tool", lambda name: name)
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    assert slurm_secret.key_of(["n1"]) is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with monkeypatch.context() as read_only:
+        read_only.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+        assert slurm_secret.key_of(["n1"]) is None
+        assert not list(tmp_path.iterdir())
+    key = slurm_secret.key_of(["n1"])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert slurm_secret.key_of(["n1"]) == key is not None  # made before, as on a login node
+
+
 def test_the_file_system_of_a_folder():
     assert slurm_secret.file_system(slurm_secret.Path("/proc/self")) == "proc"
 

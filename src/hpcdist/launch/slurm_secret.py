@@ -37,12 +37,14 @@ def key_of(hosts: list[str]) -> bytes | None:
     if own := os.environ.get(VARIABLE):
         return own.encode()
     home = Path(os.path.expanduser("~"))  # ``~`` if nobody knows it, as in a container with another user's number
-    has_home = home.is_absolute()
+    key, is_there = home / FILE, home.is_absolute() and os.path.isdir(home)
+    has_home = is_there and (os.path.exists(key) or os.access(home, os.W_OK))  # compute nodes may only read it
     if has_home and (len(set(hosts)) == 1 or file_system(home) not in LOCAL):
-        return key_in(home / FILE)
+        return key_in(key)
     if tool("munge") and tool("unmunge"):
         return None
-    why = f"the home {home} is on a disk of this host" if has_home else f"user {os.getuid()} has no home (HOME)"
+    none = f"user {os.getuid()} has no home that can be written to (HOME is {home})"
+    why = f"the home {home} is on a disk of this host" if has_home else none
     text = (
         f"slurm:// has no secret that the hosts of this step share: {why}, and there is no munge. Set {VARIABLE} in "
         f"the job script: export {VARIABLE}=$(openssl rand -hex 32)"
