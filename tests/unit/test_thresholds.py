@@ -68,6 +68,11 @@ def test_the_first_file_that_knows_the_processor_is_found(home, monkeypatch):
     assert threshold_file.find() == ("64K", "", {})
     monkeypatch.setenv(threshold_file.VARIABLE, str(user))
     assert threshold_file.find() == (str(user), "", {})
+    threshold_file.write(home / "x.json", "Some MPI", 2, {"broadcast": 5})
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv(threshold_file.VARIABLE, "~/x.json")  # as `env` and sbatch's --export hand it on
+    assert threshold_file.find() == ("~/x.json", str(home / "x.json"), {("Some MPI", 2): {"broadcast": 5}})
+    assert tune.parser().parse_args(["--output=~/x.json"]).output == home / "x.json"
 
 
 def test_a_user_without_a_home_has_no_file(home, monkeypatch):

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcdist.cli.job_arguments import described, positive
+from hpcdist.cli.job_arguments import described, file, positive
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--once", action="store_true", help="print one picture and end")
     made.add_argument("--stacks", action="store_true", help="print every rank's stack, not only those of late ranks")
     made.add_argument("--seconds", type=positive, default=2.0, metavar="N", help="between two pictures (2)")
-    made.add_argument("--html", metavar="FILE", help="write one picture to a page for a browser, and end")
+    made.add_argument("--html", type=file, metavar="FILE", help="write one picture to a page for a browser, and end")
     made.add_argument("--serve", type=port, metavar="PORT", help="serve the page on 127.0.0.1; 0 for any free port")
     return made
 

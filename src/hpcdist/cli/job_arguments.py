@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shutil
 import textwrap
@@ -46,6 +47,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 1 or more")
     return int(text)
+
+
+def file(text: str) -> str:
+    """Read a file's name. Shells leave the ``~`` of ``--json=~/page.json`` as it is."""
+    return os.path.expanduser(text)
 
 
 class JobParser(argparse.ArgumentParser):

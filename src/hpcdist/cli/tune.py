@@ -25,7 +25,7 @@ from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF, Thresholds
 from hpcdist.cli.bench.collectives import Calls, buffers
 from hpcdist.cli.bench.report import least
 from hpcdist.cli.bench.timing import Bench, opened
-from hpcdist.cli.job_arguments import JobParser, count, described, positive
+from hpcdist.cli.job_arguments import JobParser, count, described, file, positive
 from hpcdist.core.call import Call
 from hpcdist.core.printing import sized
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ROWS
@@ -52,7 +52,7 @@ def json_file(text: str) -> Path:
     """Read the name of a file that ``HPCDIST_SHM`` can name."""
     if not threshold_file.is_file(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a .json file")
-    return Path(text)
+    return Path(file(text))
 
 
 def run(args: list[str]) -> int:

@@ -17,7 +17,7 @@ import torch
 from hpcdist.backends.mpi.node.thresholds import number_of_bytes
 from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import opened
-from hpcdist.cli.job_arguments import JobParser, count, described, positive
+from hpcdist.cli.job_arguments import JobParser, count, described, file, positive
 
 # subject -> the module with ``measure(bench)``
 SUBJECTS: dict[str, str] = {
@@ -68,9 +68,9 @@ def parser() -> JobParser:
     add("--seconds", type=positive, default=0.05, help="length of one side's round (0.05)")
     about = f"what is compared: {', '.join(sides)} (all)"
     add("--sides", nargs="+", default=sides, choices=sides, metavar="SIDE", help=about)
-    add("--json", metavar="FILE", help="write the figures to this file too")
-    add("--csv", metavar="FILE", help="the same, a line for each figure")
-    add("--html", metavar="FILE", help="a page with plots; needs matplotlib: pip install 'hpcdist[plot]'")
+    add("--json", type=file, metavar="FILE", help="write the figures to this file too")
+    add("--csv", type=file, metavar="FILE", help="the same, a line for each figure")
+    add("--html", type=file, metavar="FILE", help="a page with plots; needs matplotlib: pip install 'hpcdist[plot]'")
     about = "print from which size on shared memory is used, and by which setting, and time nothing"
     add("--explain", action="store_true", help=about)
     return made

@@ -30,7 +30,7 @@ from hpcdist.cli.doctor import (
 )
 from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.supervision import CONNECTION, Step, supervise, watch
-from hpcdist.cli.job_arguments import JobParser, described, positive
+from hpcdist.cli.job_arguments import JobParser, described, file, positive
 from hpcdist.launch import environment
 
 SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
@@ -55,7 +55,7 @@ TOPICS: dict[str, tuple[Any, str]] = {
 def parser() -> JobParser:
     made = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
     made.add_argument("--json", action="store_true", help="print findings and facts as JSON")
-    made.add_argument("--html", metavar="FILE", help="write the page for the browser too")
+    made.add_argument("--html", type=file, metavar="FILE", help="write the page for the browser too")
     made.add_argument("--seconds", type=positive, default=SECONDS, help="limit of each topic (default %(default)g)")
     return made
 

@@ -45,7 +45,8 @@ def find() -> tuple[str, str, Measured] | ValueError:
     What is wrong with a file is returned as the error, for the caller to raise on every rank.
     """
     text = os.environ.get(VARIABLE, "").strip()
-    files = [Path(text)] if is_file(text) else [] if text else [*filter(os.path.exists, installed_files())]
+    named = [Path(os.path.expanduser(text))] if is_file(text) else []
+    files = named if text else [*filter(os.path.exists, installed_files())]
     try:
         for file in files:
             if found := measured(read(file), processor()):
