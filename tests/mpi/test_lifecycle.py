@@ -16,6 +16,7 @@ from hpcdist.backends.mpi import retired
 from hpcdist.core import hooks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
+from hpcdist.launch import environment
 from hpcdist.watch.watchdog import RUNNING
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
@@ -147,7 +148,7 @@ def test_an_empty_variable_counts_as_unset(rank, size, monkeypatch):
 
 
 @pytest.mark.parametrize("front", ["hpcdist", "torch"])
-@pytest.mark.parametrize("name", ["HPCDIST_REPRODUCIBLE", "TORCH_DISTRIBUTED_DEBUG", "HPCDIST_LOG", "HPCDIST_SHM"])
+@pytest.mark.parametrize("name", [*environment.SWITCHES, "TORCH_DISTRIBUTED_DEBUG", "HPCDIST_LOG", "HPCDIST_SHM"])
 def test_a_bad_variable_leaves_no_group_behind(rank, size, front, name, monkeypatch):
     begin = {
         "hpcdist": dist.init_process_group,

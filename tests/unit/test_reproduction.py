@@ -10,7 +10,7 @@ from hpcdist.launch import environment
 @pytest.mark.parametrize(("given", "is_on"), [("0", False), ("1", True)])
 def test_the_environment_chooses(given, is_on, monkeypatch):
     monkeypatch.setenv(environment.REPRODUCIBLE, given)
-    assert environment.is_reproducible() is is_on
+    assert environment.is_on(environment.REPRODUCIBLE) is is_on
 
 
 def test_what_was_chosen_goes_before_the_environment(monkeypatch):
@@ -27,5 +27,5 @@ def test_what_was_chosen_goes_before_the_environment(monkeypatch):
 
 def test_another_value_is_an_error(monkeypatch):
     monkeypatch.setenv(environment.REPRODUCIBLE, "exact")
-    with pytest.raises(ValueError, match=r"HPCDIST_REPRODUCIBLE='exact': expected one of 0, 1"):
-        environment.is_reproducible()
+    with pytest.raises(ValueError, match=r"HPCDIST_REPRODUCIBLE='exact': expected 0 or 1"):
+        environment.is_on(environment.REPRODUCIBLE)

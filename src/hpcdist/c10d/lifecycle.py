@@ -30,8 +30,6 @@ from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs, watchdog
 from hpcdist.watch.exit import EXIT
 
-BRIDGE_VARIABLE = "HPCDIST_BRIDGE"  # "0" keeps this world out of torch.distributed
-
 
 def init_process_group(
     backend: str | None = None,
@@ -117,7 +115,7 @@ def init_process_group(
         bootstrap = bootstrap._replace(device_id=device, options=pg_options)
         backends = registry.connect_all(device_backends, bootstrap)
         name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
-        is_shown = bridge if bridge is not None else os.environ.get(BRIDGE_VARIABLE) != "0"
+        is_shown = bridge if bridge is not None else environment.is_on(environment.BRIDGE)
         make_default_group(backends, config, name, limit, device, bootstrap.store, is_shown)
 
 
@@ -140,7 +138,8 @@ def prepare(reconfigures: bool) -> None:
             "shrink_group and new_group make groups of other ranks"
         )
     logs.set_up()
-    environment.is_reproducible()
+    for switch in environment.SWITCHES:
+        environment.is_on(switch)
     set_debug_level_from_env()
 
 
@@ -165,7 +164,7 @@ def make_default_group(
     group = factory.make(ranks, backends, config, name, "default_pg", timeout, device, is_default=True)
     WORLD.store = store
     try:
-        hooks.reproducible = before or environment.is_reproducible()
+        hooks.reproducible = before or environment.is_on(environment.REPRODUCIBLE)
         if group.cpu is not None and group.size() > 1:
             settings = group.cpu.settings() | {environment.REPRODUCIBLE: str(hooks.reproducible)}
             settings["TORCH_DISTRIBUTED_DEBUG=DETAIL"] = str(get_debug_level() == DebugLevel.DETAIL)

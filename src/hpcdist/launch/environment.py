@@ -203,12 +203,13 @@ def node_key() -> str:
     return os.environ.get(NODE_KEY) or socket.gethostname()
 
 
-REPRODUCIBLE = "HPCDIST_REPRODUCIBLE"
+REPRODUCIBLE, BRIDGE, CHECK_CALLS = "HPCDIST_REPRODUCIBLE", "HPCDIST_BRIDGE", "HPCDIST_CHECK_CALLS"
+SWITCHES = {REPRODUCIBLE: "0", BRIDGE: "1", CHECK_CALLS: "1"}  # and what each is if it is not set
 
 
-def is_reproducible() -> bool:
-    """Return what HPCDIST_REPRODUCIBLE chooses; ValueError if it is neither 0 nor 1, nor empty."""
-    given = os.environ.get(REPRODUCIBLE) or "0"
+def is_on(switch: str) -> bool:
+    """Return what one of SWITCHES chooses; ValueError if it is neither 0 nor 1, nor empty."""
+    given = os.environ.get(switch) or SWITCHES[switch]
     if given not in ("0", "1"):
-        raise ValueError(f"{REPRODUCIBLE}={given!r}: expected one of 0, 1")
+        raise ValueError(f"{switch}={given!r}: expected 0 or 1")
     return given == "1"

@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi import call_check
 from hpcdist.backends.mpi.bundle import Bundler
-from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck, is_wanted
+from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.threshold_file import VARIABLE
@@ -35,6 +34,7 @@ from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.queue import Queue
 from hpcdist.core.world import WORLD
+from hpcdist.launch import environment
 
 ACCELERATORS = ("cuda", "xpu")  # whose tensors go directly, or through host memory
 
@@ -89,12 +89,12 @@ class MPIBackend(Backend):
         comm = runtime.duplicate(given, bootstrap.timeout)
         end_before_mpi()
         ulfm.is_tolerant()  # found out now, while no call is stuck
-        return cls(comm, Thresholds.of_rank_0(comm), is_wanted())
+        return cls(comm, Thresholds.of_rank_0(comm), environment.is_on(environment.CHECK_CALLS))
 
     def settings(self) -> dict[str, str]:
         """Return what this rank's environment says of node-shared memory, and whether calls are checked."""
         checks = "1" if self.check.is_asked_for else "0"
-        return {VARIABLE: os.environ.get(VARIABLE, "").strip().lower(), call_check.VARIABLE: checks}
+        return {VARIABLE: os.environ.get(VARIABLE, "").strip().lower(), environment.CHECK_CALLS: checks}
 
     # -- calls ---------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ What two ranks exchange is known to them only, so that each exchange there compa
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,21 +71,12 @@ from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
 from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS
 from hpcdist.core.waiting import nap
 
-VARIABLE = "HPCDIST_CHECK_CALLS"
 LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
 NEW_SECONDS = 1.0  # how long a call whose like this rank has not made on the group waits for the other nodes' calls
 FAILED_SECONDS = 1.0  # how long a call that MPI has ended with an error waits for the other nodes' calls
 LEAVE_SECONDS = 0.3  # the same for the end of a group
 OPS = {NAMES[op]: op for op in ALL_OPS}
 Result = TypeVar("Result")
-
-
-def is_wanted() -> bool:
-    """Tell whether the environment leaves the check on; ValueError for a value that is neither 0 nor 1."""
-    value = os.environ.get(VARIABLE) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{VARIABLE}={value!r}: expected 1 (compare the calls of ranks, which is the default) or 0")
-    return value == "1"
 
 
 class CallCheck:
