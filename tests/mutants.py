@@ -68,7 +68,7 @@ MUTANTS = [
     # -- core.queue: order of calls, and what a Work may be used again for
     Mutant(
         QUEUE,
-        "        if self._carrier is not None and self._carrier == get_ident():\n            self._follow(work)\n",
+        "        if self.carrier is not None and self.carrier == get_ident():\n            self._follow(work)\n",
         "        if False:\n            self._follow(work)\n",
         IN_QUEUE,
     ),
@@ -78,7 +78,7 @@ MUTANTS = [
         "            pass\n        self._calls",
         IN_QUEUE,
     ),
-    Mutant(QUEUE, "(self._calls or self._turn.locked()) and self._carrier", "self._calls and self._carrier", IN_QUEUE),
+    Mutant(QUEUE, "(self._calls or self._turn.locked()) and self.carrier", "self._calls and self.carrier", IN_QUEUE),
     Mutant(QUEUE, "        if self.broken is not None:  # also", "        if False:  # also", IN_QUEUE),
     Mutant(QUEUE, "    if isinstance(before._error, CallsDifferError):\n", "    if False:\n", IN_QUEUE),
     Mutant(QUEUE, "            self._thread.join()\n", "            pass\n", IN_QUEUE),

@@ -6,12 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.faults.launch import FIRST, HERE, LAUNCHERS, PLAIN, SOURCE, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
@@ -157,8 +157,10 @@ def test_a_rank_that_ulfm_does_not_count_as_dead_ends_the_wait(
         start = time.time()
         raised = job.wait("raised", 2, 2 + 5 + 8)
         assert time.time() - start < 2 + 5 + 8
-        assert "rank 1 has not entered all_reduce" in job.stderr()
-        assert ("its process has ended" if fault == "leave" else "its process is stopped") in job.stderr()
+        there = "is not in all_reduce #2 of group '0'; its process has ended"
+        if fault == "stop":
+            there = "has not entered all_reduce #2 of group '0'; its process is stopped"
+        assert f"rank 1 {there}" in job.stderr()
         assert len(raised) == 2 or "a call that was interrupted has not ended" in job.stderr()
 
 
@@ -362,43 +364,55 @@ def test_without_ulfm_revoking_a_group_ends_the_job(launcher: str, tmp_path: Pat
         assert "was revoked by its rank 0 (revoke_process_group): without ULFM nothing ends" in job.stderr()
 
 
-def test_a_killed_rank_raises_on_the_others_over_gloo(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "call", "said"),
+    [
+        (signal.SIGKILL, "all_reduce(values)", "rank 1 is not in all_reduce #2 of group '0'; its process has ended"),
+        (
+            signal.SIGSTOP,
+            "all_reduce(values, async_op=True).wait()",
+            "rank 1 has not entered all_reduce #2 of group '0'; its process is stopped",
+        ),
+        (signal.SIGSTOP, "recv(values, 1)", "rank 1 has not met it; its process is stopped"),
+    ],
+    ids=["kill", "stop", "message"],
+)
+def test_the_error_of_gloo_says_where_a_lost_rank_is(tmp_path: Path, number: int, call: str, said: str) -> None:
+    """gloo raises by itself, at once or at the timeout that was set last, and names no rank."""
     program = tmp_path / "job.py"
     program.write_text(
-        "import os, signal, sys, time, torch\n"
+        "import os, sys, time, torch\n"
         "from datetime import timedelta\n"
         "import hpcdist as dist\n"
         "rank = int(sys.argv[1])\n"
-        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=rank, world_size=3,"
-        " timeout=timedelta(seconds=60))\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=rank, world_size=3)\n"
         "values = torch.ones(4)\n"
         "dist.all_reduce(values)\n"
-        "print('ready', flush=True)\n"
-        "if rank == 1: time.sleep(60)\n"
-        "try: dist.all_reduce(values)\n"
-        "except dist.DistBackendError: os._exit(41)\n"
+        "dist.set_timeout(timedelta(seconds=2))\n"
+        f"if rank == 1: os.kill(os.getpid(), {int(number)})\n"
+        f"try: dist.{call}\n"
+        "except dist.DistBackendError as error: print(error, flush=True)\n"
+        "time.sleep(3)\n"  # else the other one could find that this process has ended
+        "os._exit(41)\n"
     )
-    address = f"file://{tmp_path}/rendezvous"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(program), str(rank), address], env=environment, stdout=subprocess.PIPE, text=True
+            [*forked.python(), str(program), str(rank), f"file://{tmp_path}/rendezvous"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(3)
     ]
     try:
-        for each in ranks:
-            assert each.stdout is not None
-            assert each.stdout.readline() == "ready\n"
-        time.sleep(0.3)
-        ranks[1].send_signal(signal.SIGKILL)
-        start = time.monotonic()
-        assert [ranks[0].wait(30), ranks[2].wait(30)] == [41, 41]
-        assert time.monotonic() - start < 20
+        for each in (ranks[0], ranks[2]):
+            assert said in each.communicate(timeout=60)[0]
+            assert each.returncode == 41
     finally:
         for each in ranks:
             each.kill()
-            each.wait(10)
+            each.communicate(timeout=10)
 
 
 @pytest.mark.parametrize("launcher", ULFM)

@@ -39,6 +39,11 @@ class GlooBackend(C10dBackend):
     name: ClassVar[str] = "gloo"
     creator = staticmethod(process_group)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of later calls; gloo itself takes it for collectives only."""
+        self.inner._set_default_timeout(timeout)
+        self.message_limit = timeout.total_seconds()
+
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
         """Run gloo's: its messages cannot be asked, without waiting, whether they have come."""
         try:

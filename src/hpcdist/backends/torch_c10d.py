@@ -19,7 +19,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from hpcdist.core import reduction
+from hpcdist.core import hooks, reduction
 from hpcdist.core.agreement import check_subgroup
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import as_bytes, overlap, put
@@ -33,6 +33,13 @@ from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
 
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
+WAITED = "gloo/transport"  # in gloo's errors of a wait for another rank that was too long, or whose connection broke
+
+
+def failed(what: str, error: RuntimeError, record: tuple[Any, ...] | None = None) -> DistBackendError:
+    """Return the error of a call: this thread's, or a record's. If it waited, it says where the other ranks are."""
+    where = hooks.explain(record) if WAITED in str(error) else ""
+    return DistBackendError(f"{what} failed: {error}" + (f"; {where}" if where else ""))
 
 
 class C10dWork(Work):
@@ -45,12 +52,14 @@ class C10dWork(Work):
         tensor: torch.Tensor,
         result: list[torch.Tensor],
         finish: Callable[[], None] | None,
+        limit: float | None,
     ) -> None:
         super().__init__(result)
         self._unfinished = unfinished
         self._inner = inner
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
+        self._limit = limit  # the seconds that it may take, if they are not the library's own
         self._turn = allocate_lock()  # one thread at a time concludes
         unfinished.hold(self)
 
@@ -67,12 +76,13 @@ class C10dWork(Work):
             self._turn.release()
 
     def _conclude(self, seconds: float | None) -> bool:
+        limit = self._limit if seconds is None else seconds
         try:
-            self._inner.wait(timedelta(seconds=seconds)) if seconds is not None else self._inner.wait()
+            self._inner.wait(timedelta(seconds=limit)) if limit is not None else self._inner.wait()
         except RuntimeError as error:
             if seconds is not None and not self._inner.is_completed():
                 return False
-            failure = DistBackendError(f"operation failed: {error}")
+            failure = failed("operation", error, self._call)
             failure.__cause__ = error
             self._finish(failure)
             return True
@@ -102,6 +112,7 @@ class C10dBackend(Backend):
     compares_subgroups: ClassVar[bool] = True  # whether ``split`` finds out that ranks give different lists
     native_dtypes = frozenset({torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8})
 
+    message_limit: float | None = None  # of messages, in seconds, if it was set since the group was made
     _limit: float | None = None  # of the call that runs, in seconds
 
     creator: ClassVar[Any]  # makes the inner backend of a group from its Bootstrap
@@ -130,7 +141,7 @@ class C10dBackend(Backend):
         try:
             carry_out(call)
         except RuntimeError as error:
-            raise DistBackendError(f"{row.name} on rank {self.rank} of {self.size} failed: {error}") from error
+            raise failed(f"{row.name} on rank {self.rank} of {self.size}", error) from error
         finally:
             del held
 
@@ -205,7 +216,8 @@ class C10dBackend(Backend):
         if dst == self.rank:
             self._mailbox.send(tensor, tag)
             return DoneWork([])
-        return C10dWork(self.unfinished, self.inner.send([as_bytes(tensor)], dst, tag), tensor, [], None)
+        inner = self.inner.send([as_bytes(tensor)], dst, tag)
+        return C10dWork(self.unfinished, inner, tensor, [], None, self.message_limit)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""
@@ -213,7 +225,7 @@ class C10dBackend(Backend):
             return self._mailbox.receive(tensor, tag, finish)
         data = [as_bytes(tensor)]
         inner = self.inner.recv_anysource(data, tag) if src is None else self.inner.recv(data, src, tag)
-        return C10dWork(self.unfinished, inner, tensor, [tensor], finish)
+        return C10dWork(self.unfinished, inner, tensor, [tensor], finish, self.message_limit)
 
     # -- groups --------------------------------------------------------------------------------------
 

@@ -135,6 +135,10 @@ class Backend(ABC):
 
         return flat, copy
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of later calls, if the library itself ends them by it."""
+        return
+
     def settings(self) -> dict[str, str]:
         """Return settings by name that decide about calls, and so must be the same on all ranks."""
         return {}

@@ -127,6 +127,8 @@ class Group:
         """Set the limit of each later call."""
         check_timeout(timeout, is_optional=False)
         self.timeout = timeout
+        for backend in self.backends.values():
+            backend.set_timeout(timeout)
 
     @property
     def group_desc(self) -> str:

@@ -60,14 +60,14 @@ class QueuedWork(Work):
         queue = self._queue
         has_come = queue._turn.acquire(False)
         if has_come:
-            queue._carrier = get_ident()
-        elif queue._carrier != get_ident():
+            queue.carrier = get_ident()
+        elif queue.carrier != get_ident():
             return self._done
         try:
             queue._steal(self)
         finally:
             if has_come:
-                queue._carrier = None  # ``_end_turn`` without a call
+                queue.carrier = None  # ``_end_turn`` without a call
                 queue._turn.release()
                 if queue._is_urgent and queue._calls:
                     queue._wake()
@@ -114,7 +114,7 @@ class Queue:
     def __init__(self, name: str) -> None:
         self._calls: deque[QueuedWork] = deque()
         self._turn = allocate_lock()
-        self._carrier: int | None = None  # the thread that has the turn
+        self.carrier: int | None = None  # the thread that has the turn
         self._stolen: QueuedWork | None = None  # the call that a waiting thread carries out
         self._alarm = allocate_lock()  # released to wake the worker
         self._alarm.acquire()
@@ -148,7 +148,7 @@ class Queue:
         """
         self._latest = None
         work = QueuedWork(self, run, result, record, buffers)
-        if self._carrier is not None and self._carrier == get_ident():
+        if self.carrier is not None and self.carrier == get_ident():
             self._follow(work)
             return work
         if self.broken is not None:
@@ -166,7 +166,7 @@ class Queue:
     def drain(self) -> None:
         """Carry out or wait for everything queued, so that a synchronous call keeps its place."""
         self._latest = None
-        if (self._calls or self._turn.locked()) and self._carrier != get_ident():
+        if (self._calls or self._turn.locked()) and self.carrier != get_ident():
             self._clear()
         if self.broken is not None:  # also if the watchdog gave the calls up meanwhile: their thread is still in one
             raise self._given_up()
@@ -214,13 +214,13 @@ class Queue:
 
     def _clear(self) -> None:
         """Carry out what is queued, on this thread if it gets the turn; return when no call is under way."""
-        if self._carrier == get_ident():
+        if self.carrier == get_ident():
             self._steal()
             return
         seconds = 0.0
         while self.broken is None:
             if self._turn.acquire(timeout=seconds):
-                self._carrier = get_ident()
+                self.carrier = get_ident()
                 try:
                     self._steal()
                 finally:
@@ -234,7 +234,7 @@ class Queue:
 
     def _end_turn(self) -> None:
         """Give the turn back, and wake a worker that was to have it."""
-        self._carrier = None
+        self.carrier = None
         self._turn.release()
         if self._is_urgent and self._calls:
             self._wake()
@@ -326,14 +326,14 @@ class Queue:
             nap = min(2 * nap, LONGEST_NAP)
 
     def _carry_out_all(self) -> None:
-        self._carrier = get_ident()
+        self.carrier = get_ident()
         self._is_urgent = False
         while self._calls:
             self.running = self._calls[0]
             self._calls.popleft()
             self._carry_out(self.running)
             self.running = None
-        self._carrier = None
+        self.carrier = None
         self._turn.release()
 
 

@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 import threading
+from _thread import get_ident
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -58,6 +59,11 @@ class UnderWay(NamedTuple):
         """The seconds that it may take: its own, or the group's."""
         own = self.call.limit
         return self.group.timeout.total_seconds() if own is None else own
+
+    def is_own(self) -> bool:
+        """Tell whether the thread that asks carries it out."""
+        queue = self.backend.queue if self.in_background else None
+        return get_ident() == (self.thread if queue is None else queue.carrier)
 
     def has_ended(self) -> bool:
         if self.work is None or not self.in_background:

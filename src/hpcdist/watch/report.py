@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core.ranks import listed, runs_of
-from hpcdist.watch.liveness import JUDGED, NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, Liveness
+from hpcdist.watch.liveness import JUDGED, NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.question import relay_seconds
 
 if TYPE_CHECKING:  # the command debug needs no torch
@@ -151,6 +151,9 @@ def compose(
         have, they = verbs(missing)
         if is_unknown(where):
             lines.append(f"whether {listed(missing)} {have} entered {name} of {mine['label']} is not known; {where}")
+            continue
+        if where.startswith(PROCESS_STATES[""]):  # before the call, in it, or after it had given the call up
+            lines.append(f"{listed(missing)} {they.split()[1]} not in {name} of {mine['label']}; {where}")
             continue
         said = f"{they} {where}" if where.startswith(("in ", "not in", "leaving")) else where
         lines.append(f"{listed(missing)} {have} not entered {name} of {mine['label']}; {said}")

@@ -6,7 +6,7 @@ ended. One of the ranks that wait asks the others where they are (``channel``), 
 trace (``recorder``), and sends the report to those in the same call. What is done when is decided by ``escalation``.
 Each rank ends its wait in the gentlest way there is:
 
-1. the library raises by itself (gloo): nothing more;
+1. the library raises by itself (gloo): nothing more; its error asks for what the report would say;
 2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
 4. else, or if it does not raise, the job is aborted, because MPI or NCCL cannot be taken out of a blocking call.
@@ -340,7 +340,9 @@ class Watchdog:
         return said[0] if said else f"nowhere yet (it takes more than {seconds:g} s)"
 
     def explain(self, record: Any) -> str:
-        """Return where the other ranks are, for the error of a wait that timed out."""
+        """Return where the other ranks are, for the error of a wait that timed out: a record's, or this thread's."""
+        if record is None:
+            record = next((each.record for each in calls_under_way.under_way() if each.is_own()), None)
         if record is None or record[0].group not in WORLD.groups:
             return ""
         group = WORLD.groups[record[0].group]
