@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Cluster
-from tests.cluster.launch import Job
+from tests.cluster.launch import Job, run
 from tests.faults.launch import LAUNCHERS, PLAIN
 
 SCRIPT = Path(__file__).parents[1] / "faults" / "job.py"
@@ -197,6 +197,35 @@ def test_the_job_ends_on_all_hosts(cluster: Cluster, launcher: str, slots: tuple
         # that it is stopped can only be seen on its host
         expected = "does not answer" if fault == "stop" and slots[1] == 1 else words
         assert expected in job.stderr()
+
+
+LATE = """
+import sys, torch
+import hpcdist as dist
+dist.init_process_group()
+values = torch.full((1 << 19,), float(dist.get_rank()))  # 2 MiB, which take 1.7 s
+if sys.argv[1] == "broadcast":
+    dist.broadcast(values, 0)
+elif dist.get_rank() == 0:
+    dist.send(values, 2)
+elif dist.get_rank() == 2:
+    dist.recv(values, 0)
+assert values[-1] == (dist.get_rank() if sys.argv[1] == "send" and dist.get_rank() == 1 else 0)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("call", [pytest.param("broadcast", marks=smoke), "send"])
+def test_a_rank_that_has_done_its_part_does_not_end_the_job(cluster: Cluster, launcher: str, call: str) -> None:
+    """It leaves while what it has sent is still under way to the other host."""
+    program = cluster.shared / "late.py"
+    program.write_text(LATE)
+    cluster.shape("10mbit")
+    chosen = [each for each in LAUNCHERS[launcher] if each != "--oversubscribe"]
+    done = run(cluster, (2, 1), [sys.executable, str(program), call], options=chosen)
+    assert done.returncode == 0, done.stderr
+    assert "has left the program" not in done.stderr
 
 
 def assert_reported(job: Job, ranks: int, call: str, said: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hpcdist.core.journal import Journal
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
@@ -166,6 +167,21 @@ def test_ranks_that_shrink_a_group_or_destroy_what_is_destroyed_here_wait_for_no
     assert needs(call, 3)
     assert not needs({**call, "name": "shrink_group"}, 3)
     assert not needs({**call, "name": "destroy_process_group"}, 3)  # a rank that is late in it has all that it needs
+
+
+def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() -> None:
+    """Of collectives that came before the end of their group, and of messages that may still be under way."""
+    journal = Journal("destroyed")
+    journal.message("isend", None, None, 2)
+    for name in ("broadcast", "destroy_process_group"):
+        journal.collective(name)
+    call = {"group": "destroyed", "name": "broadcast", "number": 1, "message": False, "peer": None}
+    assert not needs(call, 3)
+    assert needs({**call, "number": 2}, 3)  # this rank's second call was the end
+    message = {**call, "name": "irecv", "message": True, "peer": 3}
+    assert needs(message, 3)
+    assert not needs(message, 3, may_arrive=True)
+    assert needs({**message, "group": "of no messages"}, 3, may_arrive=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")

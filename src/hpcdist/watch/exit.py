@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import CallsDifferError, DistBackendError, explained, run_hook
-from hpcdist.core.journal import Blocked, CallRecord
+from hpcdist.core.journal import RING, Blocked, CallRecord
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
@@ -36,6 +36,8 @@ LACKING_PAUSE = 1.0  # the longest if a process has ended
 BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
 LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
+# how long what this rank has sent may take to arrive: MPI takes a send for done once the kernel has up to 10 MB of it
+ARRIVAL_SECONDS = 5.0
 ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
 COLLECTION_SECONDS = 1.0  # how long another thread's collection is waited for
 CALL_SECONDS = 0.5  # how long another thread's last call may take, once every rank has left
@@ -172,12 +174,14 @@ class Observer:
     def __init__(self, watchdog: Watchdog, backend: Backend) -> None:
         self.watchdog, self.backend = watchdog, backend
         self.asked = 0  # how many were asked in turn
+        self.began = time.monotonic()
 
     def look(self, states: ExitStates) -> Look:
         """Ask the others, and return what is seen."""
         channel, liveness = self.watchdog.channel, self.watchdog.liveness
         asked = self._asked(states)
-        waits, silent = waiting_for(self.watchdog, asked)
+        may_arrive = time.monotonic() - self.began < ARRIVAL_SECONDS
+        waits, silent = waiting_for(self.watchdog, asked, may_arrive)
         stopped = liveness.stopped()
         stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
         for each in [*(channel.endpoints[rank] for rank in silent), *self._silent_left_out()]:
@@ -310,27 +314,34 @@ def is_stuck() -> bool:
     return not wait_until(lambda: all(queue.running is None for queue in queues), QUEUE_SECONDS)
 
 
-def waiting_for(watchdog: Watchdog, ranks: list[int]) -> tuple[dict[CallKey, str], list[int]]:
-    """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer."""
+def waiting_for(watchdog: Watchdog, ranks: list[int], may_arrive: bool = False) -> tuple[dict[CallKey, str], list[int]]:
+    """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer.
+
+    ``may_arrive`` says whether messages that this rank has sent may still be under way.
+    """
     found = {}
     answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=watchdog.channel.own.process)
     for rank, answer in answers.items():
         if answer["left"]:
             watchdog.liveness.left.add(watchdog.channel.endpoints[rank].process)
         for call in answer["calls"]:
-            if call["has_asker"] and needs(call, watchdog.rank):
+            if call["has_asker"] and needs(call, watchdog.rank, may_arrive):
                 where = f"{report.title(call)} on {call['label']}, {call['where']}"
                 found[rank, call["group"], call["number"]] = f"rank {rank} waits for it in {where}"
     return found, [rank for rank in ranks if rank not in answers]
 
 
-def needs(call: dict[str, Any], me: int) -> bool:
+def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     """Tell whether another rank's call cannot end, now that this rank makes no more calls."""
     group = WORLD.groups.get(call["group"])
+    made = [CallRecord(*each) for each in list(RING.calls) if each[0].group == call["group"]]
     if call["message"]:
-        return call["peer"] == me
+        has_sent = "recv" in call["name"] and any("send" in each.name for each in made)
+        return call["peer"] == me and not (may_arrive and has_sent)
     if call["name"] in REMAKING:
         return False  # a rank that is left out may leave the program while the others are still at it
-    if group is None:
-        return bool(call["name"] != DESTROY)  # this rank's part of it is done, though others may be late
-    return bool(call["number"] > group.journal.sequence)
+    if group is not None:
+        return bool(call["number"] > group.journal.sequence)
+    # this rank has destroyed it, which was its last call there; its part of those before is done
+    last = max((each.number for each in made if not each.is_message), default=0)
+    return call["name"] != DESTROY and bool(call["number"] >= last)
