@@ -23,7 +23,7 @@ from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plan, Plans
-from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Reduction
+from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Keys, Reduction
 from hpcdist.backends.mpi.repetition import Prepared, repeated, run_again
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
 from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
@@ -237,7 +237,7 @@ class Collectives:
             return self._flattened(call, how, last, plan)
         if how.is_direct:
             return Prepared(function, described(call, how.datatype, last, size, plan))
-        if how.factor is not None or how.flips or any(each.is_inference() for each in (send, recv) if each is not None):
+        if how.factor is not None or any(each.is_inference() for each in (send, recv) if each is not None):
             return None
         divide = self._division(how.wide or send.dtype) if how.averages else None
         if not how.in_memory:
@@ -280,40 +280,47 @@ class Collectives:
     def _widened(
         self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None, plan: Plan
     ) -> Prepared:
-        """Return what reduces a tensor in memory of a wider dtype, which is kept for small ones."""
-        row, send, recv, wide = call.row, call.send, call.recv, how.wide
-        assert wide is not None
+        """Return what reduces a tensor in other memory, which is kept for small ones: of a wider dtype, or for keys."""
+        row, send, recv, wide = call.row, call.send, call.recv, how.wide or call.send.dtype
         function, size, datatype, itemsize = self._calls[row], self._size, how.datatype, send.itemsize
         ranks = 1 if row.shape is Shape.SAME else size
-        is_float, largest = wide.is_floating_point, COPY_KEPT // wide.itemsize
+        is_rounded, largest = wide.is_floating_point or bool(how.keyed), COPY_KEPT // wide.itemsize
 
         def buffer_of(values: torch.Tensor) -> Any:
-            return address(values.data_ptr(), values.nbytes), datatype
+            return (address(values.data_ptr(), values.nbytes), datatype), how.keyed and Keys(values, how.keyed)
 
         read, written = Copies(wide, buffer_of), Copies(wide, buffer_of)
 
         def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
+            total: Any
             count = shape.numel()
             if count > largest or count * itemsize >= plan.shared_from:
                 return None, count // ranks
-            values, buffer = read.memory(shape)
+            values, (buffer, keys) = total, (target, others) = read.memory(shape)
             if recv is None:
-                return (values, None, (buffer, None, *last)), count
-            if ranks == 1:
-                return (values, values, (IN_PLACE, buffer, *last)), count
-            total, target = written.memory(torch.Size([count // ranks]))
-            return (values, total, (buffer, target, *last)), count // ranks
+                total = target = None
+            elif ranks == 1:
+                buffer = IN_PLACE
+            else:
+                total, (target, others) = written.memory(torch.Size([count // ranks]))
+            arguments = buffer, target, *last
+            return (values, total, (keys, others, *arguments) if keys else arguments), count // ranks
+
+        def reduce_keys(keys: Keys, others: Keys, *arguments: Any) -> None:
+            keys.make()
+            function(*arguments)
+            others.turn()
 
         def round_to(total: torch.Tensor, recv: torch.Tensor) -> None:
             if total.shape != recv.shape:
                 total = total.view(recv.shape)
-            if is_float:
+            if is_rounded:
                 recv.copy_(total if divide is None else divide(total))
             else:
                 how.after(total, recv, size)
 
-        is_copy = recv is None or (ranks == 1 and divide is None and is_float)  # which needs no call, for latency
-        return Prepared(function, describe, None if is_copy else round_to, is_copied=True)
+        is_copy = recv is None or (ranks == 1 and divide is None and is_rounded)  # which needs no call, for latency
+        return Prepared(reduce_keys if how.keyed else function, describe, None if is_copy else round_to, is_copied=True)
 
     def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run a collective through node-shared memory."""
