@@ -49,6 +49,8 @@ def test_a_file_stands_in_for_the_table(home):
     assert of("broadcast", op=None, nodes=2, ranks_per_node=2, ranks=4) == NEVER
     assert of("all_reduce", nodes=2, ranks_per_node=0, ranks=3) == NEVER
     assert of("all_reduce", torch.bfloat16) == thresholds.HALF_ROWS["all_reduce of half types"]  # not in the file
+    assert of("all_reduce", op="MAX") == of("all_reduce", torch.bfloat16)  # MPI gets a copy of floats, because of NaN
+    assert of("all_reduce", torch.int32, op="MAX") == of("all_reduce")
     row = "reduce_scatter_single"
     assert of(row, library="Open MPI") == thresholds.BYTES["Open MPI", 2][row]
     assert of("all_reduce", op="PREMUL_SUM") == NEVER

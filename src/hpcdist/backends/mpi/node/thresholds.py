@@ -38,7 +38,8 @@ KIB, MIB = 1 << 10, 1 << 20
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": 1 << 30}
 STAND_IN = "MPICH"
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
-HALF = " of half types"  # reduced; a table without them says nothing of them
+# reduced; a table without them says nothing of them. MIN and MAX of all floats go with them: MPI gets copies of both
+HALF = " of half types"
 
 HALF_ROWS = {"all_reduce of half types": 48 * KIB, "reduce_scatter_single of half types": 48 * KIB}
 HALF_BETWEEN = {"all_reduce of half types": 256 * KIB, "reduce_scatter_single of half types": 256 * KIB}
@@ -165,7 +166,7 @@ class Thresholds:
             places = [ranks]
         else:
             places = [] if ranks_per_node == 0 else [FLAT if ranks_per_node == 1 else SEVERAL]
-        is_half = op is not None and dtype in WIDER
+        is_half = op is not None and (dtype in WIDER or (op in ("MIN", "MAX") and dtype.is_floating_point))
         least_between = 0
         if name.endswith("_single") or op in ("MIN", "MAX") or (op is not None and dtype.itemsize < 4) or is_half:
             least_between = ranks * LEAST_BLOCK  # goes by blocks from each node to each other
