@@ -199,6 +199,22 @@ def test_what_it_starts_has_the_users_settings_and_nothing_of_a_launcher(monkeyp
 IN_STEP = {"srun": "/usr/bin/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True, "mpi": None}
 
 
+def test_the_ranks_of_an_allocation_have_the_cpus_that_the_jobs_have(tmp_path, monkeypatch):
+    for name, said in (("srun", "pmi2 pmix none"), ("scontrol", "JobId=7 NumNodes=2 NumCPUs=32 NumTasks=8")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {said}\n")
+        (tmp_path / name).chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    monkeypatch.setattr(slurm_step, "library", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(slurm_step.environment, "detect", lambda: None)
+    whole = ["--cpus-per-task=4", "--nodes=2", "--ntasks=8", "--mpi=pmi2"]
+    assert slurm_step.whole_allocation()[1:] == whole
+    assert slurm_step.whole_allocation(2)[1:] == ["--nodes=2", "--ntasks=2", "--mpi=pmi2"]  # which may not have room
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert slurm_step.whole_allocation()[1:] == ["--overlap", *whole[1:]]  # those of the step, not of the job
+
+
 def test_srun_without_the_pmi_that_the_mpi_needs():
     ranks = [{**IN_STEP, "pmis": ["none", "pmi2"], "default": "none", "library": "Open MPI v5.0.11"}]
     assert found(slurm_step.judge(ranks), "Open MPI needs pmix").level == PROBLEM

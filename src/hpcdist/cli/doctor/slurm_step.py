@@ -74,7 +74,9 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
         return []
     tasks = ranks or int(sizes["NumTasks"])
     overlap = ["--overlap"] if "SLURM_STEP_ID" in os.environ else []  # with the shell's own step
-    return [srun, *overlap, f"--nodes={min(int(sizes['NumNodes']), tasks)}", f"--ntasks={tasks}", f"--mpi={pmi}"]
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take from sbatch
+    each = [f"--cpus-per-task={cpus}"] if cpus and ranks is None and not overlap else []
+    return [srun, *overlap, *each, f"--nodes={min(int(sizes['NumNodes']), tasks)}", f"--ntasks={tasks}", f"--mpi={pmi}"]
 
 
 def judge(seen: list[Facts]) -> Iterator[Finding]:
