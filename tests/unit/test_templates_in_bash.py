@@ -67,6 +67,12 @@ def test_ranks_get_what_the_script_sets_and_nothing_of_another_step(batch):
     assert not seen.keys() & {"SLURM_EXPORT_ENV", *left}
 
 
+@pytest.mark.parametrize(("given", "runs"), [("1", True), ("0", False), ("", False)])
+def test_the_doctor_runs_if_asked(batch, given, runs):
+    status, said = ended(batch("cpu", PRINTS, "train.py", HPCDIST_DOCTOR=given, HPCDIST_PYTHON="echo"))
+    assert (status, "-m hpcdist doctor" in said) == (0, runs), said
+
+
 def test_one_torchrun_a_node_starts_all_ranks_there(batch):
     given = {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2", "SLURMD_NODENAME": "n1"}
     status, said = ended(batch("torchrun", 'printf "%s\\n" "${options[@]}" "$@"\n', "train.py", **given))
