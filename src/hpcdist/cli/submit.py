@@ -93,7 +93,9 @@ def fill(template: str, options: Options, script: list[str]) -> str:
             end_of_directives = len(lines) + 1
             if directive[1] in left:
                 line = directive_line(directive[1], left.pop(directive[1]))
-            elif directive[1] in GPUS and asks_for_gpus(options):
+            elif (directive[1] in GPUS and asks_for_gpus(options)) or (
+                directive[1] == "ntasks-per-node" and "ntasks" in options  # which sbatch asks room for too
+            ):
                 end_of_directives -= 1
                 continue
         elif setting := SETTING.match(line):
