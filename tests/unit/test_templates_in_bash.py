@@ -68,9 +68,13 @@ def test_ranks_get_what_the_script_sets_and_nothing_of_another_step(batch):
 
 
 @pytest.mark.parametrize(("given", "runs"), [("1", True), ("0", False), ("", False)])
-def test_the_doctor_runs_if_asked(batch, given, runs):
-    status, said = ended(batch("cpu", PRINTS, "train.py", HPCDIST_DOCTOR=given, HPCDIST_PYTHON="echo"))
-    assert (status, "-m hpcdist doctor" in said) == (0, runs), said
+def test_the_doctor_runs_if_asked_with_the_ranks_threads(batch, tmp_path, monkeypatch, given, runs):
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" of $OMP_NUM_THREADS threads\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    asked = {"HPCDIST_DOCTOR": given, "HPCDIST_PYTHON": str(tmp_path / "python"), "SLURM_CPUS_PER_TASK": "3"}
+    status, said = ended(batch("cpu", PRINTS, "train.py", **asked))
+    assert (status, "-m hpcdist doctor of 3 threads" in said) == (0, runs), said
 
 
 def test_one_torchrun_a_node_starts_all_ranks_there(batch):
