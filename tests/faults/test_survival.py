@@ -416,6 +416,36 @@ def test_the_error_of_gloo_says_where_a_lost_rank_is(tmp_path: Path, number: int
 
 
 @pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize(
+    ("before", "call", "said"),
+    [
+        ("dist.barrier()", "dist.monitored_barrier()", "[Rank 0]: Rank 2 failed to pass monitoredBarrier"),
+        ("dist.destroy_process_group()", "dist.init_process_group()", "init_process_group failed in MPI"),
+    ],
+    ids=["monitored", "init"],
+)
+def test_errors_of_what_is_no_call_on_a_group_name_the_dead_rank(
+    launcher: str, before: str, call: str, said: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import os, sys\n"
+        "import hpcdist as dist\n"
+        "dist.init_process_group()\n"
+        "rank = dist.get_rank()\n"
+        f"{before}\n"
+        "if rank == 2: os.kill(os.getpid(), 9)\n"
+        f"try: {call}\n"
+        "except dist.DistBackendError as error: print('raised:', error, file=sys.stderr)\n"
+        "os._exit(0)\n"
+    )
+    with Job(launcher, 3, [], program) as job:
+        job.finish(90)
+        raised = [line for line in job.stderr().splitlines() if line.startswith("raised:")]
+        assert any(said in line and "rank 2 died" in line for line in raised), job.stderr()
+
+
+@pytest.mark.parametrize("launcher", ULFM)
 def test_a_wait_for_the_signal_of_a_dead_rank_raises_and_a_new_window_works(launcher: str, tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(

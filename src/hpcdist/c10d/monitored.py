@@ -192,13 +192,15 @@ def follow(pg: Group, deadline: float) -> None:
 
 
 def whereabouts_of(pg: Group, ranks: list[int]) -> str:
-    """Return where ranks of a group are, as they answer themselves."""
+    """Return where ranks of a group are, as they answer themselves, or which of them MPI knows to have died."""
     if not RUNNING:
         return ""
-    asked = [pg.ranks[rank] for rank in ranks]
-    answers = RUNNING[0].ask(asked, pg.group_name, 0.5)
+    asked, dead = [pg.ranks[rank] for rank in ranks], [pg.ranks[rank] for rank in pg.any_backend().faults.failed()]
+    answers = RUNNING[0].ask([rank for rank in asked if rank not in dead], pg.group_name, 0.5)
     said = [
-        f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
+        f"{listed([rank])} died"
+        if rank in dead
+        else f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
         if rank in answers
         else f"{listed([rank])}: {RUNNING[0].liveness.judge(rank)}"
         for rank in asked

@@ -31,6 +31,7 @@ from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core import shutdown
 from hpcdist.core.errors import DistBackendError, explained, run_hook
 from hpcdist.core.printing import write_to_stderr
+from hpcdist.core.ranks import listed
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
 from hpcdist.launch.environment import Launch, detect
@@ -323,10 +324,14 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     with limited(timeout), arrival.announced(given.Get_rank(), given.Get_size()):
         try:
             own = given.Dup()
+            own.Set_errhandler(MPI.ERRORS_RETURN)
+            prepare_exit_barrier(own)
         except MPI.Exception as error:
-            raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}") from error
-        own.Set_errhandler(MPI.ERRORS_RETURN)
-        prepare_exit_barrier(own)
+            from hpcdist.backends.mpi.process import ulfm  # which needs an MPI library
+
+            dead = ulfm.failed(given)
+            who = f"; {listed(dead)} died" if dead else ""
+            raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}{who}") from error
     unlink_segments(MPI)
     if joined := connection():
         os.environ[PROCESS] = f"{os.getpid()} {joined}"
