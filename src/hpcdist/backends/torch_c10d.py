@@ -36,10 +36,10 @@ NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
 WAITED = "gloo/transport"  # in gloo's errors of a wait for another rank that was too long, or whose connection broke
 
 
-def failed(what: str, error: RuntimeError, record: tuple[Any, ...] | None = None) -> DistBackendError:
-    """Return the error of a call: this thread's, or a record's. If it waited, it says where the other ranks are."""
+def described(error: RuntimeError, record: tuple[Any, ...] | None = None) -> str:
+    """Return what the library says of a call, this thread's or a record's; if it waited, also where the others are."""
     where = hooks.explain(record) if WAITED in str(error) else ""
-    return DistBackendError(f"{what} failed: {error}" + (f"; {where}" if where else ""))
+    return f"{error}; {where}" if where else str(error)
 
 
 class C10dWork(Work):
@@ -82,7 +82,7 @@ class C10dWork(Work):
         except RuntimeError as error:
             if seconds is not None and not self._inner.is_completed():
                 return False
-            failure = failed("operation", error, self._call)
+            failure = DistBackendError(f"operation failed: {described(error, self._call)}")
             failure.__cause__ = error
             self._finish(failure)
             return True
@@ -141,7 +141,9 @@ class C10dBackend(Backend):
         try:
             carry_out(call)
         except RuntimeError as error:
-            raise failed(f"{row.name} on rank {self.rank} of {self.size}", error) from error
+            raise DistBackendError(
+                f"{row.name} on rank {self.rank} of {self.size} failed: {described(error)}"
+            ) from error
         finally:
             del held
 
