@@ -105,6 +105,12 @@ def test_arrays_with_strides_below_zero(is_async, rank, size):
     work = dist.all_gather_coalesced(outputs, [np.full(3, float(rank))], async_op=is_async)
     assert work is None or work.wait()
     assert [each.tolist() for (each,) in outputs] == [[r] * 3 for r in range(size)]
+    arrays = [backward(rank), backward(rank)]
+    dist.group.WORLD.allreduce(arrays).wait()  # contributions to one
+    assert all(each.tolist() == [2 * sum(range(size))] * 3 for each in arrays)
+    arrays = [backward(rank + 1), backward(rank)]
+    dist.group.WORLD.broadcast(arrays).wait()
+    assert all(each.tolist() == [1] * 3 for each in arrays)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

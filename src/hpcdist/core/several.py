@@ -281,7 +281,7 @@ def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
     """Copy values to each of some tensors."""
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            put(values.view(tensor.shape), tensor.detach())
+            put(values.view(tensor.shape), tensor)
         else:
             with torch.no_grad():
                 tensor.copy_(values)
