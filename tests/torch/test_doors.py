@@ -323,3 +323,30 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert len(re.findall(said, done.stderr)) == 1, done.stderr
     assert any(re.search(r"process \d+, rank 0 of 2, is in init_process_group", line) for line in lines), lines
     assert lines.count("all") == 2
+
+
+ENDS_THAT_RAISE = """
+    import torch.distributed as dist, hpcdist
+
+    def fail():
+        raise RuntimeError("not freed")
+
+    for kept in ((), (0,), (1, 3)):
+        hpcdist.init_process_group()
+        groups = [dist.new_group(), dist.new_group(), dist.new_group(), dist.group.WORLD]
+        for index in kept:
+            groups[index].backends["cpu"].close = fail
+        for end in (groups[0], None):
+            try:
+                dist.destroy_process_group(end)
+            except RuntimeError as error:
+                print(end is None, error)
+            assert groups[0].is_aborted()
+        assert all(group.is_aborted() for group in groups)
+        assert not dist.is_initialized() and not hpcdist.is_initialized()
+"""
+
+
+def test_torch_forgets_groups_whose_end_raises(tmp_path):
+    done, lines = started(tmp_path, ENDS_THAT_RAISE, sys.executable, "SCRIPT")
+    assert (done.returncode, lines) == (0, ["False not freed", "True not freed"]), done.stderr

@@ -14,6 +14,7 @@ what                                                  why                       
 ``distributed_c10d.batch_isend_irecv``                launches a message at a time on a group made in     2.8.0, 2.13.0
                                                       Python: on NCCL they wait for each other
 ``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
+``distributed_c10d.destroy_process_group``            keeps all groups if one of them raises              2.13.0
 ``DistributedDataParallel.                            its FP16_COMPRESS takes a list of tensors made in   2.13.0
 _register_builtin_comm_hook``                         C++ only, and fails on what Python hands on
 ====================================================  ==================================================  ==============
@@ -26,7 +27,7 @@ imported hpcdist: ``hpcdist.autoload``), ``DeviceMesh._init_one_process_group`` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -122,6 +123,23 @@ def update_default(stock: Function, pg: Any) -> None:
         WORLD.clear()
 
 
+def destroy(stock: Function, group: Any = None) -> None:
+    """End and forget the other groups too if one of ours raises at its end, as hpcdist's own function does."""
+    before = live()
+    try:
+        stock(group)
+    except Exception:
+        if live() < before:
+            with suppress(Exception):  # the first error is raised
+                destroy(stock, group)
+        raise
+
+
+def live() -> int:
+    """Return the number of groups of ours that torch knows and that have not ended."""
+    return sum(isinstance(each, ProcessGroup) and not each.is_aborted() for each in c10d._world.pg_map)
+
+
 def register_hook(stock: Function, model: DistributedDataParallel, kind: Any) -> None:
     """Register the compression that DDP has in Python in place of the one in C++, if the group is ours."""
     is_half = kind == dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]  # the stubs leave it out
@@ -145,4 +163,5 @@ def replace_all() -> None:
     replace("_process_group_name", local_name, c10d)
     replace("_get_split_source", split_source, c10d)
     replace("_update_default_pg", update_default, c10d)
+    replace("destroy_process_group", destroy, c10d, dist)
     replace("_register_builtin_comm_hook", register_hook, DistributedDataParallel)
