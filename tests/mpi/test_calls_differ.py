@@ -331,6 +331,58 @@ def test_calls_that_gather_objects_are_named(one, rank, size):
     assert not hooks.reproducible
 
 
+SPARSE = torch.eye(3).to_sparse()
+# calls that are made of others, each against one that is made of the same
+COMPOSED = {
+    "all_gather_varied": (
+        lambda group, n: dist.all_gather_varied(torch.ones(2), group=group),
+        lambda group, n: dist.all_gather_into_tensor(
+            torch.ones(4 * n, dtype=torch.int64), torch.ones(4, dtype=torch.int64), group
+        ),
+    ),
+    "reduce_scatter_varied": (
+        lambda group, n: dist.reduce_scatter_varied(torch.ones(n), 1, group=group),
+        lambda group, n: dist.all_gather_varied(torch.ones(n), group=group),
+    ),
+    "all_to_all_varied": (
+        lambda group, n: dist.all_to_all_varied([torch.ones(2)] * n, group=group),
+        lambda group, n: dist.all_to_all_single(
+            torch.ones(4 * n, dtype=torch.int64), torch.ones(4 * n, dtype=torch.int64), group=group
+        ),
+    ),
+    "sparse all_reduce": (
+        lambda group, n: dist.all_reduce(SPARSE, group=group),
+        lambda group, n: dist.all_gather_into_tensor(
+            torch.ones(2 * n, dtype=torch.int64), torch.ones(2, dtype=torch.int64), group
+        ),
+    ),
+    "reproducible all_reduce of 2 elements, float32, SUM": (
+        lambda group, n: dist.all_reduce(torch.ones(2), group=group),
+        lambda group, n: dist.all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT, group),
+    ),
+    "reproducible reduce of 2 elements, float32, SUM, root 0": (
+        lambda group, n: dist.reduce(torch.ones(2), group=group, group_dst=0),
+        lambda group, n: dist.reduce(torch.ones(2), group=group, group_dst=1),
+    ),
+    "reproducible reduce_scatter_single of 9000 elements a rank, float32, SUM": (
+        lambda group, n: dist.reduce_scatter_tensor(torch.ones(9000), torch.ones(9000 * n), group=group),
+        lambda group, n: dist.reduce_scatter_tensor(
+            torch.ones(9000), torch.ones(9000 * n), dist.ReduceOp.AVG, group, async_op=True
+        ).wait(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_calls_that_are_made_of_others_are_named(name, group, rank, size):
+    right, wrong = COMPOSED[name]
+    with dist.reproducible(name.startswith("reproducible")):
+        for _ in range(3):
+            right(group, size)
+            refused(name, wrong if rank == size - 1 else right, group, size)
+        right(group, size)
+
+
 def test_a_new_group_that_one_rank_does_not_make(rank, size):
     for odd in 10 * (True, False):  # each rank makes as many, so that their later groups have one name
         call = dist.barrier if (rank == size - 1) is odd else dist.new_group

@@ -32,7 +32,7 @@ from hpcdist.core import table, world
 from hpcdist.core.buffers import as_tensor, as_tensors, cat, for_reading, is_plain
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import issue
+from hpcdist.core.issue import compare, issue
 from hpcdist.core.point_to_point import dense
 from hpcdist.core.ranks import as_int, by_value, listed
 from hpcdist.core.reduction import AVG, SUM, canonical, name_of
@@ -285,6 +285,8 @@ def agree(
     if (slots := pg.kept.get(call)) is None:
         row = table.ALL_TO_ALL_SINGLE if call == "all_to_all_varied" else table.ALL_GATHER_SINGLE
         slots = pg.kept[call] = Slots(pg, row, 0)
+    if pg.cpu is not None:
+        compare(pg, pg.cpu, call)
     mark = mark_of(form)
     slots.fill(parts, mark, is_recorded)
     sizes, is_known, is_joined, most = [], is_fit, True, 0

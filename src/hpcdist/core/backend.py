@@ -139,6 +139,14 @@ class Backend(ABC):
         """Set the limit of later calls, if the library itself ends them by it."""
         return
 
+    def compare(  # noqa: B027  # nothing to do is the answer of most
+        self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0
+    ) -> None:
+        """Compare a call of the user's that is made of others with those of the other ranks, before the first of them.
+
+        CallsDifferError if another rank makes another call. ``size`` counts elements.
+        """
+
     def settings(self) -> dict[str, str]:
         """Return settings by name that decide about calls, and so must be the same on all ranks."""
         return {}

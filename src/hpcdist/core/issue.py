@@ -379,6 +379,7 @@ def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     size = pg.size()
+    compare(pg, pg.backend(tensor.device), "sparse all_reduce", tensor.dtype, SUM, None, tensor.numel())
     form = (tuple(tensor.shape), mine.sparse_dim())
     facts = torch.tensor([indices.size(1), crc32(repr(form).encode())], device=tensor.device)
     all_facts = torch.empty(size * facts.numel(), dtype=torch.int64, device=tensor.device)
@@ -401,6 +402,14 @@ def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
     if call.finish is not None:
         call.finish()
     return DoneWork(call.shown()) if async_op else None
+
+
+def compare(pg: Group, backend: Backend, *call: Any) -> None:
+    """Compare a call that is made of others, as ``Backend.compare`` does; its number is that of the first of them."""
+    backend.settle()
+    journal = pg.journal
+    with journal.blocking((journal, journal.sequence + 1, call[0], None, None, None)):
+        backend.compare(*call)
 
 
 def gathered(pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -35,7 +35,9 @@ class Reproducible:
 
     def run(self, call: Call) -> None:
         """Run a reduction to its end."""
-        op = call.op
+        op, row, size = call.op, call.row, self._backend.size
+        count = call.send.numel() if row.shape is Shape.SAME else call.send.numel() // size
+        self._backend.compare(f"reproducible {row.name}", call.send.dtype, op, call.root, count)
         name, values = reduction.name_of(op), reduction.terms(call.send.reshape(-1), op)
         total = self._fold(call, values, reduction.SUM if name in SUMS else op)
         if call.recv is not None:

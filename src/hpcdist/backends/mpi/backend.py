@@ -58,6 +58,7 @@ class MPIBackend(Backend):
     isend: Any = None
     irecv: Any = None
     between: Any = None
+    compare: Any = None
 
     def __init__(self, comm: MPI.Intracomm, thresholds: Thresholds, checks_calls: bool = True) -> None:
         self.communicator = self.faults = Communicator(comm)
@@ -81,6 +82,7 @@ class MPIBackend(Backend):
         self.send, self.recv = self.point_to_point.send, self.point_to_point.recv
         self.isend, self.irecv = self.point_to_point.isend, self.point_to_point.irecv
         self.between = self.point_to_point.between
+        self.compare = self.check.compare
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> MPIBackend:

@@ -49,6 +49,7 @@ from hpcdist.backends.mpi.node.call_board import (
     NUMBER_BITS,
     OBJECTS,
     RING,
+    ROOT,
     SIZES,
     SPLIT,
     STOP,
@@ -146,6 +147,11 @@ class CallCheck:
         counts = counted(call) if size < 0 or size >= COUNTED else None
         first = base if call.root is None and call.counts is None else with_root(base, call)
         self.make(first, size, partial(self._carry_out, call), counts)
+
+    def compare(self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0) -> None:
+        """Compare one of the ``COMPOSED`` calls, before what it is made of is compared."""
+        if self._communicator.size > 1:
+            self.make(what(name, dtype, op) + (root or 0) * ROOT, size, bool)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
         """Make a call, given its words and what makes it."""

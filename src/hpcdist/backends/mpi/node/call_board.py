@@ -60,7 +60,12 @@ GATHERS = (
 STOP = "stop"  # no call: an earlier one has failed
 LEFT = "a call that an exception has ended in its middle"
 NO_CALLS = (STOP, LEFT)  # which no other rank takes part in
-CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, *NO_CALLS)
+# the user's calls that are made of others, before the first of which they are compared; nothing else is to be done
+COMPOSED = (
+    "all_gather_varied", "reduce_scatter_varied", "all_to_all_varied", "sparse all_reduce",
+    *(f"reproducible {row}" for row in ROWS.values() if row.reduces),
+)  # fmt: skip
+CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, *NO_CALLS, *COMPOSED)
 CODES = {name: code for code, name in enumerate(CALLS)} | {
     row.name: CALLS.index("all_to_all_single") for row in EXCHANGES
 }
@@ -80,15 +85,16 @@ class Said(NamedTuple):
 
     def __str__(self) -> str:
         text = GATHERS[self.root] if self.name == OBJECTS[0] else self.name
+        kind = self.name.rpartition(" ")[2]
         if self.dtype is not None:
-            each = "" if self.name in ("all_reduce", "reduce", "broadcast") else " a rank"
+            each = "" if kind in ("all_reduce", "reduce", "broadcast") else " a rank"
             elements = f"{self.size} elements{each}" if 0 <= self.size < COUNTED else "elements by counts"
             text += f" of {elements}, {str(self.dtype).removeprefix('torch.')}"
         if self.op:
             text += f", {self.op}"
         if self.name == ALL_REDUCE.name and self.root:
             text += f", of several tensors (their sizes have the digest {self.root})"
-        row = ROWS.get(self.name)
+        row = ROWS.get(kind)
         if self.name in OBJECTS[1:] or (row is not None and row.rooted):
             text += f", root {self.root}"
         return text
