@@ -144,6 +144,16 @@ def test_a_queue_without_a_server(opened, rank, size, dtype):
         dist.barrier()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint64, torch.float32, torch.complex64], ids=str)
+def test_fetch_and_add_of_any_dtype(opened, rank, size, dtype):
+    with opened(2, dtype) as window:
+        found = [window.fetch_and_add((rank + 1) % size, 1) for _ in range(2)]
+        dist.barrier()
+        assert found == [0, 1]
+        assert window.tensor.tolist() == [0, 1 if dtype is torch.bool else 2]
+        dist.barrier()
+
+
 def test_signals_are_counted_by_sender(opened, rank, size):
     with opened(1) as window:
         for other in range(size):
@@ -416,9 +426,19 @@ def test_a_rank_that_makes_another_call_in_place_of_the_end(opened, rank, size, 
     if size > 1:
         with pytest.raises(CallsDifferError, match=r"Window\.close.*barrier|barrier.*Window\.close"):
             dist.barrier(group) if rank == size - 1 else window.close()
-    if hasattr(window, "tensor"):
-        del window.tensor
+    window.put(torch.ones(1), rank)
+    window.close()  # no rank had closed it
     dist.destroy_process_group(group)
+
+
+def test_ranks_that_close_two_windows_in_another_order(opened, rank, size):
+    first, second = opened(2), opened(3, torch.int64)
+    if size > 1:
+        with pytest.raises(ValueError, match=r"close different windows.*rank 0 number \d+; ranks? 1.* number \d+"):
+            (second if rank == 0 else first).close()
+    for window in (first, second):
+        assert window.tensor.numel() > 1
+        window.close()
 
 
 def test_memory_in_use_is_not_freed(rank, size):

@@ -178,8 +178,12 @@ class Window:
         del self.tensor
         if self._group.cpu is self._backend:  # it ended with its group; in a forked child it is the parent's
             self._backend.settle()
-            with self._group.journal.during("Window.close"):
-                self._remote.close()
+            try:
+                with self._group.journal.during("Window.close"):
+                    self._remote.close()
+            except MismatchError:  # no rank has closed it
+                self.tensor, self._is_open = self._remote.own.view(self.dtype), True
+                raise
 
     def __enter__(self) -> Window:
         return self

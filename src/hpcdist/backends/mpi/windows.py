@@ -37,8 +37,9 @@ from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, is_compared_as_signed, mpi_op, wide
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import RemoteMemory, Windows
-from hpcdist.core.errors import DistBackendError, end_all
+from hpcdist.core.errors import DistBackendError, MismatchError, end_all
 from hpcdist.core.objects import Objects
+from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
@@ -71,8 +72,8 @@ class MPIWindow(RemoteMemory):
 
     ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's if it is the user's, on all ranks or on
     none. The window takes ``places.node`` over. ``during`` records a call that blocks, for the watchdog: MPI may wait
-    until the other rank enters it. ``close`` calls ``meet``, which raises if another rank makes another call, and
-    ``forget``.
+    until the other rank enters it. ``close`` calls ``meet``, which raises if another rank makes another call or closes
+    another window, and ``forget``.
     """
 
     def __init__(
@@ -192,8 +193,10 @@ class MPIWindow(RemoteMemory):
         """MPI_Fetch_and_op and MPI_Win_flush."""
         datatype, before = atomic_type(value.dtype), torch.empty_like(value)
         with self._during("Window.fetch_and_add", dst), self._communicator.translating("Window.fetch_and_add"):
+            # the op of a sum: Open MPI crashes if it is to add to its C++ bool
+            op = mpi_op(value.dtype, "SUM")
             self._data.Fetch_and_op(
-                [memory(value), datatype], [memory(before), datatype], dst, self._start + offset, MPI.SUM
+                [memory(value), datatype], [memory(before), datatype], dst, self._start + offset, op
             )
             self._data.Flush(dst)
         return before
@@ -277,8 +280,9 @@ class MPIWindows(Windows):
 
     def __init__(self, communicator: Communicator, objects: Objects) -> None:
         self._communicator = communicator
-        self._meet = partial(objects.all_gather, None, call="Window.close")
+        self._objects = objects
         self._open: list[MPIWindow] = []
+        self._count = 0  # of the windows made
 
     def open(
         self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
@@ -287,9 +291,20 @@ class MPIWindows(Windows):
         communicator = self._communicator
         with communicator.translating("Window"):
             places = locate(communicator.comm, communicator.derived)
-            made = MPIWindow(communicator, places, sizes, tensor, during, self._meet, self._open.remove)
+            meet = partial(self._meet, self._count)
+            made = MPIWindow(communicator, places, sizes, tensor, during, meet, self._open.remove)
         self._open.append(made)
+        self._count += 1
         return made
+
+    def _meet(self, number: int) -> None:
+        numbers = self._objects.all_gather(number, call="Window.close")
+        if len(ranks := by_value(numbers)) > 1:
+            ways = "; ".join(f"{listed(those)} number {each + 1}" for each, those in ranks.items())
+            raise MismatchError(
+                f"Window.close: ranks close different windows of the group, counted as they were made: {ways}; "
+                "expected one order on all ranks. They are still open"
+            )
 
     def close(self, is_left: bool) -> None:
         """Close the last one first; every rank calls. ``is_left`` is as for a window."""
