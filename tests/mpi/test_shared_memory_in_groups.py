@@ -17,7 +17,8 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi.node import threshold_file
+from hpcdist.backends.mpi import call_check
+from hpcdist.backends.mpi.node import call_board, threshold_file
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF_ROWS, Thresholds
 from hpcdist.backends.mpi.process import runtime
@@ -174,6 +175,28 @@ def test_a_call_left_midway_ends_the_group(comm, always):
     else:
         with pytest.raises(CallsDifferError, match="rank 0: a call that an exception has ended in its middle"):
             dist.destroy_process_group(group)
+
+
+def test_a_first_call_left_midway_ends_the_group(comm, monkeypatch):
+    """The others are in the midst of it, and would take its second try for the rest of the first."""
+    made = dist.new_group()
+    if comm.size > 1 and comm.rank == 0:
+
+        def leave(*given):
+            call_board.open_board(*given)
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(call_check, "open_board", leave)
+            with pytest.raises(ZeroDivisionError):
+                dist.barrier(made)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError has ended an earlier call of this rank on the group"):
+            dist.barrier(made)
+    elif comm.size > 1:
+        made.cpu.check._open()
+    comm.Barrier()
+    made.abort("its first call was left", ends_calls=False)
+    dist.destroy_process_group(made)
 
 
 def test_waiting_lets_other_threads_run(of_host):

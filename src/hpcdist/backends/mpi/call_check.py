@@ -106,7 +106,7 @@ class CallCheck:
 
     def _open(self) -> None:
         communicator = self._communicator
-        with communicator.translating("a group's first call"):
+        with communicator.in_step("a group's first call"):
             board, self.is_wanted, token, nodes = open_board(communicator.comm, self.is_wanted)
         if board is not None and len(nodes) > 1:
             self.log = board.log(token, nodes, communicator.rank, self._last)

@@ -105,12 +105,13 @@ class Collectives:
         """Make what the first call through node-shared memory needs; tell whether one of so many bytes still is one."""
         if self.node.shared is not None:
             return True
-        if not self.plans.nodes:
-            self.plans.locate(*self.node.locate())
-        elif self.node.connect():
-            return True
-        else:
-            self.plans.give_up_window()
+        with self._communicator.in_step("a group's first call through shared memory"):
+            if not self.plans.nodes:
+                self.plans.locate(*self.node.locate())
+            elif self.node.connect():
+                return True
+            else:
+                self.plans.give_up_window()
         return nbytes >= plan.shared_from and self._can_share(plan, nbytes)
 
     # -- reducing ------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class Communicator(Faults):
         self.unfinished = Unfinished()  # its messages under way
         self.receiving: dict[int, Token] = {}  # the receives that block now, by their threads
         self.is_checked = ulfm.is_tolerant()  # whether success is checked for a death that MPI did not report
-        self.left_by: str | None = None  # what ended a call through shared memory in its middle: an exception's class
+        self.left_by: str | None = None  # what ended a call of several steps in its middle: an exception's class
         self._has_revoked = False
 
     def open_private(self) -> MPI.Intracomm:
@@ -156,7 +156,7 @@ class Communicator(Faults):
         return DistBackendError(explained(text, "lost-rank"))
 
     def check_in_step(self, call: str) -> None:
-        """Raise for a call through shared memory if this rank has revoked the communicator or left such a call.
+        """Raise for a call of several steps if this rank has revoked the communicator or left such a call.
 
         MPI refuses its own after a revocation. The window would take this rank's data, and the others would take it for
         that of the call that they are in.
@@ -169,6 +169,18 @@ class Communicator(Faults):
                 f"this rank on the group in its middle, so the group's ranks are not in step; make a new group"
             )
             raise DistBackendError(explained(text, "left-call"))
+
+    @contextmanager
+    def in_step(self, call: str) -> Iterator[None]:
+        """Have several calls of MPI make what a group's first calls need; a rank that leaves them makes no more."""
+        self.check_in_step(call)
+        try:
+            yield
+        except BaseException as error:
+            self.left_by = type(error).__name__
+            if isinstance(error, MPI.Exception):
+                raise self.failure(call, error) from error
+            raise
 
     def check(self, call: str) -> None:
         """Raise if a collective has returned success although a rank has died (if ``is_checked``).
