@@ -191,14 +191,32 @@ def test_a_start_that_fails_late_leaves_no_group_behind(rank, size, monkeypatch)
 def test_a_duplicate_that_mpi_refuses(rank, size):
     from mpi4py import MPI
 
-    class Refusing(MPI.Intracomm):
-        def Dup(self, *_):
-            raise MPI.Exception(MPI.ERR_OTHER)
+    def refuse(*_):
+        raise MPI.Exception(MPI.ERR_OTHER)
 
     dist.destroy_process_group()
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    comm.Set_attr(MPI.Comm.Create_keyval(copy_fn=refuse), "not to be copied")
     with pytest.raises(dist.DistBackendError, match="init_process_group failed in MPI"):
-        dist.init_process_group(comm=Refusing(MPI.COMM_WORLD))
+        dist.init_process_group(comm=comm)
     assert not dist.is_initialized()
+    comm.Free()
+
+
+def test_a_communicator_of_a_class_of_ones_own(rank, size):
+    from mpi4py import MPI
+
+    class Named(MPI.Intracomm):
+        def __new__(cls, comm, name):
+            made = super().__new__(cls, comm)
+            made.name_of_it = name
+            return made
+
+    dist.destroy_process_group()
+    dist.init_process_group(comm=Named(MPI.COMM_WORLD, "solver"))
+    assert total() == size
+    assert type(dist.get_mpi_comm()) is MPI.Intracomm
 
 
 def test_a_communicator_with_messages_under_way_is_not_freed(rank, size):

@@ -323,7 +323,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     given = checked(comm)
     with limited(timeout), arrival.announced(given.Get_rank(), given.Get_size()):
         try:
-            own = given.Dup()
+            own = MPI.Intracomm(given).Dup()  # as mpi4py's class: one of the program's may be made by other arguments
             own.Set_errhandler(MPI.ERRORS_RETURN)
             prepare_exit_barrier(own)
         except MPI.Exception as error:
