@@ -204,8 +204,6 @@ def begin_all(
 
 def check_root_tensor(call: str, index: Any, length: int) -> int:
     """Return which tensor of a list is the root's; raise c10d's error if the list has no such one."""
-    if not length:
-        raise MismatchError(f"{call}: requires non-empty tensor list")
     if not 0 <= (index := as_int(index, "the number of the root's tensor")) < length:
         raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
     return index

@@ -325,17 +325,9 @@ class Collectives:
 
     def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run a collective through node-shared memory."""
-        communicator = self._communicator
-        communicator.check_in_step(row.name)
-        try:
-            # memory that is kept between calls is of this mode then, and may be written whatever the caller's is
-            with torch.inference_mode():
-                self.node.run(row, send, recv, op, root)
-        except BaseException as error:
-            communicator.left_by = type(error).__name__
-            if isinstance(error, MPI.Exception):
-                raise communicator.failure(row.name, error) from error
-            raise
+        # memory that is kept between calls is of this mode then, and may be written whatever the caller's is
+        with self._communicator.in_step(row.name), torch.inference_mode():
+            self.node.run(row, send, recv, op, root)
 
     def close(self) -> None:
         """Leave the node's window; its communicators stay if a call was left midway."""

@@ -172,7 +172,7 @@ class Communicator(Faults):
 
     @contextmanager
     def in_step(self, call: str) -> Iterator[None]:
-        """Have several calls of MPI make what a group's first calls need; a rank that leaves them makes no more."""
+        """Have a call take several steps; a rank that an exception takes out of them makes no more such calls."""
         self.check_in_step(call)
         try:
             yield

@@ -91,7 +91,8 @@ class MPIObjects(Objects):
             while 0 in received[:: slots.size]:
                 self._slots = slots.grown(received)
                 if self._slots is slots:
-                    gathered = parts.all_gather(self._communicator.open_private(), [data, *apart])
+                    with self._communicator.in_step(call):
+                        gathered = parts.all_gather(self._communicator.open_private(), [data, *apart])
                     break
                 slots, received = self._gather_slots(data, is_in_slot)
         except MPI.Exception as error:
@@ -114,7 +115,7 @@ class MPIObjects(Objects):
 
     def _gather_object(self, value: Any, root: int, weights_only: bool) -> list[Any] | None:
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
-        with self._communicator.translating("gather_object"):
+        with self._communicator.in_step("gather_object"):
             gathered = parts.gather(self._communicator.open_private(), [data, *apart], root)
         self._check("gather_object", failure)
         return None if gathered is None else [unpacked(*each, weights_only=weights_only) for each in gathered]
@@ -124,7 +125,7 @@ class MPIObjects(Objects):
         if self._rank == root:
             data, apart, failure = packed(value, root, weights_only=weights_only)
             given = [data, *apart]
-        with self._communicator.translating("broadcast_object"):
+        with self._communicator.in_step("broadcast_object"):
             received = parts.broadcast(self._comm, given, root)
         self._check("broadcast_object", failure)
         return value if self._rank == root else unpacked(*received, weights_only=weights_only)
@@ -134,7 +135,7 @@ class MPIObjects(Objects):
         if self._rank == root and values is not None:
             each_packed, failure = packed_list(values, root, weights_only=weights_only)
             given = [[data, *apart] for data, apart in each_packed]
-        with self._communicator.translating("scatter_object"):
+        with self._communicator.in_step("scatter_object"):
             received = parts.scatter(self._communicator.open_private(), given, root)
         self._check("scatter_object", failure)
         return unpacked(*received, weights_only=weights_only)
