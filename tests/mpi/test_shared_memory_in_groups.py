@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi import call_check
+from hpcdist.backends.mpi import call_check, parts
 from hpcdist.backends.mpi.node import call_board, threshold_file
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF_ROWS, Thresholds
@@ -196,6 +196,25 @@ def test_a_first_call_left_midway_ends_the_group(comm, monkeypatch):
         made.cpu.check._open()
     comm.Barrier()
     made.abort("its first call was left", ends_calls=False)
+    dist.destroy_process_group(made)
+
+
+def test_objects_left_midway_end_the_group(comm, monkeypatch):
+    made = dist.new_group()
+    dist.barrier(made)
+    if comm.size > 1 and comm.rank == 0:
+
+        def leave(*given):
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, "broadcast", leave)
+            with pytest.raises(ZeroDivisionError):
+                dist.broadcast_object_list([1], 0, made)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError has ended an earlier call of this rank on the group"):
+            dist.gather_object(1, [None] * comm.size, 0, made)
+    comm.Barrier()
+    made.abort("its call was left", ends_calls=False)
     dist.destroy_process_group(made)
 
 
