@@ -157,9 +157,9 @@ def test_a_rank_that_ulfm_does_not_count_as_dead_ends_the_wait(
         start = time.time()
         raised = job.wait("raised", 2, 2 + 5 + 8)
         assert time.time() - start < 2 + 5 + 8
-        there = "is not in all_reduce #2 of group '0'; its process has ended"
+        there = "is not in all_reduce #3 of group '0'; its process has ended"
         if fault == "stop":
-            there = "has not entered all_reduce #2 of group '0'; its process is stopped"
+            there = "has not entered all_reduce #3 of group '0'; its process is stopped"
         assert f"rank 1 {there}" in job.stderr()
         assert len(raised) == 2 or "a call that was interrupted has not ended" in job.stderr()
 
