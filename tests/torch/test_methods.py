@@ -417,6 +417,10 @@ def test_torchs_split_group(rank, size):
 def test_what_a_group_cannot_do_it_says(world):
     with pytest.raises(RuntimeError, match="does not support merge_remote_group"):
         world.merge_remote_group(torch_dist.HashStore(), 2)
+    assert (world.supports_window, world.supports_reconfigure) == (False, False)  # torch has them since 2.14
+    for name in ("new_window", "reconfigure", "get_reconfigure_handle"):
+        with pytest.raises(RuntimeError, match=f"does not support {name}: hpcdist"):
+            getattr(world, name)()
 
 
 def test_each_attribute_can_be_read(world):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -11,6 +12,15 @@ import torch.distributed
 from hpcdist.core.c10d_methods import C10dMethods
 from hpcdist.core.world import WORLD
 from hpcdist_stores.keep_alive import KeptAlive
+
+
+def refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a method that raises c10d's class for what a backend does not support."""
+
+    def refuse(self: C10dMethods, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"backend {self.config!r} does not support {name}: {instead}")
+
+    return refuse
 
 
 class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # type: ignore[misc]
@@ -40,12 +50,15 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
-        """Raise c10d's class for what a backend does not support: an MPI world has the ranks that it started with."""
-        raise RuntimeError(
-            f"backend {self.config!r} does not support merge_remote_group: a group is made of ranks of one world; "
-            "start all ranks together and use new_group or split_group"
-        )
+    merge_remote_group = refused(
+        "merge_remote_group",
+        "a group is made of ranks of one world; start all ranks together and use new_group or split_group",
+    )
+    # since torch 2.14; whether C++'s own are supported is asked of the default backend, too
+    supports_window = supports_reconfigure = False
+    new_window = refused("new_window", "hpcdist.Window is MPI's")
+    reconfigure = refused("reconfigure", "hpcdist.elastic replaces ranks")
+    get_reconfigure_handle = refused("get_reconfigure_handle", "hpcdist.elastic replaces ranks")
 
     def _refuse_hook(self, *args: Any) -> None:
         """Raise: torch calls such hooks below the methods that a group made in Python replaces, that is never."""
