@@ -49,7 +49,6 @@ from hpcdist.backends.mpi.node.call_board import (
     NUMBER_BITS,
     OBJECTS,
     RING,
-    ROOT,
     SIZES,
     SPLIT,
     STOP,
@@ -151,7 +150,7 @@ class CallCheck:
     def compare(self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0) -> None:
         """Compare one of the ``COMPOSED`` calls, before what it is made of is compared."""
         if self._communicator.size > 1:
-            self.make(what(name, dtype, op) + (root or 0) * ROOT, size, bool)
+            self.make(what(name, dtype, op, root), size, bool)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
         """Make a call, given its words and what makes it."""

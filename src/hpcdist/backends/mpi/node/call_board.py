@@ -100,13 +100,13 @@ class Said(NamedTuple):
         return text
 
 
-def what(name: str, dtype: torch.dtype | None = None, op: Any = None) -> int:
-    """Return the first word of a call, without its root, size and number."""
+def what(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
+    """Return the first word of a call, without its size and number."""
     if dtype is not None and op is None and dtype.is_complex:
         dtype = dtype.to_real()  # moved as real and imaginary parts, which another rank may give
     code = CODES[name] << DTYPE_BITS | DTYPE_CODES[dtype]
     code = code << OP_BITS | (0 if op is None else OPS.index(name_of(op)))
-    return (code << ROOT_BITS) * ROOT
+    return (code << ROOT_BITS | (root or 0) & ((1 << ROOT_BITS) - 1)) * ROOT
 
 
 def with_root(word: int, call: Call) -> int:
