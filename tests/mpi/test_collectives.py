@@ -218,7 +218,7 @@ def test_sparse_tensors_that_differ_are_refused_on_every_rank(rank, size, of_ran
     if size == 1:
         pytest.skip("a rank cannot differ from itself")
     shapes = r"differ in shape or number of sparse dimensions: rank 0: \(3, 3\)"
-    with pytest.raises(ValueError, match=rf"{shapes}|rank 0: sparse all_reduce of 9 elements"):
+    with pytest.raises(ValueError, match=rf"{shapes}|sparse all_reduce of"):  # names who has come
         dist.all_reduce(of_rank(rank))
     dist.all_reduce(torch.ones(1))  # the group stays usable
 
