@@ -217,8 +217,7 @@ def test_sparse_all_reduce(rank, size):
 def test_sparse_tensors_that_differ_are_refused_on_every_rank(rank, size, of_rank):
     if size == 1:
         pytest.skip("a rank cannot differ from itself")
-    shapes = r"differ in shape or number of sparse dimensions: rank 0: \(3, 3\)"
-    with pytest.raises(ValueError, match=rf"{shapes}|sparse all_reduce of"):  # names who has come
+    with pytest.raises(ValueError, match=r"differ in shape or number of sparse dimensions: rank 0: \(3, 3\)"):
         dist.all_reduce(of_rank(rank))
     dist.all_reduce(torch.ones(1))  # the group stays usable
 
