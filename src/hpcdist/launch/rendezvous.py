@@ -193,9 +193,9 @@ def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = de
     rank, world_size = required("env", found["RANK"], found["WORLD_SIZE"])
     host, port = found["MASTER_ADDR"], found["MASTER_PORT"]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         agent = stores.TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
-        yield stores.PrefixStore(f"/worker/attempt_{attempt}", agent), rank, world_size
+        yield stores.PrefixStore(f"/worker/attempt_{restarts}", agent), rank, world_size
     else:
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 

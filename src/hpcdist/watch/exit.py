@@ -334,14 +334,18 @@ def waiting_for(watchdog: Watchdog, ranks: list[int], may_arrive: bool = False) 
 def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     """Tell whether another rank's call cannot end, now that this rank makes no more calls."""
     group = WORLD.groups.get(call["group"])
-    made = [CallRecord(*each) for each in list(RING.calls) if each[0].group == call["group"]]
     if call["message"]:
-        has_sent = "recv" in call["name"] and any("send" in each.name for each in made)
-        return call["peer"] == me and not (may_arrive and has_sent)
+        may_come = may_arrive and "recv" in call["name"]
+        return call["peer"] == me and not (may_come and any("send" in each.name for each in made_on(call["group"])))
     if call["name"] in REMAKING:
         return False  # a rank that is left out may leave the program while the others are still at it
     if group is not None:
         return bool(call["number"] > group.journal.sequence)
     # this rank has destroyed it, which was its last call there; its part of those before is done
-    last = max((each.number for each in made if not each.is_message), default=0)
+    last = max((each.number for each in made_on(call["group"]) if not each.is_message), default=0)
     return call["name"] != DESTROY and bool(call["number"] >= last)
+
+
+def made_on(group: str) -> list[CallRecord]:
+    """Return the calls of this rank on a group, as far as they are kept."""
+    return [CallRecord(*each) for each in list(RING.calls) if each[0].group == group]

@@ -153,7 +153,9 @@ def compose(
             lines.append(f"whether {listed(missing)} {have} entered {name} of {mine['label']} is not known; {where}")
             continue
         if where.startswith(PROCESS_STATES[""]):  # before the call, in it, or after it had given the call up
-            lines.append(f"{listed(missing)} {they.split()[1]} not in {name} of {mine['label']}; {where}")
+            lines.append(
+                f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not in {name} of {mine['label']}; {where}"
+            )
             continue
         said = f"{they} {where}" if where.startswith(("in ", "not in", "leaving")) else where
         lines.append(f"{listed(missing)} {have} not entered {name} of {mine['label']}; {said}")

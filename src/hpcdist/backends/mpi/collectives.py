@@ -293,11 +293,12 @@ class Collectives:
         read, written = Copies(wide, buffer_of), Copies(wide, buffer_of)
 
         def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
-            total: Any
             count = shape.numel()
             if count > largest or count * itemsize >= plan.shared_from:
                 return None, count // ranks
-            values, (buffer, keys) = total, (target, others) = read.memory(shape)
+            values, (buffer, keys) = read.memory(shape)
+            total: Any = values
+            target, others = buffer, keys
             if recv is None:
                 total = target = None
             elif ranks == 1:

@@ -61,6 +61,20 @@ class Translation(NamedTuple):
             raise self.communicator.failure(self.call, error) from error
 
 
+class Steps(Translation):
+    """The same of a call of several steps: a rank that an exception takes out of them makes no more such calls."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.communicator.check_in_step(self.call)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.communicator.left_by = type(error).__name__
+        super().__exit__(kind, error, trace)
+
+
 class Token:
     """What ends a receive that blocks: another thread sets the reason and cancels, the one that blocks looks at it."""
 
@@ -123,6 +137,10 @@ class Communicator(Faults):
         """Return the context in which MPI's errors become c10d's."""
         return Translation(self, call)
 
+    def in_step(self, call: str) -> Steps:
+        """Return the context in which a call takes several steps."""
+        return Steps(self, call)
+
     def failure(self, call: str, error: MPI.Exception) -> DistBackendError:
         """Return c10d's error for MPI's.
 
@@ -169,18 +187,6 @@ class Communicator(Faults):
                 f"this rank on the group in its middle, so the group's ranks are not in step; make a new group"
             )
             raise DistBackendError(explained(text, "left-call"))
-
-    @contextmanager
-    def in_step(self, call: str) -> Iterator[None]:
-        """Have a call take several steps; a rank that an exception takes out of them makes no more such calls."""
-        self.check_in_step(call)
-        try:
-            yield
-        except BaseException as error:
-            self.left_by = type(error).__name__
-            if isinstance(error, MPI.Exception):
-                raise self.failure(call, error) from error
-            raise
 
     def check(self, call: str) -> None:
         """Raise if a collective has returned success although a rank has died (if ``is_checked``).
