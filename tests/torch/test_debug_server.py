@@ -36,6 +36,20 @@ def test_its_ranks_find_each_other_by_a_store_of_torchs(rank, size):
     dist.barrier()
 
 
+@pytest.mark.usefixtures("without_torchruns_variables")
+def test_a_store_that_rank_0_cannot_open_is_an_error_on_all_ranks(monkeypatch):
+    def fail():
+        raise OSError("no ports left")
+
+    monkeypatch.setattr(debug_server, "open_store", fail)
+    with (
+        pytest.raises(dist.DistBackendError, match=r"start_debug_server failed on rank 0 .*no ports left"),
+        debug_server.torchruns_variables(),
+    ):
+        pass
+    dist.barrier()
+
+
 def page(port, seconds=20):
     deadline = time.monotonic() + seconds
     while True:

@@ -19,6 +19,7 @@ from hpcdist.launch import environment, rendezvous
 from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.replaced import replace
 
+CALL = "start_debug_server"
 STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
 
 
@@ -34,12 +35,12 @@ def torchruns_variables() -> Iterator[None]:
     """Set the variables of torchrun, for a store that rank 0 opens; every rank of the default group calls this."""
     if (group := WORLD.default) is None:
         raise ValueError(
-            "start_debug_server: MASTER_ADDR and MASTER_PORT are not set; call init_process_group before, or set them"
+            f"{CALL}: MASTER_ADDR and MASTER_PORT are not set; call init_process_group before, or set them"
         )
     carrier = group.any_backend()
     carrier.settle()
-    with group.journal.during("start_debug_server"):
-        host, port = rendezvous.opened_by_rank_0(carrier, open_store)
+    with group.journal.during(CALL):
+        host, port = rendezvous.opened_by_rank_0(carrier, CALL, open_store)
     given = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": host, "MASTER_PORT": port}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update({name: str(value) for name, value in given.items()})
@@ -61,4 +62,4 @@ def start_debug_server(stock: Any, *args: Any, **kwargs: Any) -> None:
 
 
 if has("`torch.distributed.debug`"):
-    replace("start_debug_server", start_debug_server, import_module("torch.distributed.debug"))
+    replace(CALL, start_debug_server, import_module("torch.distributed.debug"))

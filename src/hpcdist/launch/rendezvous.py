@@ -358,11 +358,14 @@ def served(carrier: Any, timeout: timedelta) -> Store:
     return made[0]
 
 
-def opened_by_rank_0(carrier: Any, open_port: Callable[[], int]) -> tuple[str, int]:
-    """Let rank 0 open a port, and return host and port by which this rank reaches it; every rank calls this."""
-    networks = carrier.objects.all_gather(addresses.network())
-    given = (addresses.own(), open_port()) if carrier.rank == 0 else None
-    hosts, port = carrier.objects.broadcast(given, 0)
+def opened_by_rank_0(carrier: Any, call: str, open_port: Callable[[], int]) -> tuple[str, int]:
+    """Let rank 0 open a port, and return host and port by which this rank reaches it; every rank calls this.
+
+    If rank 0 fails, all ranks raise its error, with the user's call.
+    """
+    networks = carrier.objects.all_gather(addresses.network(), call=call)
+    opened: Any = attempt(carrier, call, lambda: None if carrier.rank else (addresses.own(), open_port()))[0]
+    hosts, port = opened
     if not hosts or networks[carrier.rank] == networks[0]:
         return addresses.LOOPBACK, port
     return next((host for host in hosts if is_open(host, port)), hosts[0]), port
