@@ -211,6 +211,12 @@ def for_writing(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def new_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return new memory of the CPU that may be written in both modes of inference."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 class Copies:
     """Contiguous copies of tensors, valid until the next one; of small ones the memory is kept, by shape.
 
@@ -238,8 +244,7 @@ class Copies:
     def memory(self, shape: torch.Size) -> tuple[torch.Tensor, Any]:
         """Return memory for a copy, and what describes it."""
         if (found := self._kept.get(shape)) is None:
-            with torch.inference_mode(False):  # it is written in both modes
-                made = torch.empty(shape, dtype=self._dtype, device="cpu")
+            made = new_memory(shape, self._dtype)
             found = made, self._describe(made)
             if made.nbytes <= COPY_KEPT:
                 if len(self._kept) == COPIES_KEPT:

@@ -26,7 +26,7 @@ from hpcdist.backends.mpi.plans import Plan, Plans
 from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Keys, Reduction
 from hpcdist.backends.mpi.repetition import Prepared, repeated, run_again
 from hpcdist.backends.mpi.vectors import VECTORS, Vectors
-from hpcdist.core.buffers import COPY_KEPT, Copies, TensorList, do_overlap, overlap
+from hpcdist.core.buffers import COPY_KEPT, TensorList, do_overlap, new_memory, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
 from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER, ROWS, Row, Shape
@@ -290,21 +290,20 @@ class Collectives:
         def buffer_of(values: torch.Tensor) -> Any:
             return (address(values.data_ptr(), values.nbytes), datatype), how.keyed and Keys(values, how.keyed)
 
-        read, written = Copies(wide, buffer_of), Copies(wide, buffer_of)
-
         def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
             count = shape.numel()
             if count > largest or count * itemsize >= plan.shared_from:
                 return None, count // ranks
-            values, (buffer, keys) = read.memory(shape)
-            total: Any = values
-            target, others = buffer, keys
+            total: Any
+            values = total = new_memory(shape, wide)
+            target, others = buffer, keys = buffer_of(values)
             if recv is None:
                 total = target = None
             elif ranks == 1:
                 buffer = IN_PLACE
             else:
-                total, (target, others) = written.memory(torch.Size([count // ranks]))
+                total = new_memory(torch.Size([count // ranks]), wide)
+                target, others = buffer_of(total)
             arguments = buffer, target, *last
             return (values, total, (keys, others, *arguments) if keys else arguments), count // ranks
 
