@@ -141,6 +141,15 @@ def test_the_same_memory_again_and_again(group, rank, size):
         assert known(group, row)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_memory_in_turn_than_is_described(dtype, group, size):
+    tensors = [torch.empty(1 + each % 7, dtype=dtype) for each in range(100)]
+    for turn in range(3):
+        for tensor in tensors:
+            dist.all_reduce(tensor.fill_(turn), group=group)
+            assert tensor.tolist() == [turn * size] * len(tensor)
+
+
 def all_reduce_often(group, size):
     tensor = torch.ones(4)
     for _ in range(ENOUGH):

@@ -22,7 +22,7 @@ from hpcdist.core.call_cache import tensors_of
 from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
-KNOWN = 32  # places in memory that a call's arguments are kept for
+KNOWN = 128  # addresses that arguments are kept for: a call with a list has one for each rank
 data_ptr = torch.Tensor.data_ptr
 
 
@@ -118,7 +118,7 @@ def repeated(
             arguments, size = describe(places)
             base = with_size(first, size)
             if arguments is not None:  # else what all ranks find out about their nodes may change it
-                if len(known) >= KNOWN:
+                if len(known) * len(places) >= KNOWN:
                     known.clear()
                 known[places] = arguments, size, base
         if is_copied and arguments is not None:
