@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -318,6 +319,7 @@ GATHERING = {
     "Window": lambda group: dist.Window(2, group=group),
     "node_shared": lambda group: dist.node_shared(2, group=group),
     "new_subgroups": lambda group: dist.new_subgroups(group=group),
+    "new_group with another backend": lambda group: dist.new_group(backend="gloo"),
     "reproducible": lambda group: dist.reproducible(),
     "profile": lambda group: dist.profile().__enter__(),
 }
@@ -329,6 +331,19 @@ def test_calls_that_gather_objects_are_named(one, rank, size):
     other = names[names.index(one) - 1]
     refused(f"{one}.*{other}|{other}.*{one}", GATHERING[one if rank == size - 1 else other], None)
     assert not hooks.reproducible
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_groups_of_all_ranks_are_counted_alike_after_a_new_group_that_differed(backend, comm, rank):
+    """Their names say where the ranks of one without MPI meet, and which group a report is about."""
+    if rank == 0:
+        refused("barrier.*new_group", dist.barrier)
+    else:
+        refused("barrier.*new_group", dist.new_group, backend=backend)
+    made = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+    assert len(set(comm.allgather(made.group_name))) == 1
+    dist.barrier(made)
+    dist.destroy_process_group(made)
 
 
 SPARSE = torch.eye(3).to_sparse()

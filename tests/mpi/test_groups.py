@@ -346,13 +346,17 @@ def test_each_rank_may_give_only_its_own_list(rank, size):
     """As for torch.distributed; the lists of the others follow from nothing that is sent."""
     half = (size + 1) // 2
     mine = list(range(half)) if rank < half else list(range(half, size))
-    for group in (dist.new_group(mine), dist.new_subgroups_by_enumeration([mine])[0]):
+    for group in (
+        dist.new_group(mine),
+        dist.new_subgroups_by_enumeration([mine])[0],
+        dist.new_group(mine, backend=dist.get_backend() if torch.empty(0).is_cuda else "gloo"),
+    ):
         assert dist.get_process_group_ranks(group) == mine
         assert total(group, rank) == sum(mine)
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("make", ["new_group", "unsorted", "subgroups", "split_group"])
+@pytest.mark.parametrize("make", ["new_group", "unsorted", "subgroups", "split_group", "another backend"])
 def test_lists_that_contradict_each_other_are_an_error_on_every_rank(make, rank, size):
     if size == 1:
         pytest.skip("needs two ranks")
@@ -365,6 +369,7 @@ def test_lists_that_contradict_each_other_are_an_error_on_every_rank(make, rank,
         "unsorted": lambda: dist.new_group(mine, sort_ranks=False),
         "subgroups": lambda: dist.new_subgroups_by_enumeration([mine]),
         "split_group": lambda: dist.split_group(split_ranks=[mine]),
+        "another backend": lambda: dist.new_group(mine, backend="gloo"),
     }
     with pytest.raises(ValueError, match=r"new_group: rank .* gave the ranks .*, and rank .* gave"):
         calls[make]()

@@ -236,7 +236,7 @@ class C10dBackend(Backend):
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         if self.compares_subgroups:
             self.settle()  # it takes a collective of this communicator
-            check_subgroup(self, None if index is None else subgroups[index])
+            check_subgroup(self, None if index is None else subgroups[index], "new_group")
         if index is None:
             return None
         # ranks may give their own subgroups and not the others', so that two have one name

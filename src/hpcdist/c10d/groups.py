@@ -15,6 +15,7 @@ import torch
 from hpcdist.c10d.names import Backend, BackendConfig, parse_pairs
 from hpcdist.c10d.queries import member
 from hpcdist.core import factory, registry, world
+from hpcdist.core.agreement import check_subgroup
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import MismatchError
@@ -28,6 +29,8 @@ from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.logs import LOG
 from hpcdist_stores import PrefixStore
+
+BESIDE = "new_group with another backend"  # than its parent's, as the parent's ranks compare the call
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
@@ -254,7 +257,7 @@ def make(
     count that all processes keep in step.
     """
     parent.any_backend()  # raises if the parent has ended
-    limit, before = timeout or parent.timeout, dict(WORLD.made_locally)
+    limit, before, before_locally = timeout or parent.timeout, WORLD.count(), dict(WORLD.made_locally)
     names = [
         WORLD.local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
     ]
@@ -274,10 +277,16 @@ def make(
         """Make this rank's subgroup on a backend that the parent does not have."""
         from hpcdist.launch import rendezvous
 
-        store = rendezvous.store_of(parent)  # every rank of the parent takes part
+        # every rank of the parent takes part
+        carrier = parent.any_backend()
+        carrier.settle()
+        check_subgroup(carrier, None if index is None else subgroups[index], BESIDE)
+        store = rendezvous.store_of(parent)
         if index is None:
             return None
-        ranks, store = subgroups[index], PrefixStore(f"group-{names[index]}-{name}", store)
+        ranks = subgroups[index]
+        # ranks may give their own subgroups and not the others', so that two have one name
+        store = PrefixStore(f"group-{names[index]}-{min(ranks)}-{name}", store)
         bootstrap = Bootstrap(ranks.index(parent.rank()), len(ranks), limit, store=store, options=options)
         peer = next((each for each in made.values() if each is not None), None)
         return registry.connect(name, bootstrap._replace(device_id=parent.bound_device_id, peer=peer))
@@ -288,7 +297,8 @@ def make(
                 parents = by_name.get(name)
                 made[name] = connect_over_store(name) if parents is None else parents.split(subgroups, names, limit)
     except MismatchError:
-        WORLD.made_locally = before  # ranks that gave other lists have counted other names
+        WORLD.made_locally = before_locally  # ranks that gave other lists, or made another call, have counted otherwise
+        WORLD.recount(before)
         raise
     if index is None:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from hpcdist.core.backend import Backend
@@ -43,15 +44,16 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
     raise DistBackendError(explained(text, "settings-differ"))
 
 
-def check_subgroup(backend: Backend, mine: Sequence[int] | None) -> None:
+def check_subgroup(backend: Backend, mine: Sequence[int] | None, call: str) -> None:
     """Raise on every rank if one of a subgroup's ranks gave another subgroup; every rank of the backend's group calls.
 
-    ``mine`` is the subgroup that this rank is in, as it gave it; None if it is in none.
+    ``mine`` is the subgroup that this rank is in, as it gave it; None if it is in none. ``call`` is the user's.
     """
-    digests = backend.objects.all_gather(None if mine is None else hashlib.sha256(repr(list(mine)).encode()).digest())
+    gather = partial(backend.objects.all_gather, call=call)
+    digests = gather(None if mine is None else hashlib.sha256(repr(list(mine)).encode()).digest())
     fits = mine is None or all(digests[rank] == digests[backend.rank] for rank in mine)
-    if not all(backend.objects.all_gather(fits)):
-        raise subgroups_differ(backend.objects.all_gather(mine))
+    if not all(gather(fits)):
+        raise subgroups_differ(gather(mine))
 
 
 def subgroups_differ(given: Sequence[Sequence[int] | None]) -> MismatchError:

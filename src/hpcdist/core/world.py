@@ -81,9 +81,15 @@ class World:
 
     def next_name(self) -> str:
         """Return a name for the next group that all ranks make together; it is the same on all of them."""
-        index = self.made if self.mirror is None else self.mirror.next_index(self.made)
-        self.made = index + 1
+        index = self.count()
+        self.recount(index + 1)
         return str(index)
+
+    def recount(self, made: int) -> None:
+        """Set how many groups all ranks have made together."""
+        self.made = made
+        if self.mirror is not None:
+            self.mirror.recount(made)
 
     def local_name(self, ranks: Sequence[int]) -> str:
         """Return a name for the next group of these ranks, which its members find without asking anyone."""

@@ -33,11 +33,9 @@ NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group take
 class TorchWorld:
     """torch.distributed's tables of groups, as a mirror of ours (``World.mirror``)."""
 
-    def next_index(self, made: int) -> int:
-        """Return a number that neither we nor torch have given to a group."""
-        index = max(made, c10d._world.group_count)
-        c10d._world.group_count = index + 1
-        return index
+    def recount(self, made: int) -> None:
+        """Have torch give no group the number of one of ours."""
+        c10d._world.group_count = made
 
     def count(self) -> int:
         """Return how many groups torch has counted: on every rank, also where this one is not a member."""

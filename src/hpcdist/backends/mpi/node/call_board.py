@@ -55,7 +55,7 @@ OBJECTS = ("all_gather_object", "gather_object", "broadcast_object", "scatter_ob
 # the user's calls that gather objects from all ranks: the word has which one it is in place of a root
 GATHERS = (
     OBJECTS[0], "init_process_group", "new_subgroups", "reproducible", "profile", "Window", "Window.close",
-    "node_shared", "open_store", "start_debug_server",
+    "node_shared", "open_store", "start_debug_server", "new_group with another backend",
 )  # fmt: skip
 STOP = "stop"  # no call: an earlier one has failed
 LEFT = "a call that an exception has ended in its middle"
