@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -232,6 +233,24 @@ def test_messages_that_nobody_has_received_end_with_their_group(is_late, numel, 
             dist.recv(tensor, 0, group)
             assert tensor[0].item() == 7
         dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+@pytest.mark.usefixtures("every")
+def test_a_wait_for_a_message_that_nobody_receives_ends_though_its_group_has_ended(end, rank, size):
+    """The watchdog looks at the group no more."""
+    group = dist.new_group()
+    work = dist.isend(torch.zeros(1_000_000), None, group, group_dst=(rank + 1) % size)
+    dist.barrier(group)
+    dist.set_timeout(timedelta(seconds=1), group)
+    if end == "destroy":
+        dist.destroy_process_group(group)
+    else:
+        group.abort(ends_calls=False)
+        dist.destroy_process_group(group)
+    with pytest.raises(dist.DistBackendError, match=f"was {end}ed, and a message .* has not ended in 1 s"):
+        work.wait()
+    assert not work.is_completed()
 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])

@@ -45,6 +45,10 @@ class ParentsBackend:
     def abort(self, reason: str) -> None:
         """Leave the communicator as it is."""
 
+    def pending(self) -> list[Work]:
+        """Return no call: what the parent has under way raises here."""
+        return []
+
     def __getattr__(self, name: str) -> Any:
         """Raise: nothing else may be asked of it."""
         raise self._refusal()
@@ -219,11 +223,11 @@ class Group:
         self.end_reason = reason = reason or f"group {self._name!r} was aborted"
         if ends_calls:
             self.revoke(reason)
-        errors.end_all(partial(backend.abort, reason) for backend in self._forget())
+        errors.end_all(partial(backend.abort, reason) for backend in self._forget(reason))
 
     def end(self) -> None:
         """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
-        self._ended = self._forget()
+        self._ended = self._forget("this process ends")
 
     def end_threads(self) -> None:
         """End the libraries' threads after ``end``, if no call is under way."""
@@ -249,7 +253,7 @@ class Group:
                 else:
                     self.abort(reason)
         finally:
-            self._forget()
+            self._forget(reason)
 
     def _await_other_threads(self) -> bool:
         """Wait until no other thread is in a call on the group; False if a daemon stays in one."""
@@ -263,9 +267,11 @@ class Group:
             nap(waited)
         return True
 
-    def _forget(self) -> dict[Backend, None]:
-        """Have no communicators any more; return those that there were."""
+    def _forget(self, reason: str) -> dict[Backend, None]:
+        """Have no communicators any more, for a reason; return those that there were."""
         forgotten = dict.fromkeys(self.backends.values())
+        for work in [work for backend in forgotten for work in backend.pending()]:
+            work._outlive(reason, self.timeout.total_seconds())
         if forgotten:
             RING.past += self.sequence
             blocked = self.journal.blocked()

@@ -122,6 +122,9 @@ class Work(KeptAlive, torch.distributed.Work):
         """Make a wait for this Work raise; return False if that cannot be done."""
         return False
 
+    def _outlive(self, reason: str, seconds: float) -> None:
+        """Raise if a later wait takes longer than that: the group has ended, and the watchdog looks at it no more."""
+
     def _poll(self) -> None:
         """Notice, where nobody else does, that the call has ended."""
 

@@ -193,6 +193,7 @@ class RequestWork(Work):
     _has_ended = False  # though nobody has completed the request
     _is_driven = False  # by the progress thread, which has the turn meanwhile
     _reason: str | None = None  # why it was cancelled
+    _after: tuple[str, float] | None = None  # why the group has ended, and the seconds that a wait may take since then
 
     def __init__(
         self,
@@ -228,12 +229,20 @@ class RequestWork(Work):
         return self._done
 
     def _block(self, seconds: float | None) -> bool:
-        if seconds is None:
-            with self._turn:
-                if not self._done:
-                    self._complete(self._request.Wait)
+        if seconds is not None:
+            return wait_until(self.is_completed, seconds)
+        if self._after is not None:
+            reason, limit = self._after
+            if not wait_until(self.is_completed, limit):
+                raise DistBackendError(f"{reason}, and a message that is still under way has not ended in {limit:g} s")
             return True
-        return wait_until(self.is_completed, seconds)
+        with self._turn:
+            if not self._done:
+                self._complete(self._request.Wait)
+        return True
+
+    def _outlive(self, reason: str, seconds: float) -> None:
+        self._call, self._after = None, (reason, seconds)
 
     def _poll(self) -> None:
         if self._turn.acquire(self._is_driven):  # not if another thread waits
