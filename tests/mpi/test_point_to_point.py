@@ -235,6 +235,15 @@ def test_messages_that_nobody_has_received_end_with_their_group(is_late, numel, 
         dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("numel", [0, 4])
+@pytest.mark.usefixtures("every")
+def test_no_length_is_made_up_for_a_long_message_to_oneself(numel, rank):
+    work = dist.irecv(torch.zeros(numel), rank)
+    dist.isend(torch.ones(9), rank).wait()
+    with pytest.raises(ValueError, match=r"sent (more|36) bytes"):
+        work.wait()
+
+
 @pytest.mark.parametrize("end", ["destroy", "abort"])
 @pytest.mark.usefixtures("every")
 def test_a_wait_for_a_message_that_nobody_receives_ends_though_its_group_has_ended(end, rank, size):

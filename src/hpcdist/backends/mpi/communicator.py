@@ -206,7 +206,8 @@ class Communicator(Faults):
     def too_long(self, call: str, status: MPI.Status, nbytes: int) -> MismatchError:
         """Return the error of a message that is longer than its tensor of so many bytes."""
         length = status.Get_elements(BYTE)
-        found = f"{length:,}" if length > nbytes else "more"
+        # Open MPI's status counts, of a message to oneself, what its buffer had room for
+        found = f"{length:,}" if length > nbytes and status.Get_source() != self.rank else "more"
         text = (
             f"{call} on rank {self.rank} of {self.size}: rank {status.Get_source()} sent {found} bytes with tag "
             f"{status.Get_tag()}, the tensor has {nbytes:,}; expected one that is at least as large. Nothing was "
