@@ -21,6 +21,7 @@ if [[ -n "$HPCDIST_MODULES" ]]; then
     module load "${modules[@]}"
     set -u
 fi
+cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}"  # of a rank, which has one GPU if CPUs are counted by GPU
 """
 END = """\
 echo "job $SLURM_JOB_ID ended $(date -Is) with status $status"

@@ -180,6 +180,21 @@ def test_a_number_is_a_slurm_job(capsys, monkeypatch):
     assert "no srun" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--seconds", "7", "--once", "7"], ["--once", "--seconds=7.0"]),
+        (["7", "--stacks", "--pid", "7", "--serve=0"], ["--pid=7", "--stacks", "--seconds=2.0", "--serve=0"]),
+    ],
+)
+def test_the_other_options_go_to_the_jobs_node(given, expected, monkeypatch):
+    started = []
+    monkeypatch.setattr(debug, "run_there", started.extend)
+    debug.run(given)
+    assert started[started.index("debug") + 1 :] == expected
+    assert "--jobid=7" in started
+
+
 def test_ctrl_c_ends_the_srun_of_a_job_elsewhere(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(

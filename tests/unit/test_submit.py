@@ -137,6 +137,16 @@ def test_an_option_that_asks_for_gpus_chooses_the_template_and_its_ranks(given, 
     assert ("job-name=gpu" in found) is ("lustre" not in expected)
 
 
+@pytest.mark.parametrize(
+    ("given", "gone"),
+    [(["--cpus-per-gpu=4"], "cpus-per-task"), (["--gpus=2", "--ntasks-per-gpu=1"], "ntasks-per-node")],
+)
+def test_what_sbatch_refuses_beside_an_option_is_left_out(given, gone, capsys):
+    found = directives(filled(capsys, "requeue", *given, "train.py"))
+    assert {each.lstrip("-") for each in given} < set(found)
+    assert not [line for line in found if line.startswith(gone)]
+
+
 def test_help_lists_the_templates_and_the_settings_of_one(capsys):
     listed = filled(capsys, "cpu", "--help")
     assert all(f"\n  {name} " in listed for name in NAMES)

@@ -84,6 +84,19 @@ def test_one_torchrun_a_node_starts_all_ranks_there(batch):
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--nproc-per-node=8"} <= set(said.splitlines())
 
 
+@pytest.mark.parametrize(("template", "expected"), [("gpu", 3), ("requeue", 3), ("torchrun", 12)])
+def test_cpus_may_be_counted_by_gpu(batch, template, expected):
+    given = {"SLURM_CPUS_PER_GPU": "3", "SLURM_GPUS_ON_NODE": "4", "SLURMD_NODENAME": "n1", "HPCDIST_PYTHON": "python"}
+    _, said = ended(batch(template, 'printf "%s\\n" "${options[@]}"\n', "train.py", **given))
+    assert f"--cpus-per-task={expected}" in said.splitlines(), said
+
+
+@pytest.mark.parametrize("given", ["abc", "-1", "08", "1 2"])
+def test_a_number_of_restarts_that_is_none_is_named_before_the_job_runs(batch, given):
+    status, said = ended(batch("requeue", PRINTS, "train.py", HPCDIST_MAX_RESTARTS=given))
+    assert (status, said) == (2, f"error: HPCDIST_MAX_RESTARTS={given}; expected a number\n")
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

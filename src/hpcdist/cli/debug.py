@@ -66,8 +66,9 @@ def run(args: list[str]) -> int:
     """Show a running job; return 0, or srun's exit status; 1 if no job is found or it does not answer."""
     given = parser().parse_args(args)
     if given.job is not None and re.fullmatch(r"\d+([_.+]\d+)?", given.job):
-        rest = [*args]
-        rest.remove(given.job)
+        options = ((f"--{name}", value) for name, value in vars(given).items() if name != "job")
+        chosen = ((name, value) for name, value in options if value is not None and value is not False)
+        rest = [name if value is True else f"{name}={value}" for name, value in chosen]
         where_it_runs = ["srun", "--quiet", f"--jobid={given.job}", "--overlap", "--nodes=1", "--ntasks=1"]
         return run_there([*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest])
     if given.job is not None and not is_address(given.job):

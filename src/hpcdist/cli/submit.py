@@ -37,6 +37,8 @@ SHORT = (
 LETTERS = dict(pair.split("=") for pair in SHORT.split())
 # each asks for GPUs (gres may ask for others); one that is given takes the place of the template's
 GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres")
+# and these take the place of what sbatch would not take beside them, or would ask room for too
+REPLACED = {"ntasks-per-node": ("ntasks", "ntasks-per-gpu"), "cpus-per-task": ("cpus-per-gpu",)}
 USAGE = "usage: python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]"
 Options = dict[str, str | None]
 
@@ -93,8 +95,8 @@ def fill(template: str, options: Options, script: list[str]) -> str:
             end_of_directives = len(lines) + 1
             if directive[1] in left:
                 line = directive_line(directive[1], left.pop(directive[1]))
-            elif (directive[1] in GPUS and asks_for_gpus(options)) or (
-                directive[1] == "ntasks-per-node" and "ntasks" in options  # which sbatch asks room for too
+            elif (directive[1] in GPUS and asks_for_gpus(options)) or any(
+                each in options for each in REPLACED.get(directive[1], ())
             ):
                 end_of_directives -= 1
                 continue
