@@ -17,6 +17,14 @@ SRUN = """#!/usr/bin/env bash
 options=()
 while [[ "$1" == -* ]]; do options+=("$1"); shift; done
 """
+SCONTROL = """#!/bin/sh
+if [ "$1" = show ]; then
+    echo "   PreemptEligibleTime=2026-01-02T03:04:05 PreemptTime=${PREEMPTED:-None}"
+    exit
+fi
+echo requeued
+kill -TERM $PPID
+"""
 PRINTS = 'for each in "$@"; do echo "<$each>"; done\n'
 
 
@@ -25,7 +33,7 @@ def batch(tmp_path):
     """Start a template with a srun of this text; return its process."""
 
     def start(template: str, srun: str, *args: str, **variables: str) -> subprocess.Popen[str]:
-        for name, text in (("srun", SRUN + srun), ("scontrol", "#!/bin/sh\necho requeued\nkill -TERM $PPID\n")):
+        for name, text in (("srun", SRUN + srun), ("scontrol", SCONTROL)):
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
         given = {
@@ -161,6 +169,15 @@ def test_a_warning_does_not_hide_the_status_of_the_step(batch, tmp_path, status)
     code, said = ended(process)
     assert ("requeued" in said) == (status != 1), said
     assert code == (1 if status == 1 else -signal.SIGTERM), said
+
+
+@pytest.mark.parametrize("status", [0, 1, 143])
+@pytest.mark.parametrize("preempted", ["None", "2026-01-02T03:04:06"])
+def test_a_job_that_is_preempted_is_requeued_though_only_its_ranks_are_told(batch, status, preempted):
+    code, said = ended(batch("requeue", f"exit {status}\n", "train.py", PREEMPTED=preempted))
+    is_requeued = status != 1 and preempted != "None"
+    assert ("requeued" in said) == is_requeued, said
+    assert code == (-signal.SIGTERM if is_requeued else status), said
 
 
 @pytest.mark.parametrize(
