@@ -71,10 +71,23 @@ def test_the_package_runs_as_a_module():
     assert "templates:" in done.stdout
 
 
-def test_a_reader_that_leaves_ends_a_command_in_silence():
-    line = f"set -o pipefail; {sys.executable} -m hpcdist explain | true"  # which reads nothing
+@pytest.mark.parametrize("command", ["explain", "--help"])
+def test_a_reader_that_leaves_ends_a_command_in_silence(command):
+    line = f"set -o pipefail; {sys.executable} -m hpcdist {command} | true"  # which reads nothing
     done = programs.run(["bash", "-c", line])
     assert (done.returncode, done.stderr) in [(128 + signal.SIGPIPE, ""), (0, "")]
+
+
+def test_a_full_disk_is_said_in_a_line():
+    done = programs.run(["bash", "-c", f"{sys.executable} -m hpcdist explain > /dev/full"])
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+
+
+def test_a_connection_that_a_script_has_lost_is_the_scripts_error(tmp_path):
+    """``run`` ended in silence, as if a reader of its output had left."""
+    (tmp_path / "train.py").write_text("raise BrokenPipeError(32, 'a data loader')\n")
+    with pytest.raises(BrokenPipeError, match="a data loader"):
+        cli_main.main(["run", str(tmp_path / "train.py")])
 
 
 @pytest.mark.parametrize(

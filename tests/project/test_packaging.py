@@ -100,7 +100,7 @@ def test_with_an_mpi(built, tmp_path, kind, extra):
     path = programs if extra == "impi" else None
     assert "sum 2.0" in run(programs / "mpirun", "-n", "2", programs / "python", "-c", ADD, path=path)
     assert "hpcdist 0.1.0" in run(programs / "hpcdist", "--version")
-    assert "#SBATCH --nodes=4" in run(programs / "hpcdist", "slurm", "cpu", "--nodes", "4", "train.py")
+    assert "#SBATCH --nodes=4" in run(programs / "hpcdist", "submit", "--nodes", "4", "--dry-run", "train.py")
     assert "0 wrong" in run(programs / "mpirun", "-n", "2", programs / "hpcdist", "doctor", path=path)
     if extra == "impi":
         said = run(programs / "hpcdist", "doctor", fails=True)

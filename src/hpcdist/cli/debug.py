@@ -92,6 +92,8 @@ def run(args: list[str]) -> int:
             if given.once:
                 return 0
             time.sleep(given.seconds)
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        raise
     except OSError as error:  # no such job; or the page cannot be written or served
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1

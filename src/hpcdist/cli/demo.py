@@ -35,7 +35,7 @@ def parser() -> JobParser:
 
 def command(ranks: int) -> list[str]:
     """Return the command line that starts the ranks: mpirun's, or torchrun's if there is no MPI."""
-    mpirun = mpi_library.launcher()
+    mpirun = mpi_library.own_mpirun() or mpi_library.launcher()  # the PATH's may be another MPI's
     try:
         runtime.load()
     except DistBackendError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -31,6 +32,7 @@ COMMANDS = {
     "submit": Command("hpcdist.cli.submit", "submit a script to Slurm, or write its job script"),
     "completion": Command("hpcdist.cli.completion", "print a shell's script that completes these words"),
 }
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 MORE = "options of a command: python -m hpcdist COMMAND --help; also: --version"
 
 
@@ -47,6 +49,27 @@ def tell(text: str, file: TextIO | None = None) -> None:
 def main(args: list[str] | None = None) -> int:
     """Run one command, by its name and arguments; return its exit status, 2 for a wrong call."""
     given = sys.argv[1:] if args is None else args
+    if given and given[0] == "run":  # whose output and errors are its script's
+        return dispatched(given)
+    try:
+        if sys.stdout is None:  # closed by the caller (`>&-`)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+        elif isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a locale may lack the marks
+        status = dispatched(given)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough, as `head` has
+            return 128 + signal.SIGPIPE
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return status
+
+
+def dispatched(given: list[str]) -> int:
     if given and given[0] in ("-h", "--help"):
         tell(usage())
         return 0
@@ -58,14 +81,4 @@ def main(args: list[str] | None = None) -> int:
         wrong = f"\nerror: no command {given[0]!r} (known: {', '.join(COMMANDS)})" if given else ""
         tell(usage() + wrong, sys.stderr)
         return 2
-    try:
-        if sys.stdout is None:  # closed by the caller (`>&-`)
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
-        elif isinstance(sys.stdout, io.TextIOWrapper) and given[0] != "run":  # whose output is its script's
-            sys.stdout.reconfigure(errors="replace")  # a locale may lack the marks
-        status = int(importlib.import_module(command.module).run(given[1:]))
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
-        return 128 + signal.SIGPIPE
-    return status
+    return int(importlib.import_module(command.module).run(given[1:]))

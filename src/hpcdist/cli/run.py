@@ -26,7 +26,7 @@ def parser() -> JobParser:
     made = JobParser(prog="python -m hpcdist run", description=described(__doc__).partition("\n")[0])
     made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
     made.add_argument("script", help="the script to run, unmodified")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments").required = False
     return made
 
 
