@@ -352,6 +352,12 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     assert advice.remedy == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"
 
 
+def test_an_mpirun_without_a_home_is_told_what_it_lacks():
+    said = "[vm:1] Error: Unable to get the user home directory\n  mca_base_var_init failed"
+    facts = {"library": "Open MPI 5.0.11", "mpirun": "/bin/mpirun", "started": False, "said": said}
+    assert found(mpi_library.judge_launcher(facts), "HOME is not set").remedy == "export HOME=~"
+
+
 @pytest.mark.skipif(not programs.HAS_ULFM, reason="other MPIs have no such folder")
 def test_an_mpirun_keeps_a_file_of_its_session_folder_open(tmp_path, monkeypatch):
     """So one in another container, whose process is not seen, is not taken for dead."""

@@ -147,3 +147,10 @@ def test_open_mpi_does_not_open_btl_ofi_on_one_node() -> None:
         done = programs.run(program, **verbose, **given)
         assert done.stdout == "left: None\n", done.stderr
         assert ("initializing btl component sm" in done.stderr, "btl component ofi" in done.stderr) == (True, is_open)
+
+
+@pytest.mark.skipif(programs.LIBRARY == "none", reason="no mpirun")
+def test_mpi_starts_without_a_home() -> None:
+    start = "from hpcdist.backends.mpi.process import runtime; runtime.world(); print('started')"
+    done = programs.run(["env", "-u", "HOME", sys.executable, "-c", start])
+    assert done.stdout == "started\n", done.stderr

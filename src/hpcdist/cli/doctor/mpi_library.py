@@ -223,6 +223,8 @@ def judge_launcher(facts: Facts) -> Iterator[Finding]:
     elif "ALLOW_RUN_AS_ROOT" in said or "run as root" in said:
         remedy = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
         yield Finding(PROBLEM, f"{mpirun} refuses to start ranks as root", remedy)
+    elif "user home directory" in said:
+        yield Finding(PROBLEM, f"{mpirun} does not start: HOME is not set", "export HOME=~")
     elif "mpiexec.hydra: not found" in said:  # Intel MPI's mpirun is a script that calls it by name
         text = f"{mpirun} looks for mpiexec.hydra only on the PATH, which lacks its folder"
         yield Finding(PROBLEM, text, f"export {on_path(mpirun)}")

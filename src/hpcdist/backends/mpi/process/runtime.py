@@ -129,6 +129,8 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         # up to here a message within a node is copied through shared memory, and not read from the sender's: 1.5 to 2.8
         # times as fast from 4 to 32 KiB, and cut to the buffer that receives it (known issues)
         os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", str(32 << 10))
+        # without it Open MPI 5 ends the process in MPI_Init: `env -i`, `srun --export=NONE`
+        os.environ.setdefault("HOME", os.path.expanduser("~"))
         check_launcher(MPI, detect())
         intel_mpi.prepare(MPI)
         leave_out_han()
