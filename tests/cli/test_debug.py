@@ -195,6 +195,17 @@ def test_the_other_options_go_to_the_jobs_node(given, expected, monkeypatch):
     assert "--jobid=7" in started
 
 
+@pytest.mark.parametrize(("given", "number"), [("7_1", "12"), ("7_2", "7_2"), ("7.0", "7")])
+def test_a_task_of_an_array_has_a_number_of_its_own(given, number, tmp_path, monkeypatch):
+    (tmp_path / "squeue").write_text('#!/bin/sh\n[ "$2" = --jobs=7_1 ] && echo 12\n')
+    (tmp_path / "squeue").chmod(0o755)
+    started = []
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(debug, "run_there", started.extend)
+    debug.run([given])
+    assert f"--jobid={number}" in started
+
+
 def test_ctrl_c_ends_the_srun_of_a_job_elsewhere(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.cli.job_arguments import described, file, positive
@@ -46,6 +47,17 @@ def is_address(text: str) -> bool:
     return host != "" and is_port(number)
 
 
+def allocation(job: str) -> str:
+    """Return a job's own number, which srun takes: that of ``4711_1``, an array's task, is another one."""
+    if job.isdecimal():
+        return job
+    with suppress(OSError):  # no Slurm here, as srun will say
+        command = ["squeue", "--noheader", f"--jobs={job}", "--format=%A"]
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.split()
+        return said[0] if said else job
+    return job
+
+
 def run_there(command: list[str]) -> int:
     """Run srun to its end, or until Ctrl-C, which ends it; return its exit status."""
     try:
@@ -65,11 +77,11 @@ def run_there(command: list[str]) -> int:
 def run(args: list[str]) -> int:
     """Show a running job; return 0, or srun's exit status; 1 if no job is found or it does not answer."""
     given = parser().parse_args(args)
-    if given.job is not None and re.fullmatch(r"\d+([_.+]\d+)?", given.job):
+    if given.job is not None and (asked := re.fullmatch(r"(\d+([_+]\d+)?)(\.\d+)?", given.job)):
         options = ((f"--{name}", value) for name, value in vars(given).items() if name != "job")
         chosen = ((name, value) for name, value in options if value is not None and value is not False)
         rest = [name if value is True else f"{name}={value}" for name, value in chosen]
-        where_it_runs = ["srun", "--quiet", f"--jobid={given.job}", "--overlap", "--nodes=1", "--ntasks=1"]
+        where_it_runs = ["srun", "--quiet", f"--jobid={allocation(asked[1])}", "--overlap", "--nodes=1", "--ntasks=1"]
         return run_there([*where_it_runs, sys.executable, "-m", "hpcdist", "debug", *rest])
     if given.job is not None and not is_address(given.job):
         parser().error(f"{given.job!r}: expected a Slurm job's number or HOST:PORT")
