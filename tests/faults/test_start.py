@@ -28,9 +28,12 @@ if what == "comm":
     MPI.Init()  # runtime, imported above, keeps the import from it
     comm = MPI.COMM_WORLD
 print(json.dumps({"rank": rank, "event": "here", "pid": os.getpid()}), flush=True)
+if rank == 1 and what == "raise":
+    time.sleep(1)
+    raise ZeroDivisionError("before MPI")
 if rank == 1 and what != "inside":
     time.sleep(1 if what == "late" else 60)
-dist.init_process_group(comm=comm, timeout=timedelta(seconds=5 if what == "late" else 3))
+dist.init_process_group(comm=comm, timeout=timedelta(seconds={"late": 5, "raise": 60}.get(what, 3)))
 time.sleep(6 if what == "late" else 0)
 dist.barrier()
 print(json.dumps({"rank": rank, "event": "done", "pid": os.getpid()}), flush=True)
@@ -52,4 +55,14 @@ def test_a_rank_that_comes_late_is_waited_for_and_nothing_is_left_of_the_limit(l
     with Job(launcher, 3, ["late"], program) as job:
         assert len(job.wait("done", 3, 90)) == 3, job.stderr()
         assert job.finish(20) == 0
+        assert "Timeout" not in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_a_rank_that_an_exception_ends_before_ends_the_job(launcher: str, program: Path) -> None:
+    """MPICH's mpirun ends a job for processes only that have begun MPI_Init."""
+    with Job(launcher, 3, ["raise"], program, is_forked=False) as job:
+        job.wait("here", 3, 90)
+        assert job.finish(50) == 1
+        assert "ZeroDivisionError: before MPI" in job.stderr()
         assert "Timeout" not in job.stderr()

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+FORWARD_SECONDS = 0.2  # what was just written takes so long to reach the launcher, on a busy machine
+
 
 def sized(nbytes: float) -> str:
     """Return a number of bytes with a unit: ``1.5 KiB``, ``64 MiB``."""

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from hpcdist.core.backend import Backend
+from hpcdist.core.errors import run_hook
+from hpcdist.core.printing import FORWARD_SECONDS
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.liveness import Liveness
@@ -30,17 +35,38 @@ UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that 
 ABORT_STATUS = 1
 
 
-def leave_hydra() -> bool:
-    """Tell Hydra (MPICH's mpirun) that this process ends well, if that started it, and return whether it was told.
-
-    When a process ends without, Hydra kills the others of its node, and takes their statuses for 0 or for 9.
-    """
+def tell_hydra(command: str) -> str:
+    """Send Hydra (MPICH's mpirun) a command of PMI 1, if that started this process, and return its answer, if any."""
     descriptor = os.environ.get("PMI_FD", "") if environment.HYDRAS_OWN in os.environ else ""
     with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(descriptor))) as hydra:
         hydra.settimeout(HYDRA_SECONDS)
-        hydra.sendall(b"cmd=finalize\n")  # of PMI 1
-        return hydra.recv(64).startswith(b"cmd=finalize_ack")
-    return False
+        hydra.sendall(f"cmd={command}\n".encode())
+        return hydra.recv(64).decode()
+    return ""
+
+
+def leave_hydra() -> bool:
+    """Tell Hydra that this process ends well, and return whether it was told.
+
+    When a process ends without, Hydra kills the others of its node, and takes their statuses for 0 or for 9.
+    """
+    return tell_hydra("finalize").startswith("cmd=finalize_ack")
+
+
+def abort_before_mpi(before: Callable[..., Any], owner: int, *exception: Any) -> None:
+    """Do what was to be done with an uncaught exception, and have Hydra end the job if MPI has not started here.
+
+    The others wait for this rank in MPI_Init, and Hydra ends no job for a process that exits before it.
+    """
+    run_hook(before, *exception)
+    MPI = sys.modules.get("mpi4py.MPI")
+    if os.getpid() == owner and (MPI is None or not MPI.Is_initialized()):  # a forked child is no rank
+        time.sleep(FORWARD_SECONDS)
+        tell_hydra(f"abort exitcode={ABORT_STATUS}")
+
+
+if environment.HYDRAS_OWN in os.environ:
+    sys.excepthook = partial(abort_before_mpi, sys.excepthook, os.getpid())
 
 
 class JobEnd:

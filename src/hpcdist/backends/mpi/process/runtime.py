@@ -30,7 +30,7 @@ from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
 from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core import shutdown
 from hpcdist.core.errors import DistBackendError, explained, run_hook
-from hpcdist.core.printing import write_to_stderr
+from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
 from hpcdist.core.ranks import listed
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
@@ -40,7 +40,6 @@ START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI ta
 STDERR = 2  # the descriptor: sys.stderr may be anything
 ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
 TURN_SECONDS, LONGEST_TURN = 0.3, 3.0  # how much later than the rank before it a rank aborts
-FORWARD_SECONDS = 0.2  # what was just said takes so long to reach the launcher, on a busy machine
 
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 COLLECTIVES, HAN_PRIORITY = "OMPI_MCA_coll", "OMPI_MCA_coll_han_priority"
