@@ -240,6 +240,15 @@ class Cluster:
         """Run a command in the switch's network namespace, and return what it wrote."""
         return checked(["nsenter", "-t", str(self._switch), "-n", "--", *words])
 
+    def set_family(self, number: int) -> None:
+        """Give eth0 of every host addresses, and their names: of IPv4, 4, or of IPv6, 6, only."""
+        network, bits = {4: (NETWORKS["eth0"] + ".", 24), 6: ("fd77::", 64)}[number]
+        for host in self.hosts:
+            host.address = f"{network}{host.number}"
+            host._network("ip", "address", "flush", "dev", "eth0", "scope", "global")
+            host._network("ip", "address", "add", f"{host.address}/{bits}", "dev", "eth0", *["nodad"] * (number == 6))
+        self.name_hosts()
+
     def name_hosts(self, style: str = "plain") -> None:
         """Write /etc/hosts of every host.
 

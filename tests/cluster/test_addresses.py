@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,14 @@ def debian(cluster: Cluster) -> Cluster:
     """Hosts as Debian's installer leaves them: 127.0.1.1 and the own name in /etc/hosts."""
     cluster.name_hosts("debian")
     return cluster
+
+
+@pytest.fixture
+def ipv6(cluster: Cluster) -> Iterator[Cluster]:
+    """Hosts that have no IPv4 address but the loopback's."""
+    cluster.set_family(6)
+    yield cluster
+    cluster.set_family(4)
 
 
 def run_on_each(cluster: Cluster, count: int, command: Sequence[str], **more: str) -> list[str]:
@@ -95,6 +103,14 @@ def test_the_watchdog_asks_across_debian_hosts(debian: Cluster) -> None:
         done.stderr,
     ), done.stderr
     assert "ranks 0, 1 are in it" in done.stderr
+
+
+@pytest.mark.skipif(LIBRARY != "openmpi", reason="MPICH's mpirun knows IPv4 addresses only")
+@pytest.mark.parametrize(("kind", "expected"), [("late", "rank 1 has not entered all_reduce #2"), ("gloo", ": gloo")])
+def test_ranks_ask_and_meet_where_there_is_no_ipv4(ipv6: Cluster, kind: str, expected: str) -> None:
+    done = launch.run(ipv6, (1, 1), [sys.executable, JOB, kind], names_interface=False, **QUIET)
+    assert expected in done.stdout + done.stderr
+    assert done.returncode == (kind == "late"), done.stderr
 
 
 @smoke

@@ -3,6 +3,7 @@
 The host's name is not enough: Debian and Ubuntu write ``127.0.1.1 NAME`` into /etc/hosts, so that the name means the
 loopback on the host itself and another address everywhere else, and a cluster's private network may have no default
 route. So the interfaces are listed, and every user of an address (store, watchdog, gloo, doctor) takes it from here.
+Addresses are IPv4's, or IPv6's on a host that has no other ones.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ import ipaddress
 import os
 import socket
 import struct
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
-ALL_INTERFACES = "0.0.0.0"  # what a server listens at that is to be reached from other hosts
+LOOPBACKS = {socket.AF_INET: LOOPBACK, socket.AF_INET6: "::1"}
+# what a server listens at that is to be reached from other hosts
+ALL_INTERFACES = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 CHOICE = "GLOO_SOCKET_IFNAME"  # gloo's own variable: names of interfaces, separated by commas
 MOST = 4  # addresses that other hosts are told
 
 # linux/sockios.h and linux/if.h
 SIOCGIFFLAGS, SIOCGIFADDR = 0x8913, 0x8915
 IFF_UP, IFF_RUNNING = 0x1, 0x40
+IPV6_ADDRESSES, GLOBAL = Path("/proc/net/if_inet6"), "00"  # lines of address, index, prefix, scope, flags, name
 
 
 def is_loopback(address: str) -> bool:
@@ -32,7 +37,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that is up and has one, the loopback left out."""
+    """Return the address of each interface that is up and has one, the loopback left out."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -42,13 +47,27 @@ def interfaces() -> dict[str, str]:
                 address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
                 if flags & IFF_UP and flags & IFF_RUNNING and not is_loopback(address):
                     found[name] = address
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for hexadecimal, _, _, scope, _, name in map(str.split, [] if found else IPV6_ADDRESSES.open()):
+            if scope == GLOBAL:
+                found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(hexadecimal)))
     return found
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+@cache
+def family() -> socket.AddressFamily:
+    """Return the family of this host's addresses."""
+    return family_of(next(iter(interfaces().values()), LOOPBACK))
+
+
 def named() -> list[str]:
-    """Return the IPv4 addresses that this host's name means on this host; none for a name that is unknown."""
+    """Return the addresses that this host's name means on this host; none for a name that is unknown."""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(socket.gethostname(), None, family(), socket.SOCK_DGRAM)
     except OSError:
         return []
     return list(dict.fromkeys(str(each[4][0]) for each in found))

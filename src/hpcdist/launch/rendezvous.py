@@ -342,7 +342,7 @@ def served(carrier: Any, timeout: timedelta) -> Store:
         listening = addresses.LOOPBACK
         if len(set(networks)) > 1:
             hosts = addresses.own()
-            listening = addresses.ALL_INTERFACES if hosts else socket.gethostname()
+            listening = addresses.ALL_INTERFACES[addresses.family()] if hosts else socket.gethostname()
         store = stores.TCPStore(listening, 0, None, True, timeout, wait_for_workers=False, secret=secret)
         made.append(store)
         return [(host, store.port) for host in hosts or (listening,)], secret

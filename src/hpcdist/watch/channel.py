@@ -43,7 +43,7 @@ Handler = Callable[[Message], "Message | None"]
 
 def datagram_socket() -> socket.socket:
     """Return a UDP socket on a free port, which does not block."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made = socket.socket(addresses.family(), socket.SOCK_DGRAM)
     made.bind(("", 0))
     made.setblocking(False)
     return made
@@ -86,7 +86,7 @@ class Channel:
         self.rank = rank
         self.socket = datagram_socket()
         # nobody accepts: the kernel completes the connections, and resets them when this process ends
-        self.listener = socket.create_server((addresses.ALL_INTERFACES, 0), backlog=socket.SOMAXCONN)
+        self.listener = socket.create_server(("", 0), family=addresses.family(), backlog=socket.SOMAXCONN)
         self.own = Endpoint(
             addresses.own(),
             self.socket.getsockname()[1],
@@ -145,7 +145,8 @@ class Channel:
 
     def targets(self, endpoint: Endpoint) -> list[tuple[str, int]]:
         """Return the addresses under which a rank may be reached."""
-        found = (addresses.LOOPBACK,) if endpoint.machine == self.own.machine else endpoint.addresses
+        is_near = endpoint.machine == self.own.machine
+        found = (addresses.LOOPBACKS[addresses.family()],) if is_near else endpoint.addresses
         return [(address, endpoint.port) for address in found]
 
     def stream_targets(self, endpoint: Endpoint) -> list[tuple[str, int]]:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from hpcdist.launch import addresses
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, Process, process_status
 from hpcdist.watch.question import RUN, Message, expanded
@@ -68,7 +69,7 @@ class Connection:
         self._socket = self._connect()
 
     def _connect(self) -> socket.socket:
-        made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        made = socket.socket(addresses.family_of(self._target[0]), socket.SOCK_STREAM)
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
@@ -276,7 +277,8 @@ def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dic
         begun, poll = {}, select.poll()
         with ExitStack() as sockets:
             for target in several[first : first + AT_ONCE]:
-                connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                made = socket.socket(addresses.family_of(target[0]), socket.SOCK_STREAM)
+                connection = sockets.enter_context(made)
                 connection.setblocking(False)
                 found[target] = connection.connect_ex(target)
                 if found[target] == errno.EINPROGRESS:
