@@ -1,5 +1,6 @@
 """FileStore: the contract, torch's format, killed writers and stale files."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -187,6 +188,37 @@ def test_a_removed_file_is_an_error_at_once(tmp_path):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(dist.DistStoreError, match=r"cannot write to .*/absent/store: there is no such folder"):
         stores.FileStore(tmp_path / "absent" / "store")
+
+
+@pytest.mark.parametrize("failing", ["open", "flock"])
+def test_a_file_that_cannot_be_made_or_locked_is_named(tmp_path, monkeypatch, failing):
+    def fail(*_):
+        raise OSError(errno.ENOSPC if failing == "open" else errno.ENOLCK, "no more of it")
+
+    monkeypatch.setattr(os if failing == "open" else fcntl, failing, fail)
+    word = "open" if failing == "open" else "lock"
+    with pytest.raises(dist.DistStoreError, match=rf"cannot {word} .*/store: no more of it"):
+        stores.FileStore(tmp_path / "store")
+
+
+def test_a_full_disk_counts_no_user_by_half(tmp_path, monkeypatch):
+    """One that cannot write is none; the last one to leave removes the file, which takes no room."""
+    path, write = tmp_path / "store", os.write
+    first = stores.FileStore(path, 1)
+    known, room = path.read_bytes(), []
+
+    def fill(fd, data):
+        if room and len(data) > room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", fill)
+    room.append(20)  # bytes: for a counter, but not for a note
+    with pytest.raises(dist.DistStoreError, match=r"cannot write to .*/store: No space left on device"):
+        stores.FileStore(path, 2)
+    assert path.read_bytes() == known
+    del first
+    assert not path.exists()
 
 
 def test_the_last_user_removes_the_file(tmp_path):

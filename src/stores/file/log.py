@@ -88,16 +88,14 @@ class FileLog:
                 written += os.write(fd, records[written:])
         except OSError as error:
             os.ftruncate(fd, self._offset)
-            raise DistStoreError(f"cannot write to {self.path}: {error}") from error
+            raise DistStoreError(f"cannot write to {self.path}: {error.strerror}") from error
         for key, value in pairs:
             self._apply(key, value)
         self._offset += len(records)
 
-    def add(self, fd: int, key: bytes, amount: int) -> int:
-        """Append a counter's new total; call within ``writing``."""
-        total = wrap_i64(parse_i64(self.data.get(key) or b"0") + amount)
-        self.append(fd, (key, b"%d" % total))
-        return total
+    def total(self, key: bytes, amount: int) -> tuple[bytes, bytes]:
+        """Return a counter with an amount added to it, for ``append``."""
+        return key, b"%d" % wrap_i64(self.count(key) + amount)
 
     def count(self, key: bytes) -> int:
         """Return a counter as last read."""
@@ -126,10 +124,14 @@ class FileLog:
                 raise DistStoreError(
                     f"the store's file {self.path} is gone: all its users have left, or it was removed"
                 ) from None
+            except OSError as error:  # a full disk, or one that is only read
+                raise DistStoreError(f"cannot open {self.path}: {error.strerror}") from error
             try:
                 fcntl.flock(fd, lock | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):  # another process has it
                 pass
+            except OSError as error:
+                raise DistStoreError(f"cannot lock {self.path}: {error.strerror}") from error
             else:
                 if _is_at(fd, self.path):
                     yield fd

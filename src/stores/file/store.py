@@ -75,9 +75,11 @@ class FileStore(Store):
         name, amount = _key(key), as_amount(amount)
         with self._log.writing(self._deadline()) as fd:
             try:
-                return self._log.add(fd, name, amount)
+                total = self._log.total(name, amount)
             except OverflowError as error:
                 raise IndexError(f"add to {name[1:]!r}: {error}") from None
+            self._log.append(fd, total)
+            return int(total[1])
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         name, expected, desired = _key(key), as_bytes(expected, "expected"), as_bytes(desired, "desired")

@@ -65,9 +65,7 @@ class FileUser:
         with log.writing(deadline, create=True) as fd:
             if world_size > 0:
                 _refuse_stale(log, fd, world_size)
-            log.add(fd, FIRST_KEY, 1)
-            if note is not None:
-                log.append(fd, (NOTE + note, HERE))
+            log.append(fd, log.total(FIRST_KEY, 1), *_noted(note, HERE))
         self.leave = weakref.finalize(self, _leave, log, world_size, note, pid)
 
 
@@ -75,12 +73,14 @@ def _leave(log: FileLog, world_size: int, note: bytes | None, pid: int) -> None:
     if os.getpid() != pid:  # a forked child is not a user of its own
         return
     with contextlib.suppress(DistError, OSError, ValueError), log.writing(time.monotonic() + LEAVE_S) as fd:
-        gone = log.add(fd, LEFT_KEY, 1)
-        left = log.add(fd, FIRST_KEY, -1)
-        if note is not None:
-            log.append(fd, (NOTE + note, LEFT))
-        if left <= 0 and 0 <= world_size <= gone:
+        if log.count(FIRST_KEY) <= 1 and 0 <= world_size <= log.count(LEFT_KEY) + 1:
             os.unlink(log.path)
+        else:
+            log.append(fd, log.total(LEFT_KEY, 1), log.total(FIRST_KEY, -1), *_noted(note, LEFT))
+
+
+def _noted(note: bytes | None, state: bytes) -> list[tuple[bytes, bytes]]:
+    return [] if note is None else [(NOTE + note, state)]
 
 
 def _refuse_stale(log: FileLog, fd: int, world_size: int) -> None:
