@@ -201,7 +201,7 @@ def test_a_first_call_left_midway_ends_the_group(comm, monkeypatch):
 
 def test_objects_left_midway_end_the_group(comm, monkeypatch):
     made = dist.new_group()
-    dist.barrier(made)
+    dist.broadcast_object_list([1], 0, made)  # makes what the call below needs of all ranks
     if comm.size > 1 and comm.rank == 0:
 
         def leave(*given):
@@ -216,6 +216,35 @@ def test_objects_left_midway_end_the_group(comm, monkeypatch):
     comm.Barrier()
     made.abort("its call was left", ends_calls=False)
     dist.destroy_process_group(made)
+
+
+def test_what_is_left_of_an_object_meets_no_other_call(comm, monkeypatch):
+    """A rank that cannot take what the root sends: its next broadcast took the pickle for its data."""
+    made = dist.new_group([0, 1][: comm.size])
+    if comm.rank < 2:
+        dist.barrier(made)
+        objects = [{"lr": 0.1}]
+        if comm.rank == 1:
+
+            def leave(part):
+                raise MemoryError
+
+            with monkeypatch.context() as patch:
+                patch.setattr(parts, "of", leave)
+                with pytest.raises(MemoryError):
+                    dist.broadcast_object_list(objects, 0, made)
+        else:
+            dist.broadcast_object_list(objects, 0, made)
+        values = torch.full((1000,), comm.rank)
+        dist.broadcast(values, 0, made)
+        assert values.eq(0).all()
+        if comm.rank == 1:
+            with pytest.raises(RuntimeError, match="MemoryError has ended an earlier call of this rank on the group"):
+                dist.all_gather_object([None] * 2, 1, made)
+    comm.Barrier()
+    if comm.rank < 2:
+        made.abort("its call was left", ends_calls=False)
+        dist.destroy_process_group(made)
 
 
 def test_waiting_lets_other_threads_run(of_host):

@@ -83,6 +83,7 @@ class MPIObjects(Objects):
 
     def _all_gather_object(self, value: Any, code: int, weights_only: bool) -> list[Any]:
         call = GATHERS[code]
+        self._communicator.check_in_step(call)
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         is_in_slot = not (apart or failure or weights_only)
         gathered = None
@@ -126,7 +127,7 @@ class MPIObjects(Objects):
             data, apart, failure = packed(value, root, weights_only=weights_only)
             given = [data, *apart]
         with self._communicator.in_step("broadcast_object"):
-            received = parts.broadcast(self._comm, given, root)
+            received = parts.broadcast(self._communicator.open_private(), given, root)
         self._check("broadcast_object", failure)
         return value if self._rank == root else unpacked(*received, weights_only=weights_only)
 
