@@ -433,6 +433,14 @@ def test_hooks_are_refused_and_not_forgotten(world):
             register(1, print)
 
 
+def test_a_graph_does_not_wait_for_calls_begun_outside(world):
+    allow = functional.allow_inflight_collective_as_graph_input_ctx
+    with pytest.raises(RuntimeError, match="wait_tensor does not wait for calls"), allow():
+        pass
+    with allow(False):
+        pass
+
+
 def test_pending_calls_can_be_waited_for(world, size):
     tensors = [torch.ones(4) for _ in range(10)]
     works = [world.allreduce([each], torch_dist.AllreduceOptions()) for each in tensors]

@@ -15,6 +15,8 @@ what                                                  why                       
                                                       Python: on NCCL they wait for each other
 ``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
 ``distributed_c10d.destroy_process_group``            keeps all groups if one of them raises              2.13.0
+``_C._distributed_c10d.                               a group made in Python registers no Work that        2.13.0
+_set_allow_inflight_collective_as_graph_input``       ``wait_tensor`` could wait for
 ``DistributedDataParallel.                            its FP16_COMPRESS takes a list of tensors made in   2.13.0
 _register_builtin_comm_hook``                         C++ only, and fails on what Python hands on
 ====================================================  ==================================================  ==============
@@ -32,6 +34,7 @@ from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as bindings
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,6 +143,19 @@ def live() -> int:
     return sum(isinstance(each, ProcessGroup) and not each.is_aborted() for each in c10d._world.pg_map)
 
 
+def allow_in_flight(stock: Function, value: bool = True) -> None:
+    """Refuse to let a compiled graph wait for calls of ours that were begun outside: it would take what is not there.
+
+    C++ registers the Works of its own groups for ``wait_tensor``, and forgets those that are waited for otherwise.
+    """
+    if value and isinstance(member_group(None), ProcessGroup):
+        raise RuntimeError(
+            "allow_inflight_collective_as_graph_input_ctx: wait_tensor does not wait for calls of torch.distributed on "
+            "groups of hpcdist; wait for the Work before the compiled function, or begin the call inside it"
+        )
+    stock(value)
+
+
 def register_hook(stock: Function, model: DistributedDataParallel, kind: Any) -> None:
     """Register the compression that DDP has in Python in place of the one in C++, if the group is ours."""
     is_half = kind == dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]  # the stubs leave it out
@@ -164,4 +180,5 @@ def replace_all() -> None:
     replace("_get_split_source", split_source, c10d)
     replace("_update_default_pg", update_default, c10d)
     replace("destroy_process_group", destroy, c10d, dist)
+    replace("_set_allow_inflight_collective_as_graph_input", allow_in_flight, bindings)
     replace("_register_builtin_comm_hook", register_hook, DistributedDataParallel)
