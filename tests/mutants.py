@@ -55,6 +55,17 @@ class Mutant(NamedTuple):
         return (folder / "src" / self.file).read_text().count(self.old)
 
 
+class Lines(NamedTuple):
+    """Lines of one file that the same tests guard."""
+
+    file: str
+    tests: str
+
+    def broken(self, *pairs: tuple[str, str]) -> list[Mutant]:
+        """Return the mutants in which the first of each pair is replaced by the second."""
+        return [Mutant(self.file, old, new, self.tests) for old, new in pairs]
+
+
 CORE, MPI_BACKEND, NODE = "hpcdist/core", "hpcdist/backends/mpi", "hpcdist/backends/mpi/node"
 C10D, WATCH, TCP = "hpcdist/c10d", "hpcdist/watch", "stores/tcp"
 QUEUE, WORK, ISSUE, BUFFERS, CACHE = (
@@ -66,381 +77,246 @@ WINDOW = "mpi/test_shared_memory.py"
 
 MUTANTS = [
     # -- core.queue: order of calls, and what a Work may be used again for
-    Mutant(
-        QUEUE,
-        "        if self.carrier is not None and self.carrier == get_ident():\n            self._follow(work)\n",
-        "        if False:\n            self._follow(work)\n",
-        IN_QUEUE,
+    *Lines(QUEUE, IN_QUEUE).broken(
+        (
+            "        if self.carrier is not None and self.carrier == get_ident():\n            self._follow(work)\n",
+            "        if False:\n            self._follow(work)\n",
+        ),
+        ("            raise self._given_up()\n        self._calls", "            pass\n        self._calls"),
+        ("(self._calls or self._turn.locked()) and self.carrier", "self._calls and self.carrier"),
+        ("        if self.broken is not None:  # also", "        if False:  # also"),
+        ("    if isinstance(before._error, CallsDifferError):\n", "    if False:\n"),
+        ("            self._thread.join()\n", "            pass\n"),
+        ("        for work in self.pending():\n            work._finish(error)\n", ""),
+        ("    if modes == (is_inf", "    if True or modes == (is_inf"),
+        (
+            "                self._stolen = work = calls[0]\n",
+            "                calls.rotate(1)\n                self._stolen = work = calls[0]\n",
+        ),
+        (
+            "            self.running = self._calls[0]\n",
+            "            self._calls.rotate(1)\n            self.running = self._calls[0]\n",
+        ),
+        ("                raise  # Ctrl-C", "                pass  # Ctrl-C"),
     ),
-    Mutant(
-        QUEUE,
-        "            raise self._given_up()\n        self._calls",
-        "            pass\n        self._calls",
-        IN_QUEUE,
+    *Lines(CACHE, "unit/test_core_plans.py").broken(
+        ("if any(each.is_inference() for each in tensors) else run", "if False else run")
     ),
-    Mutant(QUEUE, "(self._calls or self._turn.locked()) and self.carrier", "self._calls and self.carrier", IN_QUEUE),
-    Mutant(QUEUE, "        if self.broken is not None:  # also", "        if False:  # also", IN_QUEUE),
-    Mutant(QUEUE, "    if isinstance(before._error, CallsDifferError):\n", "    if False:\n", IN_QUEUE),
-    Mutant(QUEUE, "            self._thread.join()\n", "            pass\n", IN_QUEUE),
-    Mutant(QUEUE, "        for work in self.pending():\n            work._finish(error)\n", "", IN_QUEUE),
-    Mutant(QUEUE, "    if modes == (is_inf", "    if True or modes == (is_inf", IN_QUEUE),
-    Mutant(
-        CACHE,
-        "if any(each.is_inference() for each in tensors) else run",
-        "if False else run",
-        "unit/test_core_plans.py",
-    ),
-    Mutant(
-        QUEUE,
-        "                self._stolen = work = calls[0]\n",
-        "                calls.rotate(1)\n                self._stolen = work = calls[0]\n",
-        IN_QUEUE,
-    ),
-    Mutant(
-        QUEUE,
-        "            self.running = self._calls[0]\n",
-        "            self._calls.rotate(1)\n            self.running = self._calls[0]\n",
-        IN_QUEUE,
-    ),
-    Mutant(QUEUE, "                raise  # Ctrl-C", "                pass  # Ctrl-C", IN_QUEUE),
     # -- core.work: the end of a call is told once, with its error
-    Mutant(
-        WORK, "        if self._done:  # a call that was given up", "        if False:  # a call that was", IN_QUEUE
+    *Lines(WORK, IN_QUEUE).broken(
+        ("        if self._done:  # a call that was given up", "        if False:  # a call that was"),
+        ("            raise self._error\n        return True\n", "        return True\n"),
     ),
-    Mutant(
-        WORK,
-        "            raise self._error\n        return True\n",
-        "        return True\n",
-        IN_QUEUE,
-    ),
-    Mutant(
-        WORK,
-        "        self._is_asked = True\n        if self._done:\n            self._tell()\n",
-        "        self._is_asked = True\n",
-        f"{IN_QUEUE} mpi/test_async.py",
+    *Lines(WORK, f"{IN_QUEUE} mpi/test_async.py").broken(
+        (
+            "        self._is_asked = True\n        if self._done:\n            self._tell()\n",
+            "        self._is_asked = True\n",
+        )
     ),
     # -- core.issue: what a call that comes again must have in common, and what is checked before anything is sent
-    Mutant(ISSUE, "known.op is op\n                and known.in_place", "known.in_place", BESIDE_CACHE),
-    Mutant(
-        ISSUE,
-        "kind = row if root is None and counts is None else (row, root)\n",
-        "kind = row if root is None and counts is None else (row, 0)\n",
-        BESIDE_CACHE,
+    *Lines(ISSUE, BESIDE_CACHE).broken(
+        ("known.op is op\n                and known.in_place", "known.in_place"),
+        (
+            "kind = row if root is None and counts is None else (row, root)\n",
+            "kind = row if root is None and counts is None else (row, 0)\n",
+        ),
     ),
-    Mutant(f"{CORE}/call_cache.py", "            and fits(send.numel(), recv.numel(), ranks)\n", "", BESIDE_CACHE),
-    Mutant(
-        f"{CORE}/call_cache.py",
-        "            and len(set(map(NBYTES, tensors))) == 1\n",
-        "",
-        BESIDE_CACHE,
+    *Lines(f"{CORE}/call_cache.py", BESIDE_CACHE).broken(
+        ("            and fits(send.numel(), recv.numel(), ranks)\n", ""),
+        ("            and len(set(map(NBYTES, tensors))) == 1\n", ""),
     ),
-    Mutant(
-        ISSUE, "                and known.in_place is (recv is send)\n", "", f"{BESIDE_CACHE} mpi/test_asymmetric.py"
+    *Lines(ISSUE, f"{BESIDE_CACHE} mpi/test_asymmetric.py").broken(
+        ("                and known.in_place is (recv is send)\n", "")
     ),
-    Mutant(
-        ISSUE,
-        "                    journal.retract(record)\n                    raise\n",
-        "                    raise\n",
-        "unit/test_journal.py",
+    *Lines(ISSUE, "unit/test_journal.py").broken(
+        ("                    journal.retract(record)\n                    raise\n", "                    raise\n"),
+        ("        backend.check_reduction(row, either.dtype, op)\n", ""),
     ),
-    Mutant(
-        ISSUE,
-        "                elif backend.queue is not None:\n                    backend.queue.drain()\n",
-        "",
-        "mpi/test_async_order.py mpi/test_async.py",
+    *Lines(ISSUE, "mpi/test_async_order.py mpi/test_async.py").broken(
+        ("                elif backend.queue is not None:\n                    backend.queue.drain()\n", ""),
+        (
+            "            backend.settle()  # a call that is queued may still write what is copied here\n",
+            "            pass\n",
+        ),
+        (
+            "        backend.queue.drain()\n    try:\n        with journal.blocking(record):\n",
+            "        pass\n    try:\n        with journal.blocking(record):\n",
+        ),
     ),
-    Mutant(
-        ISSUE,
-        "        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):\n",
-        "        if False:\n",
-        "mpi/test_bad_input.py",
+    *Lines(ISSUE, "mpi/test_bad_input.py").broken(
+        (
+            "        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):\n",
+            "        if False:\n",
+        )
     ),
-    Mutant(
-        ISSUE,
-        "        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):\n",
-        "        if not in_place and not is_shaped(row, pg, given, output, counts):\n",
-        "mpi/test_calls_differ.py",
+    *Lines(ISSUE, "mpi/test_calls_differ.py").broken(
+        (
+            "        if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):\n",
+            "        if not in_place and not is_shaped(row, pg, given, output, counts):\n",
+        )
     ),
-    Mutant(
-        f"{MPI_BACKEND}/repetition.py",
-        "((seen := theirs[at]) != word or wide)",
-        "(seen := theirs[at]) != word",
-        "mpi/test_calls_differ.py",
+    *Lines(f"{MPI_BACKEND}/repetition.py", "mpi/test_calls_differ.py").broken(
+        ("((seen := theirs[at]) != word or wide)", "(seen := theirs[at]) != word")
     ),
-    Mutant(
-        f"{MPI_BACKEND}/node/call_board.py",
-        "    if call.counts is not None and call.row is ALL_REDUCE:\n",
-        "    if False:\n",
-        "mpi/test_calls_differ.py:several",
+    *Lines(f"{MPI_BACKEND}/node/call_board.py", "mpi/test_calls_differ.py:several").broken(
+        ("    if call.counts is not None and call.row is ALL_REDUCE:\n", "    if False:\n")
     ),
-    Mutant(
-        f"{MPI_BACKEND}/call_check.py",
-        "            board.forget(self._start)",
-        "            pass",
-        "unit/test_call_check.py",
-    ),
-    Mutant(
-        f"{MPI_BACKEND}/call_check.py",
-        "                if not self.is_clear(number):\n",
-        "                if False:\n",
-        "unit/test_call_check.py",
-    ),
-    Mutant(
-        ISSUE,
-        "        backend.check_reduction(row, either.dtype, op)\n",
-        "",
-        "unit/test_journal.py",
-    ),
-    Mutant(
-        ISSUE,
-        "            backend.settle()  # a call that is queued may still write what is copied here\n",
-        "            pass\n",
-        "mpi/test_async_order.py mpi/test_async.py",
-    ),
-    Mutant(
-        ISSUE,
-        "        backend.queue.drain()\n    try:\n        with journal.blocking(record):\n",
-        "        pass\n    try:\n        with journal.blocking(record):\n",
-        "mpi/test_async_order.py mpi/test_async.py",
+    *Lines(f"{MPI_BACKEND}/call_check.py", "unit/test_call_check.py").broken(
+        ("            board.forget(self._start)", "            pass"),
+        ("                if not self.is_clear(number):\n", "                if False:\n"),
     ),
     # -- core.buffers: the caller's memory
-    Mutant(
-        BUFFERS, "        if writable and not value.flags.writeable:\n", "        if False:\n", "mpi/test_bad_input.py"
+    *Lines(BUFFERS, "mpi/test_bad_input.py").broken(
+        ("        if writable and not value.flags.writeable:\n", "        if False:\n"),
+        ("    if sum(splits) != rows or min", "    if min"),
     ),
-    Mutant(
-        BUFFERS,
-        "    return first < second + other.nbytes and second < first + one.nbytes\n",
-        "    return False\n",
-        "unit/test_core_buffers.py mpi/test_asymmetric.py",
+    *Lines(BUFFERS, "unit/test_core_buffers.py mpi/test_asymmetric.py").broken(
+        ("    return first < second + other.nbytes and second < first + one.nbytes\n", "    return False\n")
     ),
-    Mutant(BUFFERS, "    if sum(splits) != rows or min", "    if min", "mpi/test_bad_input.py"),
-    Mutant(BUFFERS, "        if tensor.nbytes != like.nbytes:", "        if False:", "unit/test_core_buffers.py"),
+    *Lines(BUFFERS, "unit/test_core_buffers.py").broken(
+        ("        if tensor.nbytes != like.nbytes:", "        if False:")
+    ),
     # -- core: agreement of ranks
-    Mutant(
-        f"{CORE}/agreement.py",
-        "    if len(set(backend.objects.all_gather(digest, call=call))) == 1:\n        return\n",
-        "    return\n",
-        "mpi/test_agreement.py",
+    *Lines(f"{CORE}/agreement.py", "mpi/test_agreement.py").broken(
+        ("    if len(set(backend.objects.all_gather(digest, call=call))) == 1:\n        return\n", "    return\n")
     ),
-    Mutant(
-        f"{CORE}/agreement.py",
-        "        if text:\n            kind",
-        "        if False:\n            kind",
-        "mpi/test_objects.py mpi/test_window.py mpi/test_node_shared.py",
+    *Lines(f"{CORE}/agreement.py", "mpi/test_objects.py mpi/test_window.py mpi/test_node_shared.py").broken(
+        ("        if text:\n            kind", "        if False:\n            kind")
     ),
-    Mutant(
-        f"{CORE}/objects.py",
-        "        return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error\n",
-        "        raise\n",
-        "mpi/test_objects.py",
+    *Lines(f"{CORE}/objects.py", "mpi/test_objects.py").broken(
+        ("        return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error\n", "        raise\n"),
+        ("    if weights_only:\n        raise pickle", "    if False:\n        raise pickle"),
     ),
-    Mutant(
-        f"{CORE}/objects.py",
-        "    if weights_only:\n        raise pickle",
-        "    if False:\n        raise pickle",
-        "mpi/test_objects.py",
-    ),
-    Mutant(
-        f"{CORE}/objects.py",
-        "    except BaseException as error:",
-        "    except Exception as error:",
-        "mpi/test_objects.py:interrupted",
+    *Lines(f"{CORE}/objects.py", "mpi/test_objects.py:interrupted").broken(
+        ("    except BaseException as error:", "    except Exception as error:")
     ),
     # -- backends.mpi: messages under way
-    Mutant(
+    *Lines(
+        f"{MPI_BACKEND}/point_to_point.py", "mpi/test_point_to_point.py mpi/test_async.py torch/test_lifetimes.py"
+    ).broken(("        communicator.unfinished.hold(self)\n", "")),
+    *Lines(
         f"{MPI_BACKEND}/point_to_point.py",
-        "        communicator.unfinished.hold(self)\n",
-        "",
-        "mpi/test_point_to_point.py mpi/test_async.py torch/test_lifetimes.py",
-    ),
-    Mutant(
-        f"{MPI_BACKEND}/point_to_point.py",
-        "            if self._reason is not None and self._status.Is_cancelled():\n",
-        "            if False:\n",
         "mpi/test_point_to_point.py mpi/test_groups.py unit/test_mpi_progress.py faults/test_threads.py",
+    ).broken(("            if self._reason is not None and self._status.Is_cancelled():\n", "            if False:\n")),
+    # Open MPI copes with memory that overlaps; with MPICH's environment the test notices
+    *Lines(f"{MPI_BACKEND}/collectives.py", "mpi/test_asymmetric.py").broken(
+        ("            if recv is not None and overlap(send, recv):\n                send = send.clone()\n", "")
     ),
-    Mutant(  # Open MPI copes with memory that overlaps; with MPICH's environment the test notices
-        f"{MPI_BACKEND}/collectives.py",
-        "            if recv is not None and overlap(send, recv):\n                send = send.clone()\n",
-        "",
-        "mpi/test_asymmetric.py",
+    *Lines(f"{MPI_BACKEND}/communicator.py", "mpi/test_shared_memory_in_groups.py").broken(
+        ("        if self.left_by is not None:\n", "        if False:\n")
     ),
-    Mutant(
+    *Lines(
         f"{MPI_BACKEND}/communicator.py",
-        "        if self.left_by is not None:\n",
-        "        if False:\n",
-        "mpi/test_shared_memory_in_groups.py",
-    ),
-    Mutant(
-        f"{MPI_BACKEND}/communicator.py",
-        "            self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike\n"
-        "            raise DistBackendError(self.interruption)\n",
-        "            pass\n",
         "mpi/test_shared_memory_in_groups.py mpi/test_between_nodes.py faults/test_survival.py",
+    ).broken(
+        (
+            "            self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike\n"
+            "            raise DistBackendError(self.interruption)\n",
+            "            pass\n",
+        )
     ),
-    Mutant(
-        f"{MPI_BACKEND}/retired.py",
-        "        if not has_messages:\n            comm.Free()\n",
-        "        comm.Free()\n",
-        "mpi/test_point_to_point.py mpi/test_lifecycle.py",
+    *Lines(f"{MPI_BACKEND}/retired.py", "mpi/test_point_to_point.py mpi/test_lifecycle.py").broken(
+        ("        if not has_messages:\n            comm.Free()\n", "        comm.Free()\n"),
+        ("    if unfinished:\n        return False\n", ""),
+        ("        RETIRED.append((unfinished, None))\n", "        pass\n"),
     ),
-    Mutant(
-        f"{MPI_BACKEND}/retired.py",
-        "    if unfinished:\n        return False\n",
-        "",
-        "mpi/test_point_to_point.py mpi/test_lifecycle.py",
-    ),
-    Mutant(
-        f"{MPI_BACKEND}/retired.py",
-        "        RETIRED.append((unfinished, None))\n",
-        "        pass\n",
-        "mpi/test_point_to_point.py mpi/test_lifecycle.py",
-    ),
-    Mutant(
-        f"{MPI_BACKEND}/receives.py",
-        "                    if any(earlier.takes(source, tag) for earlier in self.waiting[:index]):\n",
-        "                    if False:\n",
-        "mpi/test_point_to_point.py",
-    ),
-    Mutant(
-        f"{MPI_BACKEND}/receives.py",
-        "                if not any(each.takes(source, tag) for each in self.waiting):\n",
-        "                if True:\n",
-        "mpi/test_point_to_point.py",
+    *Lines(f"{MPI_BACKEND}/receives.py", "mpi/test_point_to_point.py").broken(
+        (
+            "                    if any(earlier.takes(source, tag) for earlier in self.waiting[:index]):\n",
+            "                    if False:\n",
+        ),
+        (
+            "                if not any(each.takes(source, tag) for each in self.waiting):\n",
+            "                if True:\n",
+        ),
     ),
     # -- the window of a node: who may write where, and when
-    Mutant(
-        f"{NODE}/slices.py",
-        "            if c < SLOTS:\n                window.wait(free[slot])\n",
-        "",
-        WINDOW,
+    *Lines(f"{NODE}/slices.py", WINDOW).broken(
+        ("            if c < SLOTS:\n                window.wait(free[slot])\n", ""),
+        ("            window.wait(step)\n            reduce(", "            reduce("),
+        ("            window.wait(step)\n            collect(", "            collect("),
     ),
-    Mutant(f"{NODE}/slices.py", "            window.wait(step)\n            reduce(", "            reduce(", WINDOW),
-    Mutant(f"{NODE}/slices.py", "            window.wait(step)\n            collect(", "            collect(", WINDOW),
-    Mutant(f"{NODE}/window.py", "            self.wait(self.free[turn])\n            put(", "            put(", WINDOW),
-    Mutant(f"{NODE}/window.py", "            self.wait(step)\n            get(", "            get(", WINDOW),
-    Mutant(
-        f"{NODE}/window.py", "            self.free[turn] = step + 2\n", "            self.free[turn] = 0\n", WINDOW
-    ),
-    Mutant(
-        f"{NODE}/window.py",
-        "        if failures:\n            raise R",
-        "        if failure:\n            raise R",
-        WINDOW,
+    *Lines(f"{NODE}/window.py", WINDOW).broken(
+        ("            self.wait(self.free[turn])\n            put(", "            put("),
+        ("            self.wait(step)\n            get(", "            get("),
+        ("            self.free[turn] = step + 2\n", "            self.free[turn] = 0\n"),
+        ("        if failures:\n            raise R", "        if failure:\n            raise R"),
     ),
     # -- c10d: barriers that are monitored, calls that are joined
-    Mutant(
-        f"{C10D}/monitored.py",
-        "        if message.call != call:  # it came too late for an earlier call\n            continue\n",
-        "",
-        "mpi/test_groups.py",
+    *Lines(f"{C10D}/monitored.py", "mpi/test_groups.py").broken(
+        ("        if message.call != call:  # it came too late for an earlier call\n            continue\n", ""),
+        ("        elif sequence <= message.sequence:", "        else:"),
     ),
-    Mutant(f"{C10D}/monitored.py", "        elif sequence <= message.sequence:", "        else:", "mpi/test_groups.py"),
-    Mutant(
-        f"{C10D}/coalescing.py",
-        "            if alike and canonical(call.op) is not canonical(op):\n                yield from flush()\n",
-        "",
-        "mpi/test_coalescing.py",
+    *Lines(f"{C10D}/coalescing.py", "mpi/test_coalescing.py").broken(
+        ("            if alike and canonical(call.op) is not canonical(op):\n                yield from flush()\n", ""),
+        ("    if pg.coalescing is not None:\n        raise", "    if False:\n        raise"),
     ),
-    Mutant(
-        f"{C10D}/coalescing.py",
-        "        yield from flush()\n        work = ",
-        "        work = ",
-        "mpi/test_coalescing.py torch/test_methods.py parity/test_parity.py",
-    ),
-    Mutant(
-        f"{C10D}/coalescing.py",
-        "    if pg.coalescing is not None:\n        raise",
-        "    if False:\n        raise",
-        "mpi/test_coalescing.py",
+    *Lines(f"{C10D}/coalescing.py", "mpi/test_coalescing.py torch/test_methods.py parity/test_parity.py").broken(
+        ("        yield from flush()\n        work = ", "        work = ")
     ),
     # -- watch: whether and when a call is ended, and what proves a death
-    Mutant(
-        f"{WATCH}/escalation.py",
-        "        self._watched = {id(each.record): each for each in kept}\n",
-        "        self._watched |= {id(each.record): each for each in kept}\n",
-        "unit/test_watch_states.py",
+    *Lines(f"{WATCH}/escalation.py", "unit/test_watch_states.py").broken(
+        (
+            "        self._watched = {id(each.record): each for each in kept}\n",
+            "        self._watched |= {id(each.record): each for each in kept}\n",
+        ),
+        (
+            "        if self.state is State.RUNNING and now - self.first_seen >= limit:\n",
+            "        if self.state is State.RUNNING:\n",
+        ),
+        ("        self.state, self.since = State.DUE, now\n", "        self.state = State.DUE\n"),
+        ("        if took_effect:\n", "        if True:\n"),
     ),
-    Mutant(
-        f"{WATCH}/escalation.py",
-        "        if self.state is State.RUNNING and now - self.first_seen >= limit:\n",
-        "        if self.state is State.RUNNING:\n",
-        "unit/test_watch_states.py",
+    *Lines(f"{WATCH}/watchdog.py", "faults/test_asking.py").broken(
+        ("        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):\n", "        else:\n")
     ),
-    Mutant(
-        f"{WATCH}/escalation.py",
-        "        self.state, self.since = State.DUE, now\n",
-        "        self.state = State.DUE\n",
-        "unit/test_watch_states.py",
+    *Lines(f"{WATCH}/liveness.py", "unit/test_proof_of_death.py").broken(
+        (" if error == errno.ECONNREFUSED}", " if error}"),
+        (" if found.get(each) == 0]", "]"),
     ),
-    Mutant(f"{WATCH}/escalation.py", "        if took_effect:\n", "        if True:\n", "unit/test_watch_states.py"),
-    Mutant(
-        f"{WATCH}/watchdog.py",
-        "        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):\n",
-        "        else:\n",
-        "faults/test_asking.py",
+    *Lines(f"{WATCH}/question.py", "unit/test_many_ranks.py").broken(
+        ("parts_of(sorted(part - {rank}))", "{}"),
+        ("for rank in late[:FAN]:", "for rank in late:"),
     ),
-    Mutant(f"{WATCH}/liveness.py", " if error == errno.ECONNREFUSED}", " if error}", "unit/test_proof_of_death.py"),
-    Mutant(f"{WATCH}/liveness.py", " if found.get(each) == 0]", "]", "unit/test_proof_of_death.py"),
-    Mutant(f"{WATCH}/question.py", "parts_of(sorted(part - {rank}))", "{}", "unit/test_many_ranks.py"),
-    Mutant(f"{WATCH}/question.py", "for rank in late[:FAN]:", "for rank in late:", "unit/test_many_ranks.py"),
-    Mutant(f"{WATCH}/channel.py", ' or message["numbering"] != self.numbering', "", "unit/test_many_ranks.py"),
+    *Lines(f"{WATCH}/channel.py", "unit/test_many_ranks.py").broken((' or message["numbering"] != self.numbering', "")),
     # -- stores
-    Mutant(
-        "stores/keep_alive.py", "sys.getrefcount(looked_at[0]) > _OWN or ", "", "stores/test_keep_alive.py:stays_kept"
+    *Lines("stores/keep_alive.py", "stores/test_keep_alive.py:stays_kept").broken(
+        ("sys.getrefcount(looked_at[0]) > _OWN or ", "")
     ),
-    Mutant(
-        f"{TCP}/session.py",
-        "            self.connection = None\n            if connection is not None:\n",
-        "            if False:\n",
-        "stores/test_slow_server.py",
+    *Lines(f"{TCP}/session.py", "stores/test_slow_server.py").broken(
+        ("            self.connection = None\n            if connection is not None:\n", "            if False:\n"),
+        ("            if connection.limit != limit:\n                connection.set_limit(limit)\n", ""),
     ),
-    Mutant(
-        f"{TCP}/session.py",
-        "            if connection.limit != limit:\n                connection.set_limit(limit)\n",
-        "",
-        "stores/test_slow_server.py",
+    *Lines(f"{TCP}/session.py", "stores/test_tcp_store.py:fork").broken(
+        (
+            "        session.lock = threading.Lock()\n        session.queue = deque()\n        session.close()\n",
+            "        pass\n",
+        )
     ),
-    Mutant(
-        f"{TCP}/session.py",
-        "        session.lock = threading.Lock()\n        session.queue = deque()\n        session.close()\n",
-        "        pass\n",
-        "stores/test_tcp_store.py:fork",
+    *Lines(f"{TCP}/session.py", "stores/test_shared_client.py:limits_of").broken(
+        ("each.limit != limit or size", "size")
     ),
-    Mutant(f"{TCP}/session.py", "each.limit != limit or size", "size", "stores/test_shared_client.py:limits_of"),
-    Mutant(
-        f"{TCP}/session.py", "isinstance(error, ServerClosedError)", "False", "stores/test_shared_client.py:refuses"
+    *Lines(f"{TCP}/session.py", "stores/test_shared_client.py:refuses").broken(
+        ("isinstance(error, ServerClosedError)", "False")
     ),
-    Mutant(
-        f"{TCP}/session.py",
-        "if threading.current_thread() is threading.main_thread():",
-        "if False:",
-        "stores/test_shared_client.py:interrupt",
+    *Lines(f"{TCP}/session.py", "stores/test_shared_client.py:interrupt").broken(
+        ("if threading.current_thread() is threading.main_thread():", "if False:")
     ),
-    Mutant(
-        f"{TCP}/session.py",
-        "                if is_in_step and len",
-        "                if len",
-        "stores/test_slow_server.py stores/test_tcp_store.py",
+    *Lines(f"{TCP}/session.py", "stores/test_slow_server.py stores/test_tcp_store.py").broken(
+        ("                if is_in_step and len", "                if len")
     ),
-    Mutant(
-        f"{TCP}/session.py",
-        "            if len(value) > MAX_VALUE:\n",
-        "            if False:\n",
-        "stores/test_tcp_store.py:server_would_refuse",
+    *Lines(f"{TCP}/session.py", "stores/test_tcp_store.py:server_would_refuse").broken(
+        ("            if len(value) > MAX_VALUE:\n", "            if False:\n")
     ),
-    Mutant(
-        f"{TCP}/wire.py",
-        '"hpcdist-store-1 " + role + server_nonce',
-        '"hpcdist-store-1 " + server_nonce',
-        "stores/test_tcp_store.py:others_proof",
+    *Lines(f"{TCP}/wire.py", "stores/test_tcp_store.py:others_proof").broken(
+        ('"hpcdist-store-1 " + role + server_nonce', '"hpcdist-store-1 " + server_nonce')
     ),
-    Mutant(f"{TCP}/server/requests.py", "    if size > limit:\n", "    if False:\n", "stores/test_attacks.py"),
-    Mutant(
-        "stores/hash_store.py",
-        "            self._data.update(pairs)\n            self._changed.notify_all()\n",
-        "            self._data.update(pairs)\n",
-        "stores/test_hash_store.py",
+    *Lines(f"{TCP}/server/requests.py", "stores/test_attacks.py").broken(("    if size > limit:\n", "    if False:\n")),
+    *Lines("stores/hash_store.py", "stores/test_hash_store.py").broken(
+        (
+            "            self._data.update(pairs)\n            self._changed.notify_all()\n",
+            "            self._data.update(pairs)\n",
+        )
     ),
 ]
 
