@@ -78,8 +78,21 @@ MPI_LAUNCHERS = {
 }
 
 
+@pytest.fixture
+def environ(monkeypatch):
+    """Sets variables, and no other launcher's."""
+
+    def set_only(given):
+        for name in (*TORCHRUN, *STEP):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+
+    return set_only
+
+
 @pytest.mark.parametrize("name", MPI_LAUNCHERS)
-def test_exported_variables_beside_a_launchers(name, monkeypatch):
+def test_exported_variables_beside_a_launchers(name, environ):
     own = MPI_LAUNCHERS[name]
     agreeing = {**own, **EXPORTED, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     launch = environment.detect(agreeing)
@@ -93,8 +106,7 @@ def test_exported_variables_beside_a_launchers(name, monkeypatch):
     assert f"{name} says rank 1 of 2, RANK and WORLD_SIZE say rank 1 of 4" in launch.conflict
     forced = environment.detect({**differing, "HPCDIST_RANKS_FROM": "mpi"})
     assert (forced.name, forced.size, forced.conflict) == (name, 2, "")
-    for each in differing:
-        monkeypatch.setenv(each, differing[each])
+    environ(differing)
     for call in (hpcdist.init_process_group, decision.launched):
         with pytest.raises(ValueError, match=r"rank 1 of 4\. Unset RANK .* HPCDIST_RANKS_FROM=env"):
             call()
@@ -125,11 +137,8 @@ def test_a_choice_that_cannot_be_kept(variables, text):
         (MPIRUN, -1, True),
     ],
 )
-def test_mpi_needs_its_launcher(variables, size, works, monkeypatch):
-    for name in (*TORCHRUN, *STEP):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_mpi_needs_its_launcher(variables, size, works, environ):
+    environ(variables)
     if works:
         decision.check_mpi(decision.launched(), size)
     else:
@@ -147,11 +156,8 @@ def test_mpi_needs_its_launcher(variables, size, works, monkeypatch):
         ({}, -1, None),
     ],
 )
-def test_loopback_is_the_whole_job(variables, world_size, text, monkeypatch):
-    for name in (*TORCHRUN, *STEP):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_loopback_is_the_whole_job(variables, world_size, text, environ):
+    environ(variables)
     if text is None:
         hpcdist.init_process_group("loopback", world_size=world_size, bridge=False)
         hpcdist.destroy_process_group()
@@ -161,16 +167,10 @@ def test_loopback_is_the_whole_job(variables, world_size, text, monkeypatch):
     assert not hpcdist.is_initialized()
 
 
-def test_torchruns_variables(monkeypatch):
+def test_torchruns_variables(environ):
     """``run`` sets all of them, whatever the launcher says of nodes."""
-    for name in (*TORCHRUN, *STEP):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {**STEP, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_PROCID", "6")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "7")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[07-08]")
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4,3")
+    place = {"SLURM_NODEID": "1", "SLURM_LOCALID": "2", "SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7"}
+    environ({**STEP, **place, "SLURM_STEP_NODELIST": "n[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4,3"})
     found = variables(environment.detect())
     assert found == {
         "RANK": 6,
@@ -190,11 +190,8 @@ def test_torchruns_variables(monkeypatch):
 
 
 @pytest.mark.parametrize(("local_size", "address"), [("2", "rank0.invalid"), ("6", "127.0.0.1")])
-def test_the_address_where_the_launcher_names_no_host(local_size, address, monkeypatch):
-    for name in (*TORCHRUN, *STEP):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size}.items():
-        monkeypatch.setenv(name, value)
+def test_the_address_where_the_launcher_names_no_host(local_size, address, environ):
+    environ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size})
     assert variables(environment.detect())["MASTER_ADDR"] == address
 
 
@@ -226,10 +223,8 @@ def test_step_before_job():
         slurm_step.step({})
 
 
-def test_two_jobs_on_one_node_find_their_own_store(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name, value in STEP.items():
-        monkeypatch.setenv(name, value)
+def test_two_jobs_on_one_node_find_their_own_store(monkeypatch, tmp_path, environ):
+    environ({**STEP, "HOME": str(tmp_path)})
     limit = timedelta(seconds=20)
     first, *_ = next(iter(rendezvous.rendezvous("slurm://", timeout=limit)))
     # another job whose ports are the very same ones, as a hash may have it
@@ -288,9 +283,8 @@ def test_two_processes_find_each_other(scheme, tmp_path):
         ("slurm://", ValueError, "start every rank with srun"),
     ],
 )
-def test_what_is_missing_is_named(url, kind, text, monkeypatch):
-    for name in (*TORCHRUN, *STEP):
-        monkeypatch.delenv(name, raising=False)
+def test_what_is_missing_is_named(url, kind, text, environ):
+    environ({})
     with pytest.raises(kind, match=text):
         next(iter(rendezvous.rendezvous(url)))
 
@@ -303,11 +297,8 @@ def test_what_is_missing_is_named(url, kind, text, monkeypatch):
         ({**TORCHRUN, "MASTER_PORT": "tcp"}, "environment variable MASTER_PORT is 'tcp', expected a number"),
     ],
 )
-def test_a_rank_of_several_does_not_become_a_world_of_its_own(variables, text, monkeypatch):
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_a_rank_of_several_does_not_become_a_world_of_its_own(variables, text, environ):
+    environ(variables)
     with pytest.raises(ValueError, match=text):
         hpcdist.init_process_group()
 
