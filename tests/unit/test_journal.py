@@ -174,16 +174,6 @@ def test_a_call_names_its_thread(group: ProcessGroup, value: torch.Tensor) -> No
     assert group.cpu.seen == [(thread.ident, True)]
 
 
-def test_a_refused_call_is_not_kept():
-    journal = Journal("g")
-    before = journal.collective("all_reduce")
-    refused = journal.collective("broadcast")
-    journal.retract(refused)
-    assert journal.sequence == 1
-    assert RING.last() is before
-    assert journal.collective("barrier")[1] == 2
-
-
 def test_a_known_call_that_is_refused_gives_its_number_to_the_next(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
