@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from datetime import timedelta
 
@@ -12,7 +10,7 @@ import torch.distributed as td
 
 import hpcdist
 from hpcdist.cli.run import variables
-from hpcdist.launch import arrival, decision, environment, rendezvous, slurm_secret, slurm_step
+from hpcdist.launch import decision, environment, rendezvous, slurm_secret, slurm_step
 from tests.ports import free_port
 
 STEP = {
@@ -313,9 +311,3 @@ def test_a_handler_of_ones_own(monkeypatch):
     assert next(iter(rendezvous.rendezvous("own://")))[1:] == (4, 5)
     with pytest.raises(RuntimeError, match="already registered"):
         rendezvous.register_rendezvous_handler("own", handler)
-
-
-def test_who_has_come_is_seen_beside_sockets_of_any_name() -> None:
-    with socket.socket(socket.AF_UNIX) as other, arrival.announced(1, 3):
-        other.bind(b"\0\xff\xfe of another program")
-        assert arrival.Arrival(os.getpid(), 1, 3) in arrival.arrivals()
