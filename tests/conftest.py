@@ -45,6 +45,13 @@ def size(world):
     return dist.get_world_size()
 
 
+@pytest.fixture
+def two_ranks(size):
+    """For tests that a rank alone cannot run."""
+    if size < 2:
+        pytest.skip("needs two ranks")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
     if WORLD is not None and WORLD.Get_rank() != 0:

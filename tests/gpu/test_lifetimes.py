@@ -184,9 +184,7 @@ def test_no_event_of_the_profiler_ends_after_the_profiler_which_crashes_torch(wo
     assert all(work.is_completed() for work in works)
 
 
-def test_a_dropped_work_that_hangs_is_told_of_and_aborted(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_a_dropped_work_that_hangs_is_told_of_and_aborted(two_ranks, rank, device):
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()
@@ -270,9 +268,7 @@ def test_a_work_whose_event_another_call_has_taken_over_still_waits_for_nothing(
 
 
 @pytest.mark.parametrize("way", ["group", "pairs"])
-def test_a_peer_that_comes_late_to_the_end_is_waited_for(way, rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_a_peer_that_comes_late_to_the_end_is_waited_for(two_ranks, way, rank, device):
     group = dist.new_group()
     if way == "group":
         dist.all_reduce(torch.ones(1, device=device), group=group)
@@ -285,9 +281,7 @@ def test_a_peer_that_comes_late_to_the_end_is_waited_for(way, rank, size, device
     dist.destroy_process_group(group)
 
 
-def test_an_end_past_the_timeout_raises_c10ds_error(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_an_end_past_the_timeout_raises_c10ds_error(two_ranks, rank, device):
     group = dist.new_group(timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()
@@ -321,9 +315,7 @@ def active_contexts():
     return [each for each in range(torch.cuda.device_count()) if driver.cuDevicePrimaryCtxGetState(each)[2]]
 
 
-def test_each_rank_has_a_context_on_its_own_gpu_only(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_each_rank_has_a_context_on_its_own_gpu_only(two_ranks, rank, device):
     group = dist.new_group()
     tensor = torch.full((3,), float(rank), device=device)
     if rank == 0:
@@ -359,9 +351,7 @@ def test_a_thread_that_has_chosen_no_device_starts_no_context(backend, rank, siz
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])
-def test_a_strided_receive_may_be_waited_for_on_another_stream(backend, rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_a_strided_receive_may_be_waited_for_on_another_stream(two_ranks, backend, rank, device):
     group = dist.new_group(backend=backend)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):

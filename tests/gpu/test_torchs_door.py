@@ -41,9 +41,7 @@ def test_messages_to_all_ranks_by_both_doors(rank, size, device):
             assert bool((target == value).all())
 
 
-def test_one_way_messages(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_one_way_messages(two_ranks, rank, device):
     dist.all_reduce(torch.ones(1, device=device))
     targets = [torch.zeros(COUNT, device=device) for _ in range(3)]
     if rank == 0:
@@ -125,9 +123,7 @@ def test_groups_of_a_world_that_is_bound_to_a_gpu(world, rank, size, device):
 
 
 @pytest.mark.parametrize("way", ["method", "torch", "backend"])
-def test_an_abort_ends_a_call_that_others_do_not_make(way, rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_an_abort_ends_a_call_that_others_do_not_make(two_ranks, way, rank, device):
     group = c10d.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()

@@ -80,9 +80,7 @@ def test_a_context_on_a_foreign_device(noted, device):
     assert f"made a context on device {foreign}" in noted()
 
 
-def test_calls_of_two_ranks_that_do_not_match(noted, rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_calls_of_two_ranks_that_do_not_match(two_ranks, noted, rank, size, device):
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()

@@ -219,12 +219,10 @@ def test_a_communicator_of_a_class_of_ones_own(rank, size):
     assert type(dist.get_mpi_comm()) is MPI.Intracomm
 
 
-def test_a_communicator_with_messages_under_way_is_not_freed(rank, size):
+def test_a_communicator_with_messages_under_way_is_not_freed(two_ranks, rank):
     """Its context would be given to a group whose receives took them."""
     from mpi4py import MPI
 
-    if size == 1:
-        pytest.skip("needs two ranks")
     group = dist.new_group()
     comm = MPI.Intracomm(dist.get_mpi_comm(group).Dup())
     if rank == 0:
@@ -287,13 +285,11 @@ def test_the_store_of_torchs_world_behind_its_prefix_store(rank, size):
     dist.barrier()
 
 
-def test_ranks_that_leave_make_no_call_on_the_programs_communicator(rank, size):
+def test_ranks_that_leave_make_no_call_on_the_programs_communicator(two_ranks, rank):
     from mpi4py import MPI
 
     from hpcdist.backends.mpi.process import runtime
 
-    if size == 1:
-        pytest.skip("needs two ranks")
     dist.barrier()
     barrier = None if rank == 0 else MPI.COMM_WORLD.Ibarrier()
     leaves = runtime.exit_barrier() if rank == 0 else None

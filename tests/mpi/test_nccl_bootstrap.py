@@ -102,9 +102,7 @@ def test_several_roots_each_make_one(library, comm, world, store, rank, size, mo
 
 
 @pytest.mark.parametrize("way", ["mpi", "store"])
-def test_an_id_for_two_ranks_alone(library, comm, world, store, rank, size, way):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_an_id_for_two_ranks_alone(two_ranks, library, comm, world, store, rank, size, way):
     channel = finding.PeerChannel(world.cpu) if way == "mpi" else finding.StoreChannel(PrefixStore("p", store), rank)
     pairs = [(low, high) for low in range(size) for high in range(low + 1, size)]
     mine = {pair: bytes(finding.pair_id(library, channel, rank, sum(pair) - rank)) for pair in pairs if rank in pair}
@@ -115,9 +113,7 @@ def test_an_id_for_two_ranks_alone(library, comm, world, store, rank, size, way)
     assert len({each for ids in heard for each in ids.values()}) == len(pairs)
 
 
-def test_a_subgroup_has_an_id_of_its_own(library, comm, world, rank, size):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_a_subgroup_has_an_id_of_its_own(two_ranks, library, comm, world, rank, size):
     half, _ = dist.new_subgroups_by_enumeration([list(range(size // 2)), list(range(size // 2, size))])
     ids = finding.unique_ids(library, finding.PeerChannel(half.cpu), half.rank(), half.size())
     heard = comm.allgather(bytes(ids[0]))

@@ -134,9 +134,7 @@ def test_what_only_moves_is_as_always(rank, size):
     assert dist.get_world_size() == size
 
 
-def test_ranks_that_differ_are_told(rank, size):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_ranks_that_differ_are_told(two_ranks, rank, size):
     with pytest.raises(dist.DistBackendError, match=r"reproducible: ranks have different settings"):
         dist.reproducible(rank == 0)
     tensor = torch.ones(1)

@@ -278,9 +278,7 @@ def test_wrong_numbers(rank, size):
         dist.reduce_scatter_varied(torch.zeros(size), 1.5)
 
 
-def test_a_dimension_or_op_of_its_own_is_an_error_on_every_rank(rank, size):
-    if size == 1:
-        pytest.skip("needs two ranks")
+def test_a_dimension_or_op_of_its_own_is_an_error_on_every_rank(two_ranks, rank, size):
     rows = torch.ones(size, size)
     with pytest.raises(ValueError, match="do not fit"):
         dist.reduce_scatter_varied(rows, 1, dim=min(rank, 1))

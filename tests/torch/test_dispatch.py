@@ -163,9 +163,7 @@ def test_a_wrapper_is_unwrapped_by_its_class(door, world, rank, size):
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "isend", "irecv"])
-def test_a_message_of_a_wrapper_says_what_to_send(call, world, rank, size):
-    if size == 1:
-        pytest.skip("needs another rank")
+def test_a_message_of_a_wrapper_says_what_to_send(two_ranks, call, world, rank, size):
     with pytest.raises(TypeError, match="TwoTensor, which wraps others"):
         getattr(dist, call)(TwoTensor(torch.ones(2), torch.ones(2)), (rank + 1) % size)
 
