@@ -6,43 +6,21 @@ reduces, so results can be compared for equality.
 
 from __future__ import annotations
 
-import functools
-import operator
-
+import numpy as np
 import torch
 
 import hpcdist as dist
 from hpcdist.core.reduction import KIND_OF, KINDS
 
-OPS = {
-    "SUM": dist.ReduceOp.SUM,
-    "AVG": dist.ReduceOp.AVG,
-    "PRODUCT": dist.ReduceOp.PRODUCT,
-    "MIN": dist.ReduceOp.MIN,
-    "MAX": dist.ReduceOp.MAX,
-    "BAND": dist.ReduceOp.BAND,
-    "BOR": dist.ReduceOp.BOR,
-    "BXOR": dist.ReduceOp.BXOR,
-}
-PYTHON = {
-    "SUM": sum,
-    "PRODUCT": lambda values: functools.reduce(operator.mul, values),
-    "MIN": min,
-    "MAX": max,
-    "BAND": lambda values: functools.reduce(operator.and_, values),
-    "BOR": lambda values: functools.reduce(operator.or_, values),
-    "BXOR": lambda values: functools.reduce(operator.xor, values),
-}
-LOGICAL = {
-    "SUM": any,
-    "PRODUCT": all,
-    "MIN": all,
-    "MAX": any,
-    "BAND": all,
-    "BOR": any,
-    "BXOR": lambda v: sum(v) % 2 == 1,
-}
-
+OPS = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+COMBINING = {
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}  # and all others sum
 PAIRS = [
     (dtype, name)
     for dtype, kind in KIND_OF.items()
@@ -68,24 +46,29 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64).to(dtype)
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are combined."""
+    if dtype is torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def mathematics(parts: list[torch.Tensor], name: str) -> torch.Tensor:
+    """What an op makes of the ranks' values: integers wrap, an average is cut toward zero, half types round once."""
+    dtype, count = parts[0].dtype, len(parts)
+    each = np.stack([part.to(widened(dtype)).numpy() for part in parts])
+    with np.errstate(all="ignore"):
+        total = COMBINING.get(name, np.add).reduce(each, axis=0, dtype=each.dtype)
+        if name == "AVG" and total.dtype.kind in "fc":
+            total = (total.view(total.real.dtype) / count).view(total.dtype)
+        elif name == "AVG":
+            total = total // count + ((total < 0) & (total % count != 0))
+    return torch.empty(total.shape, dtype=dtype).copy_(torch.from_numpy(total))
+
+
 def combined(name: str, size: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mathematics of an op over the inputs of all ranks."""
-    if dtype is torch.bool:
-        columns = [[(rank + place) % 3 == 0 for rank in range(size)] for place in range(length)]
-        return torch.tensor([bool(LOGICAL[name](column)) for column in columns], dtype=dtype)
-    columns = [[number(rank, place) for rank in range(size)] for place in range(length)]
-    if dtype.is_complex:
-        whole = [[complex(n, -n) for n in column] for column in columns]
-        result = [PYTHON["SUM" if name == "AVG" else name](column) / (size if name == "AVG" else 1) for column in whole]
-        return torch.tensor(result, dtype=torch.complex128).to(dtype)
-    result = [PYTHON["SUM" if name == "AVG" else name](column) for column in columns]
-    if name == "AVG":
-        is_float = dtype.is_floating_point
-        result = [total / size if is_float else total // size for total in result]
-    if dtype.is_floating_point:
-        exact = torch.tensor(result, dtype=torch.float64)
-        return exact if dtype is torch.float64 else exact.to(torch.float32).to(dtype)  # half types round float32
-    return torch.tensor(result).to(dtype)
+    """What an op makes of the inputs of all ranks."""
+    return mathematics([values(rank, length, dtype) for rank in range(size)], name)
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:

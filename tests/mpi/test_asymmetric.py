@@ -265,7 +265,7 @@ FACTORS = {
 def test_factors_that_are_numbers_tensors_and_complex_on_some_ranks(length, rank, size):
     names = list(FACTORS)
     for turn in range(len(names)):
-        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
             kinds = names if dtype.is_complex else names[:6]
             chosen = [kinds[(turn + 3 * each) % len(kinds)] for each in range(size)]
             op = torch_dist._make_nccl_premul_sum(FACTORS[chosen[rank]]())

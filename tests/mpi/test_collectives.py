@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import hpcdist as dist
-from hpcdist.core.reduction import WIDE, average, fold
 
-from .expected import MOVING, OPS, PAIRS, PYTHON, combined, equal, same, values
+from .expected import MOVING, OPS, PAIRS, combined, equal, mathematics, same, values, widened
 
 LENGTHS = [0, 1, 7, 1000]
 LOSES_NAN = os.environ.get("HPCDIST_TEST_BACKEND") == "gloo"  # its MIN and MAX of NaN and a number may be either
@@ -51,14 +50,6 @@ def test_reduce_scatter(dtype, name, rank, size):
     output = torch.empty(uneven[rank], dtype=dtype)
     dist.reduce_scatter(output, parts, OPS[name])
     assert equal(output, combined(name, size, sum(uneven), dtype).split(uneven)[rank])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float64], ids=ids)
-def test_premultiplied_sum(dtype, rank, size):
-    op = torch.distributed._make_nccl_premul_sum(2.0)
-    tensor = values(rank, 6, dtype)
-    dist.all_reduce(tensor, op)
-    assert same(tensor, 2 * combined("SUM", size, 6, dtype))
 
 
 @pytest.mark.parametrize("dtype", MOVING, ids=ids)
@@ -166,20 +157,6 @@ def test_conjugated_views(rank, size):
     assert tensor.is_conj()
 
 
-def test_buffers_that_share_memory(rank, size):
-    flat = torch.full((2 * size,), -1.0)
-    mine = flat[2 * rank : 2 * rank + 2]
-    mine.fill_(rank)
-    dist.all_gather_single(flat, mine)
-    assert same(flat, torch.arange(size, dtype=torch.float32).repeat_interleave(2))
-    data = torch.arange(2.0 * size)
-    dist.reduce_scatter_single(data[:2], data)
-    assert same(data[:2], size * torch.arange(2.0 * rank, 2.0 * rank + 2))
-    data = torch.full((size,), float(rank))
-    dist.all_to_all_single(data, data)
-    assert same(data, torch.arange(float(size)))
-
-
 def test_results_are_the_same_bits_on_all_ranks(rank, size):
     generator = torch.Generator().manual_seed(rank)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -281,23 +258,6 @@ def ends(dtype, rank, length):
     return torch.tensor(chosen, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype)
 
 
-def mathematics(parts, name):
-    """What an op makes of the ranks' values: integers wrap, an average is cut toward zero, half types round once."""
-    dtype = parts[0].dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = WIDE.get(dtype, dtype)
-        total = fold([part.to(wide, copy=True) for part in parts], OPS["SUM" if name == "AVG" else name])
-        return (average(total, len(parts)) if name == "AVG" else total).to(dtype)
-    if dtype is torch.bool:
-        return fold([part.clone() for part in parts], OPS[name])
-    columns = zip(*(part.tolist() for part in parts), strict=True)
-    span, least = 1 << 8 * dtype.itemsize, torch.iinfo(dtype).min
-    totals = [(PYTHON["SUM" if name == "AVG" else name](column) - least) % span + least for column in columns]
-    if name == "AVG":
-        totals = [abs(total) // len(parts) * (1 if total >= 0 else -1) for total in totals]
-    return torch.tensor(totals, dtype=dtype)
-
-
 def agrees(found, expected):
     """Whether values are equal; a NaN is one whatever its bits, and the sign of a zero is left to the order."""
     if not (found.is_floating_point() or found.is_complex()):
@@ -324,8 +284,7 @@ def test_ends_of_the_range(dtype, name, length, rank, size):
     parts = [ends(dtype, each, length * size) for each in range(size)]
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if dtype.is_complex or (is_inexact and name in ("MIN", "MAX") and LOSES_NAN):
-        wide = WIDE.get(dtype, dtype)
-        parts = [torch.where(part.to(wide).isfinite(), part, torch.ones_like(part)) for part in parts]
+        parts = [torch.where(part.to(widened(dtype)).isfinite(), part, torch.ones_like(part)) for part in parts]
     if dtype.is_complex and name == "PRODUCT":  # of which C leaves much open
         parts = [torch.where(part.abs() < 9, part, torch.ones_like(part)) for part in parts]
     if is_inexact and size <= 4:

@@ -23,6 +23,7 @@ from hpcdist.backends.mpi.node.places import locate
 from hpcdist.core import memory_file
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.reduction import KIND_OF, KINDS, name_of
+from tests.mpi.expected import mathematics
 
 SEED = 20
 ITEM = 4
@@ -70,26 +71,7 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expected(op: str, ranks: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The result by integer mathematics."""
-    all_values = torch.stack([values(r, numel, dtype).to(torch.complex64).real.long() for r in range(ranks)])
-    if dtype is torch.bool:
-        table = {"SUM": "MAX", "PRODUCT": "MIN"}
-        op = table.get(op, op)
-    if op in ("SUM", "PREMUL_SUM", "AVG"):
-        total = all_values.sum(0)
-        if op == "AVG":
-            if dtype.is_floating_point or dtype.is_complex:
-                return (total.double() / ranks).to(dtype)
-            return (total // ranks).to(dtype)
-        return total.to(dtype)
-    if op == "PRODUCT":
-        return all_values.prod(0).to(dtype)
-    if op in ("MIN", "MAX"):
-        return (all_values.amin(0) if op == "MIN" else all_values.amax(0)).to(dtype)
-    result = all_values[0]
-    for each in all_values[1:]:
-        result = {"BAND": result & each, "BOR": result | each, "BXOR": result ^ each}[op]
-    return result.to(dtype)
+    return mathematics([values(rank, numel, dtype) for rank in range(ranks)], op)
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor, op: str = "") -> None:
