@@ -1,7 +1,8 @@
 """Random programs of right calls: all kinds, dtypes, ops, layouts and groups, waited for at once or later.
 
-Every rank draws the same calls from one seed, and how its own tensors lie in memory and when it waits from another.
-The inputs are numbers of a seed of their own, so that each rank knows what every result must be.
+Every rank draws the same calls from one seed, and how its own tensors lie in memory, which calls are asynchronous, and
+when and in which order it waits from another. Some programs are loops, whose calls come again on other values. The
+inputs are numbers of a seed of their own, so that each rank knows what every result must be.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import pytest
 import torch
 
 import hpcdist as dist
-from hpcdist.core.reduction import KIND_OF, KINDS, fold, name_of
+from hpcdist.core import issue
+from hpcdist.core.reduction import KIND_OF, KINDS, name_of
 
-from .expected import MOVING, OPS, equal
+from .expected import MOVING, OPS, equal, mathematics
 from .test_asymmetric import contiguous, strided, with_offset
 
 # more of them once: HPCDIST_TEST_SEEDS=200
 CALLS = int(os.environ.get("HPCDIST_TEST_CALLS", "100"))
-SEEDS = range(int(os.environ.get("HPCDIST_TEST_SEEDS", "2")))
+SEEDS = range(int(os.environ.get("HPCDIST_TEST_SEEDS", "4")))
+ROUNDS = 20  # of a loop
 SIZES = [0, 1, 2, 31, 255, 1024, 4095, 9000, 20_000, 70_001]
 SMALL = SIZES[:6]
 PENDING = 6  # calls that may be under way at once
@@ -43,30 +46,6 @@ def numbers(seed, rank, count, dtype):
     return torch.from_numpy(np.frombuffer(draw.bytes(count * dtype.itemsize), str(dtype)[6:]).copy())
 
 
-def reduced(parts, op):
-    """The mathematics: integers wrap, half types are combined in float32 and rounded once."""
-    dtype, count = parts[0].dtype, len(parts)
-    name = name_of(op)
-    if KIND_OF[dtype] == "half":
-        parts = [part.to(torch.float32) for part in parts]
-    elif dtype is torch.complex32:
-        parts = [part.to(torch.complex64) for part in parts]
-    elif KIND_OF[dtype] == "integer" and name in ("SUM", "AVG", "PRODUCT"):
-        native = [part.numpy() for part in parts]
-        with np.errstate(over="ignore"):
-            total = native[0].copy()
-            for each in native[1:]:
-                total = total * each if name == "PRODUCT" else total + each
-        if name == "AVG":
-            total = np.array([(abs(int(v)) // count) * (1 if v >= 0 else -1) for v in total], total.dtype)
-        return torch.from_numpy(total)
-    total = fold([part.clone() for part in parts], OPS["SUM"] if name == "AVG" else op)
-    if name == "AVG":
-        total = torch.view_as_real(total).div(count) if total.is_complex() else total / count
-        total = torch.view_as_complex(total) if dtype.is_complex else total
-    return total.to(dtype)
-
-
 def alike(one, other):
     """Whether two tensors hold the same; one element with a stride is not copied by ``contiguous``."""
     return equal(*(torch.empty(each.shape, dtype=each.dtype).copy_(each) for each in (one, other)))
@@ -86,10 +65,13 @@ class Program:
         self.shared, self.own = random.Random(seed), random.Random(f"{seed} {rank}")
         self.pending = []
 
-    def run(self, calls):
-        """Make the calls, and check each."""
+    def run(self, calls, rounds=1):
+        """Make the calls, and check each; in each further round the same calls, on other values."""
         kinds = [getattr(self, name) for name in sorted(vars(Program)) if name.startswith("do_")]
-        for number in range(calls):
+        begin = self.shared.getstate()
+        for number in range(calls * rounds):
+            if number % calls == 0:
+                self.shared.setstate(begin)
             self.group, self.ranks = self.shared.choice(self.groups)
             self.rank, self.size = self.ranks.index(self.world_rank), len(self.ranks)
             self.call = self.seed * 1_000_000 + 100 * number
@@ -102,8 +84,8 @@ class Program:
             self.end()
 
     def end(self):
-        """Wait for the call begun first, and check it."""
-        kind, work, check = self.pending.pop(0)
+        """Wait for one of the calls that are under way, and check it."""
+        kind, work, check = self.pending.pop(self.own.randrange(len(self.pending)))
         if work is not None:
             work.wait()
         assert check(), f"wrong values: {kind}"
@@ -131,7 +113,7 @@ class Program:
     def reducing(self, times=1):
         (dtype, op), count = self.shared.choice(REDUCING), self.shared.choice(SIZES)
         parts = self.inputs(times * count, dtype)
-        return parts, op, reduced(parts, op) if count else parts[0], f"{op} {dtype} {count}", count, dtype
+        return parts, op, mathematics(parts, name_of(op)), f"{op} {dtype} {count}", count, dtype
 
     def do_all_reduce(self):
         parts, op, expected, what, _, _ = self.reducing()
@@ -287,15 +269,17 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_program(seed, rank, size):
-    subgroups = [list(range(size)), list(range(1, size)), list(range(size - 1, -1, -1))]
-    made = [(dist.new_group(ranks), ranks) for ranks in subgroups if ranks]
-    # a reversed list is sorted by c10d
-    groups = [(dist.group.WORLD, list(range(size))), *((group, sorted(ranks)) for group, ranks in made)]
-    # calls on the group without rank 0 are made by its members only: drawn from a seed of their own
-    Program(seed, [each for each in groups if len(each[1]) == size], rank).run(CALLS)
-    if rank and size > 2:
-        Program(seed + 500, [groups[2]], rank).run(CALLS // 10)
+@pytest.mark.parametrize("rounds", [1, ROUNDS], ids=["straight", "loop"])
+def test_random_program(rounds, seed, rank, size, monkeypatch):
+    if rounds > 1:
+        monkeypatch.setattr(issue, "LOOKS", 3)  # calls that come again are recognised sooner
+    everyone = list(range(size))
+    made = [(dist.new_group(ranks), sorted(ranks)) for ranks in (everyone, everyone[1:], everyone[:-1], everyone[::-1])]
+    groups = [(dist.group.WORLD, everyone), *(each for each in made if len(each[1]) == size)]
+    Program(seed, groups, rank).run(CALLS // rounds, rounds)
+    for part in made[1:3]:  # whose calls only their members make
+        if rank in part[1] and len(part[1]) > 1:
+            Program(seed + 500, [part], rank).run(CALLS // 10)
     dist.barrier()
     for group, _ in made:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
