@@ -23,9 +23,7 @@ from .expected import MOVING, same, values
 
 
 @pytest.mark.parametrize("dtype", MOVING, ids=str)
-def test_ring(dtype, rank, size):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_ring(two_ranks, dtype, rank, size):
     received = torch.empty(4, dtype=dtype)
     left, right = (rank - 1) % size, (rank + 1) % size
     if rank > 0:  # the message goes round from rank 0, so that blocking calls cannot wait for each other
@@ -61,10 +59,8 @@ def test_any_source_and_tags(rank, size):
 
 @pytest.mark.parametrize("count", [100, 1_000_000])
 @pytest.mark.parametrize("late", ["sender", "receiver", "receiver from anyone"])
-def test_messages_move_while_a_rank_waits_outside_mpi(rank, size, late, count):
+def test_messages_move_while_a_rank_waits_outside_mpi(two_ranks, rank, late, count):
     """The late rank begins its message, and waits for it only after what the other does next."""
-    if size < 2:
-        pytest.skip("needs two ranks")
     others = dist.new_group(range(2), backend="gloo")  # whose barrier makes no call of MPI
     if rank == 0:
         work = dist.isend(values(0, count, torch.float32), 1)
@@ -84,9 +80,7 @@ def test_messages_move_while_a_rank_waits_outside_mpi(rank, size, late, count):
         dist.destroy_process_group(others)
 
 
-def test_futures_of_messages_end_though_nobody_waits(rank, size):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_futures_of_messages_end_though_nobody_waits(two_ranks, rank, size):
     received = torch.empty(3)
     futures = [
         dist.irecv(received, (rank - 1) % size).get_future(),
@@ -99,18 +93,19 @@ def test_futures_of_messages_end_though_nobody_waits(rank, size):
     assert futures[0].value()[0].tolist() == [float((rank - 1) % size)] * 3
 
 
-def test_batch_with_neighbours_and_oneself(rank, size):
+@pytest.mark.parametrize("ops", [dist, torch.distributed], ids=["hpcdist", "torch"])
+def test_batch_with_neighbours_and_oneself(ops, rank, size):
     right, left = (rank + 1) % size, (rank - 1) % size
     from_left, from_right, from_self = torch.empty(3), torch.empty(3), torch.empty(3)
-    ops = [
-        dist.P2POp(dist.irecv, from_left, left, tag=1),
-        dist.P2POp(dist.irecv, from_right, right, tag=2),
-        dist.P2POp(dist.irecv, from_self, rank, tag=3),
-        dist.P2POp(dist.isend, torch.full((3,), float(rank)), right, tag=1),
-        dist.P2POp(dist.isend, torch.full((3,), float(rank)), left, tag=2),
-        dist.P2POp(dist.isend, torch.full((3,), 100.0 + rank), rank, tag=3),
+    batch = [
+        dist.P2POp(ops.irecv, from_left, left, tag=1),
+        dist.P2POp(ops.irecv, from_right, right, tag=2),
+        dist.P2POp(ops.irecv, from_self, rank, tag=3),
+        dist.P2POp(ops.isend, torch.full((3,), float(rank)), right, tag=1),
+        dist.P2POp(ops.isend, torch.full((3,), float(rank)), left, tag=2),
+        dist.P2POp(ops.isend, torch.full((3,), 100.0 + rank), rank, tag=3),
     ]
-    for work in dist.batch_isend_irecv(ops):
+    for work in dist.batch_isend_irecv(batch):
         work.wait()
     assert (from_left[0], from_right[0], from_self[0]) == (left, right, 100 + rank)
 
@@ -188,9 +183,7 @@ def test_dropped_sends_keep_their_buffers(rank, size):
     dist.barrier()
 
 
-def test_groups_have_ranks_of_their_own(rank, size):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_groups_have_ranks_of_their_own(two_ranks, rank, size):
     group = dist.new_group([0, size - 1])
     tensor = torch.empty(1)
     if rank == 0:
@@ -210,9 +203,7 @@ def test_groups_have_ranks_of_their_own(rank, size):
 
 @pytest.mark.parametrize("numel", [1, 1_000_000])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_messages_that_nobody_has_received_end_with_their_group(is_late, numel, rank, size, request):
-    if size == 1:
-        pytest.skip("needs two ranks")
+def test_messages_that_nobody_has_received_end_with_their_group(two_ranks, is_late, numel, rank, request):
     if is_late:  # gloo's connections end with the first rank that destroys a group
         request.getfixturevalue("every")
     for _ in range(3):
@@ -309,9 +300,7 @@ def test_what_is_sent_stays_until_it_is_received_though_the_group_ends(end, rank
         assert sent() is None
 
 
-def test_exchanges_do_not_meet_the_messages_of_a_group(rank, size):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_exchanges_do_not_meet_the_messages_of_a_group(two_ranks, rank):
     pair = dist.new_group([0, 1])
     if rank < 2:
         messages = [torch.full((1,), -1.0) for _ in range(4)]
@@ -434,17 +423,6 @@ def test_a_short_message_leaves_the_rest_of_a_view_alone(is_async, rank, size):
         if is_async:
             work.wait()
         assert whole.tolist() == [[1, 7], [1, 7], [7, 7], [7, 7]]
-
-
-def test_ops_of_torch_in_a_batch(rank, size):
-    mine, theirs = torch.tensor([float(rank)]), torch.empty(1)
-    ops = [
-        dist.P2POp(torch.distributed.isend, mine, (rank + 1) % size),
-        dist.P2POp(torch.distributed.irecv, theirs, (rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    assert theirs.item() == (rank - 1) % size
 
 
 def test_a_look_at_a_message_that_another_thread_has_completed(rank, size):
