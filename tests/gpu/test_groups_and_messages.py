@@ -31,9 +31,7 @@ def test_messages_around_a_ring(rank, size, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64, torch.bool])
-def test_send_and_recv(dtype, rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_send_and_recv(two_ranks, dtype, rank, device):
     tensor = torch.ones(3, device=device).to(dtype)
     if rank == 0:
         dist.send(tensor, 1)
@@ -71,9 +69,7 @@ def test_subgroups(is_connected, rank, size, device):
     dist.destroy_process_group(parent)
 
 
-def test_shrink(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_shrink(two_ranks, rank, size, device):
     group = dist.new_group()
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if load().version < SHRINK_SINCE:
@@ -104,17 +100,17 @@ def test_a_split_waits_for_the_groups_own_calls_only(emulation, gate, rank, size
     dist.destroy_process_group(group)
 
 
-def test_an_abort_ends_the_groups_communicator_and_those_of_messages(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_an_abort_ends_the_groups_communicator_and_those_of_messages(two_ranks, rank, device):
     group = dist.new_group()
     tensor = torch.ones(1, device=device)
     dist.all_reduce(tensor, group=group)
     if rank < 2:
         (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank, group=group)
     torch.cuda.synchronize()
-    work = dist.all_reduce(tensor, group=group, async_op=True) if rank == 0 else None
     backend = group.backend("cuda")
+    assert backend.faults.check_async() is None
+    work = dist.all_reduce(tensor, group=group, async_op=True) if rank == 0 else None  # which the others do not make
+    assert backend.outstanding() is work
     began = time.monotonic()
     assert backend.faults.interrupt("a test says so")
     assert time.monotonic() - began < 5
@@ -122,36 +118,14 @@ def test_an_abort_ends_the_groups_communicator_and_those_of_messages(rank, size,
         with pytest.raises(dist.DistBackendError, match="a test says so"):
             work.wait()
     torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
-def test_abort_ends_a_call_that_others_do_not_make(rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda.synchronize()
-    backend = group.backend("cuda")
-    assert backend.faults.check_async() is None
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
-        assert backend.outstanding() is work
-    backend.faults.interrupt("a test says so")
-    if rank == 0:
-        with pytest.raises(dist.DistBackendError, match="a test says so"):
-            work.wait()
-    torch.cuda.synchronize()
     with pytest.raises(dist.DistBackendError, match="a test says so"):
-        dist.all_reduce(torch.ones(1, device=device), group=group)
+        dist.all_reduce(tensor, group=group)
     dist.barrier()
     dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(is_async, rank, size, device):
-    if size < 2:
-        pytest.skip("needs two ranks")
+def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(two_ranks, is_async, rank, device):
     group = dist.new_group(timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(1, device=device), group=group)
     torch.cuda.synchronize()

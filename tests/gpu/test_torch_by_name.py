@@ -30,7 +30,11 @@ def test_it_is_torchs(group, device):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint16, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [*(torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)],
+    ids=str,
+)
 def test_collectives(group, dtype, is_async, rank, size, device):
     """Those that torch's library makes, and what is made of several."""
     mine = (torch.arange(6, device=device) % 2 + rank).to(dtype)
@@ -39,12 +43,18 @@ def test_collectives(group, dtype, is_async, rank, size, device):
     one, root = mine.clone(), size - 1
     strided = torch.zeros(6, 2, device=device).to(dtype)[:, 1]
     scattered, exchanged = torch.empty_like(mine), torch.empty_like(gathered)
+    received, uneven = (
+        [torch.empty_like(mine) for _ in ranks],
+        [torch.empty_like(mine[: each % 3 + 1]) for each in range(size)],
+    )
     works = [
         dist.all_reduce(one, dist.ReduceOp.MAX, group, is_async),
         dist.all_gather_into_tensor(gathered, mine, group, is_async),
         dist.all_gather(parts, mine, group, is_async),
         dist.broadcast(strided.copy_(mine), root, group, is_async),
         dist.scatter(scattered, ranks if rank == root else None, root, group, is_async),
+        dist.gather(mine, received if rank == root else None, root, group, is_async),
+        dist.all_to_all(uneven, [mine[: rank % 3 + 1]] * size, group, is_async),
         dist.all_to_all_single(exchanged, torch.cat([mine] * size), group=group, async_op=is_async),
         dist.barrier(group, is_async),
     ]
@@ -56,11 +66,13 @@ def test_collectives(group, dtype, is_async, rank, size, device):
     whole = torch.cat([each.cpu().view(torch.uint8) for each in ranks]).view(dtype)
     assert gathered.tolist() == whole.tolist() == exchanged.tolist()
     assert [each.tolist() for each in parts] == [each.tolist() for each in ranks]
+    assert rank != root or [each.tolist() for each in received] == [each.tolist() for each in ranks]
+    assert [each.tolist() for each in uneven] == [each[: peer % 3 + 1].tolist() for peer, each in enumerate(ranks)]
     assert strided.tolist() == ranks[root].tolist()
     assert scattered.tolist() == mine.tolist()
 
 
-@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"])
+@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
 def test_reductions(group, name, rank, size, device):
     op = c10d._make_nccl_premul_sum(0.5) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
     whole = torch.arange(4.0 * size, device=device) + rank
