@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _worlds():
+def world():
     from hpcdist.backends.mpi.process import runtime
 
     world = runtime.world()
@@ -29,6 +29,6 @@ def _worlds():
         store = td.TCPStore("127.0.0.1", port, size, False, limit, wait_for_workers=False)
     td.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     dist.init_process_group()
-    yield
+    yield dist.group.WORLD
     dist.destroy_process_group()
     td.destroy_process_group()

@@ -16,16 +16,6 @@ def group(request):
     return dist.group.WORLD if request.param == "ours" else td.group.WORLD
 
 
-@pytest.fixture
-def size():
-    return td.get_world_size()
-
-
-@pytest.fixture
-def rank():
-    return td.get_rank()
-
-
 def one(value=1.0, length=3):
     return torch.full((length,), float(value))
 
