@@ -40,30 +40,23 @@ def test_a_group_of_a_communicator(rank, size):
     part.Free()
 
 
-def test_unknown_options_and_backends():
-    with pytest.raises(KeyError, match="Unknown option colour"):
-        dist2.new_group("mpi", LIMIT, "cpu", colour="red")
-    with pytest.raises(KeyError, match="Unknown option options of backend nccl"):
-        dist2.new_group("nccl", LIMIT, "cuda", options=object())
-    with pytest.raises(ValueError, match="not registered"):
-        dist2.new_group("pigeon", LIMIT, "cpu")
-    with pytest.raises(ValueError, match="carries"):
-        dist2.new_group("gloo", LIMIT, "cuda:0")
-
-
-def test_arguments_of_another_type(size):
+def test_arguments_that_are_refused(size):
     from mpi4py import MPI
 
-    for kind, text, timeout, device, options in (
-        (TypeError, "comm is 'x' of type str", LIMIT, "cpu", {"comm": "x"}),
-        (ValueError, "MPI.COMM_NULL", LIMIT, "cpu", {"comm": MPI.COMM_NULL}),
-        (TypeError, "timedelta, got 30", 30, "cpu", {}),
-        (TypeError, "timedelta, got None", None, "cpu", {}),
-        (RuntimeError, "Invalid timeout: -30 s", -LIMIT, "cpu", {}),
-        (ValueError, "got device meta", LIMIT, "meta", {}),
+    for kind, text, backend, timeout, device, options in (
+        (KeyError, "Unknown option colour", "mpi", LIMIT, "cpu", {"colour": "red"}),
+        (KeyError, "Unknown option options of backend nccl", "nccl", LIMIT, "cuda", {"options": object()}),
+        (ValueError, "not registered", "pigeon", LIMIT, "cpu", {}),
+        (ValueError, "carries", "gloo", LIMIT, "cuda:0", {}),
+        (TypeError, "comm is 'x' of type str", "mpi", LIMIT, "cpu", {"comm": "x"}),
+        (ValueError, "MPI.COMM_NULL", "mpi", LIMIT, "cpu", {"comm": MPI.COMM_NULL}),
+        (TypeError, "timedelta, got 30", "mpi", 30, "cpu", {}),
+        (TypeError, "timedelta, got None", "mpi", None, "cpu", {}),
+        (RuntimeError, "Invalid timeout: -30 s", "mpi", -LIMIT, "cpu", {}),
+        (ValueError, "got device meta", "mpi", LIMIT, "meta", {}),
     ):
         with pytest.raises(kind, match=text):
-            dist2.new_group("mpi", timeout, device, **options)
+            dist2.new_group(backend, timeout, device, **options)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == size

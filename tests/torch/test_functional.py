@@ -1,4 +1,4 @@
-"""Functional collectives, and what torch.compile makes of them."""
+"""Collectives in graphs of torch.compile, and those with gradients; each operator is in ``test_operators``."""
 
 from __future__ import annotations
 
@@ -18,60 +18,13 @@ def group(world):
     return dist.group.WORLD
 
 
-def test_all_reduce(rank, size, group):
-    for op, expected in (("sum", sum(range(1, size + 1))), ("max", size), ("min", 1), ("avg", (size + 1) / 2)):
-        given = torch.full((3,), rank + 1.0)
-        torch.testing.assert_close(functional.all_reduce(given, op, group) + 0, torch.full((3,), float(expected)))
-        torch.testing.assert_close(given, torch.full((3,), rank + 1.0))
-
-
-def test_gather_and_scatter(rank, size, group):
-    given = torch.arange(4.0).view(2, 2) + 10 * rank
-    gathered = functional.all_gather_tensor(given, 0, group) + 0
-    expected = torch.cat([torch.arange(4.0).view(2, 2) + 10 * each for each in range(size)])
-    torch.testing.assert_close(gathered, expected)
-    across = functional.all_gather_tensor(given, 1, group) + 0
-    torch.testing.assert_close(across, torch.cat(list(expected.chunk(size)), dim=1))
-    scattered = functional.reduce_scatter_tensor(expected, "sum", 0, group) + 0
-    torch.testing.assert_close(scattered, size * (torch.arange(4.0).view(2, 2) + 10 * rank))
-
-
-def test_coalesced(rank, size, group):
-    given = [torch.full((2,), float(rank)), torch.full((3,), 2.0 * rank)]
-    total = sum(range(size))
-    for each, factor in zip(functional.all_reduce_coalesced(given, "sum", group), (1, 2), strict=True):
-        torch.testing.assert_close(each + 0, torch.full(each.shape, float(factor * total)))
-    gathered = functional.all_gather_into_tensor_coalesced(given, group)
-    torch.testing.assert_close(gathered[0] + 0, torch.arange(float(size)).repeat_interleave(2))
-    wide = [torch.ones(size, 2) * (rank + 1)]
-    scattered = functional.reduce_scatter_tensor_coalesced(wide, "sum", [0], group)
-    torch.testing.assert_close(scattered[0] + 0, torch.full((1, 2), size * (size + 1) / 2))
-
-
-def test_broadcast_and_exchange(rank, size, group):
-    torch.testing.assert_close(functional.broadcast(torch.full((2,), float(rank)), size - 1, group) + 0,
-                               torch.full((2,), size - 1.0))  # fmt: skip
-    given = torch.arange(float(size)) + 10 * rank
-    out = functional.all_to_all_single(given, [1] * size, [1] * size, group) + 0
-    torch.testing.assert_close(out, torch.tensor([rank + 10.0 * each for each in range(size)]))
-    uneven = torch.full((sum(range(1, size + 1)),), float(rank))
-    out = functional.all_to_all_single(uneven, [rank + 1] * size, list(range(1, size + 1)), group) + 0
-    torch.testing.assert_close(out, torch.arange(float(size)).repeat_interleave(rank + 1))
-
-
-def test_a_compiled_function_with_an_all_reduce(rank, size, group):
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(value):
-        return functional.all_reduce(value * 2, "sum", group) + 1
-
-    given = torch.full((4,), rank + 1.0)
-    torch.testing.assert_close(step(given), torch.full((4,), size * (size + 1) + 1.0))
-
-
-def test_a_compiled_function_with_dist_all_reduce(rank, size):
+@pytest.mark.parametrize("is_functional", [True, False])
+def test_a_compiled_function(rank, size, group, is_functional):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(value):
         value = value * 2
+        if is_functional:
+            return functional.all_reduce(value, "sum", group) + 1
         torch_dist.all_reduce(value)
         return value + 1
 

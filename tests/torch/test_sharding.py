@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -57,48 +57,32 @@ def test_fully_shard_equals_one_process(rank, size, reshard):
         torch.testing.assert_close(whole(model)[name], each)
 
 
-def test_fully_shard_in_mixed_precision_equals_gloo(rank, size, gloo):
-    from torch.distributed.device_mesh import DeviceMesh
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trained = []
-    for mesh in (dist.init_device_mesh("cpu", (size,)), DeviceMesh.from_group(gloo, "cpu")):
-        model = perceptron()
-        fully_shard(model[0], mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        trained.append(whole(train(model, inputs(size)[rank])))
-    ours, theirs = trained
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+IS_LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
-def test_a_bfloat16_reduction(rank, size):
-    model = perceptron()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (size,)), mp_policy=policy)
-    expected = train(perceptron(), torch.cat(inputs(size)))
-    train(model, inputs(size)[rank])
-    for name, each in expected.named_parameters():
-        torch.testing.assert_close(whole(model)[name], each, rtol=0.1, atol=0.03)
-
-
-def test_no_reduce_dtype_equals_gloo(rank, size, gloo):
-    """torch reduces in the dtype of the computation; from 2.15 on in the gradient's, which is the parameter's."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("given", "reduced"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        # in the dtype of the computation; from 2.15 on in the gradient's, which is the parameter's
+        (None, torch.float32 if IS_LATER else torch.bfloat16),
+    ],
+)
+def test_mixed_precision_equals_gloo(given, reduced, rank, size, gloo):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=given)
     trained = []
     for mesh in (DeviceMesh.from_group(gloo, "cpu"), dist.init_device_mesh("cpu", (size,))):
         RING.calls.clear()
         model = perceptron()
+        fully_shard(model[0], mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         trained.append(whole(train(model, inputs(size)[rank])))
-    reduced = {each[4] for each in RING.calls if str(each[2]).startswith("reduce_scatter")}
-    is_later = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-    assert reduced == {torch.float32 if is_later else torch.bfloat16}
+    assert {each[4] for each in RING.calls if str(each[2]).startswith("reduce_scatter")} == {reduced}
     theirs, ours = trained
+    near = {"rtol": 1e-3, "atol": 1e-4} if reduced is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(ours[name], theirs[name], **near)
 
 
 def test_hybrid_shards(rank, size):
