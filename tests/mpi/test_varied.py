@@ -118,11 +118,19 @@ def test_sizes_that_jump(rank, size):
         assert equal(gathered.detach(), kept)
 
 
-def test_inside_a_coalescing_manager(rank, size):
-    """What the ranks agree on first is not held back."""
+@pytest.mark.parametrize("base", [1, 30_000])
+def test_inside_a_coalescing_manager(rank, size, base):
+    """These calls are not held back: their results, here columns, are copied before the manager's block ends."""
+    counts = [base * (each + 1) for each in range(size)]
     with dist._coalescing_manager():
-        _, sizes = dist.all_gather_varied(torch.ones(rank + 1))
-    assert sizes == list(range(1, size + 1))
+        gathered, sizes = dist.all_gather_varied(across(rows(counts[rank], rank), 1), 1)
+        mine = dist.reduce_scatter_varied(torch.ones(2, sum(counts)), counts[rank], 1)
+        received = dist.all_to_all_varied([across(rows(counts[rank], rank, target=to), 1) for to in range(size)], 1)
+    assert sizes == counts
+    assert equal(gathered, across(torch.cat([rows(n, each) for each, n in enumerate(counts)]), 1))
+    assert equal(mine, torch.full((2, counts[rank]), float(size)))
+    for source, tensor in enumerate(received):
+        assert equal(tensor, across(rows(counts[source], source, target=rank), 1))
 
 
 def test_numpy(rank, size):

@@ -252,16 +252,12 @@ class Slots:
 
     def exchange(self, pg: Group) -> list[list[int]]:
         """Return the heads of all ranks."""
-        held, pg.coalescing = pg.coalescing, None  # a coalescing manager holds back only what is not needed now
-        try:
-            if pg.cpu is not None:
-                issue(self.row, pg, self.sent, self.received)
-            else:
-                received = self.received.to(pg.any_backend().device)
-                issue(self.row, pg, self.sent.to(received.device), received)
-                self.received.copy_(received)
-        finally:
-            pg.coalescing = held
+        if pg.cpu is not None:
+            issue_now(self.row, pg, self.sent, self.received)
+        else:
+            received = self.received.to(pg.any_backend().device)
+            issue_now(self.row, pg, self.sent.to(received.device), received)
+            self.received.copy_(received)
         return self._heads.tolist()
 
     def join(self, sizes: list[int], out: Tensor) -> None:
@@ -342,6 +338,15 @@ def like(given: Any, tensor: Tensor) -> Any:
 # -- rows between the ranks --------------------------------------------------------------------------------
 
 
+def issue_now(row: table.Row, pg: Group, send: Tensor, recv: Tensor, op: Any = None, counts: Any = None) -> None:
+    """Make a call at once: a coalescing manager holds back only what is not needed now."""
+    held, pg.coalescing = pg.coalescing, None
+    try:
+        issue(row, pg, send, recv, op, counts=counts)
+    finally:
+        pg.coalescing = held
+
+
 def counted(rows: Tensor, sizes: Sequence[int]) -> list[int]:
     """Return the elements of so many rows each."""
     width = prod(rows.shape[1:])
@@ -354,9 +359,9 @@ def gather(rows: Tensor, pg: Group, sizes: list[int], slots: Slots | None = None
     if slots is not None:
         slots.join(sizes, out)
     elif sizes.count(sizes[0]) == len(sizes):
-        issue(table.ALL_GATHER_SINGLE, pg, rows, out)
+        issue_now(table.ALL_GATHER_SINGLE, pg, rows, out)
     else:
-        issue(table.ALL_GATHER, pg, rows, out, counts=([rows.numel()], counted(rows, sizes)))
+        issue_now(table.ALL_GATHER, pg, rows, out, counts=([rows.numel()], counted(rows, sizes)))
     return out
 
 
@@ -364,9 +369,9 @@ def reduce_scatter(rows: Tensor, pg: Group, sizes: list[int], op: Any) -> Tensor
     """Return this rank's rows of the result."""
     out = rows.new_empty((sizes[pg.rank()], *rows.shape[1:]))
     if len(set(sizes)) == 1:
-        issue(table.REDUCE_SCATTER_SINGLE, pg, rows, out, op)
+        issue_now(table.REDUCE_SCATTER_SINGLE, pg, rows, out, op)
     else:
-        issue(table.REDUCE_SCATTER, pg, rows, out, op, counts=(counted(rows, sizes), [out.numel()]))
+        issue_now(table.REDUCE_SCATTER, pg, rows, out, op, counts=(counted(rows, sizes), [out.numel()]))
     return out
 
 
@@ -378,5 +383,5 @@ def exchange(rows: Any, pg: Group, sent: list[int], received: list[int], slots: 
         slots.join(received, out)
     else:
         whole = cat(rows) if rows.__class__ is list else rows
-        issue(table.ALL_TO_ALL, pg, whole, out, counts=(counted(one, sent), counted(one, received)))
+        issue_now(table.ALL_TO_ALL, pg, whole, out, counts=(counted(one, sent), counted(one, received)))
     return out
