@@ -13,6 +13,7 @@ import torch
 import hpcdist as dist
 from hpcdist import dist2
 from hpcdist.backends.mpi.communicator import group_tag
+from hpcdist.core.journal import RING, CallRecord
 from hpcdist.core.world import WORLD
 
 
@@ -370,6 +371,9 @@ def test_every_group_is_watched(way, world, rank, size):
     group = WAYS[way](list(range(size)))
     assert WORLD.has(group)
     assert group in list(WORLD.watched())
+    if way in ("local", "method"):  # the first call of the members, which has the limit too
+        made = next(each for each in reversed(RING.calls) if each[0] is world.journal and each[2] == "create_group")
+        assert CallRecord(*made).limit == SHORT.total_seconds()
     if rank == 0:
         with pytest.raises(dist.DistBackendError, match=r"has not ended after 0\.3 s"):
             dist.recv(torch.ones(1, device="cpu"), group=group, group_src=1)

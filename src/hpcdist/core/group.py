@@ -175,7 +175,7 @@ class Group:
         members = [self.ranks[rank] for rank in ranks]
         self.making.append(members)
         try:
-            with self.journal.during("create_group"):
+            with self.journal.during("create_group", limit=timeout.total_seconds()):
                 return self.derive(lambda each: each.create_group(ranks, name, timeout), kinds)
         finally:
             self.making.remove(members)

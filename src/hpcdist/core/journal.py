@@ -168,17 +168,23 @@ class Journal:
             RING.calls.remove(call)
 
     def message(
-        self, what: str, shape: torch.Size | None, dtype: torch.dtype | None, peer: int | None
+        self,
+        what: str,
+        shape: torch.Size | None,
+        dtype: torch.dtype | None,
+        peer: int | None,
+        limit: float | None = None,
     ) -> tuple[Any, ...]:
         """Count and record a send or receive, and return its record."""
         self.messages = number = self.messages + 1
-        call = (self, number, what, shape, dtype, peer)
+        call = (self, number, what, shape, dtype, peer, limit)
         self.push(call)
         return call
 
-    def during(self, what: str, root: int | None = None) -> AbstractContextManager[object]:
+    def during(self, what: str, root: int | None = None, limit: float | None = None) -> AbstractContextManager[object]:
         """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
-        call = self.message(what, None, None, root) if what in MESSAGES else self.collective(what, None, root)
+        is_message = what in MESSAGES
+        call = self.message(what, None, None, root, limit) if is_message else self.collective(what, None, root, limit)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
         blocking = self.blocking(call)
         if event is None:
