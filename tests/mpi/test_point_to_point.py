@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.receives import MatchedReceive
 from hpcdist.backends.mpi.retired import KEPT
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.waiting import wait_until
@@ -592,3 +593,23 @@ def test_interrupted_receive_writes_nothing_later(every, rank):
         dist.barrier(_pair())
         dist.recv(received, 1, tag=6)
         assert received.sum() == 100_000
+
+
+def test_interrupted_receive_that_cannot_be_cancelled_keeps_its_memory(every, rank, monkeypatch):
+    """As one whose message has begun to come; MPI writes it later."""
+    if rank == 1:
+        dist.barrier(_pair())
+        dist.send(torch.ones(10), 0, tag=6)
+    elif rank == 0:
+        monkeypatch.setattr(MatchedReceive, "Cancel", lambda self: None)
+        before = set(dist.group.WORLD.cpu.unfinished)
+        timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(torch.zeros(10), None, tag=6)
+        timer.join()
+        held = set(dist.group.WORLD.cpu.unfinished) - before
+        dist.barrier(_pair())
+        (kept,) = held
+        kept.wait()
+        assert kept.result()[0].sum() == 10
