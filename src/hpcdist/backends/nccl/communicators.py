@@ -128,8 +128,9 @@ class Communicators(Faults):
     def _live_group(self) -> Link:
         """Return the communicator of all ranks; the error if no call can follow."""
         self.check_live()
-        assert self.group is not None
-        return self.group
+        group = self.group
+        assert group is not None
+        return group
 
     # -- how they are used -----------------------------------------------------------------------------
 
@@ -161,9 +162,9 @@ class Communicators(Faults):
 
     def failure(self, name: str, error: Exception) -> DistBackendError:
         """Return c10d's error for one of NCCL's."""
-        detail = ""
-        if self.group is not None and not self._is_ending:
-            detail = self.group.comm.get_last_error()
+        detail, group = "", self.group  # read once: another thread may forget it
+        if group is not None and not self._is_ending:
+            detail = group.comm.get_last_error()
         elif name == "connect":
             detail = f"if two ranks use one GPU, bind them apart or {devices.how_to_share(self._library.version)}"
         return DistBackendError(
