@@ -61,7 +61,7 @@ def new_group(
 
     Args:
         ranks: global ranks; None for all.
-        timeout: the limit of each call on the group; None for the default group's.
+        timeout: the limit of each call on the group, once it is made; None for the default group's.
         backend: a backend string; None for the default group's.
         pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
         use_local_synchronization: only the members call (``MPI_Comm_create_group``).
