@@ -78,7 +78,7 @@ LINES = [
     (COMMUNICATORS, "                link.streams.failure = self.ended", "                pass"),
     (COMMUNICATORS, "                comm.abort()\n                raise self.ended\n", "                pass\n"),
     (COMMUNICATORS, "            if self.ended is not None:\n                return True\n", ""),
-    (COMMUNICATORS, "if self.group is not None and not self._is_ending:", "if self.group is not None:"),
+    (COMMUNICATORS, "if group is not None and not self._is_ending:", "if group is not None:"),
 ]
 MUTANTS = [Mutant(f"hpcdist/backends/nccl/{file}", old, new, "") for file, old, new in LINES]
 

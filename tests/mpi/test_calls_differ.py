@@ -122,6 +122,30 @@ def test_asynchronous_calls(group, rank, size):
     refused(r"all_reduce of 5 elements.*all_reduce of 4 elements", works[3].wait)
 
 
+def test_what_is_queued_behind_a_call_that_differs_is_not_made(group, rank, size):
+    """The root of broadcasts runs ahead: what it makes after its error is not what the others make after theirs."""
+    is_odd = rank == size - 1
+    tensors = [
+        torch.full((3 if number == 9 and is_odd else 2,), -1.0 if rank else float(number)) for number in range(100)
+    ]
+    works = [dist.broadcast(each, 0, group, async_op=True) for each in tensors]
+    for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        if number < 9:
+            work.wait()
+        assert tensor[0] in ((number,) if number < 9 else (-1.0, number)), number
+    refused("broadcast of 2 elements.*broadcast of 3 elements", works[-1].wait)
+    assert all(tensor[0] in (-1.0, number) for number, tensor in enumerate(tensors))
+
+
+def test_a_call_that_blocks_raises_what_nobody_has_waited_for(group, rank, size):
+    words = r"all_reduce of 5 elements.*all_reduce of 4 elements"
+    dist.all_reduce(torch.ones(4 if rank else 5), group=group, async_op=True)
+    refused(words, dist.barrier, group)
+    work = dist.all_reduce(torch.ones(4 if rank else 5), group=group, async_op=True)
+    refused(words, dist.all_gather_object, [None] * size, 0, group)
+    refused(words, work.wait)
+
+
 @pytest.mark.parametrize("how", ["nobody waits", "wait", "future", "exception"])
 def test_the_end_of_a_group_raises_what_nobody_has_waited_for(how, rank, size):
     made, words = dist.new_group(), r"all_reduce of 5 elements.*all_reduce of 4 elements"

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,6 @@ from hpcdist.core.call import Call
 from hpcdist.core.errors import CallsDifferError, DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.queue import Queue, in_modes_of_caller
-from hpcdist.core.several import in_turn
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import AllWork, DoneWork, Work
@@ -67,7 +67,7 @@ def test_drain_waits_for_everything_that_was_made_before(queue):
 
 
 @pytest.mark.parametrize("error", [CallsDifferError, ZeroDivisionError, None])
-def test_calls_that_are_one_are_not_made_once_ranks_differ_in_one(error, queue):
+def test_once_ranks_differ_in_a_call_none_is_made_until_somebody_has_seen_that(error, queue):
     gate, seen = Gate(), []
 
     def first():
@@ -78,15 +78,25 @@ def test_calls_that_are_one_are_not_made_once_ranks_differ_in_one(error, queue):
     works = [queue.put(first, [])]
     queue.hasten()
     assert gate.has_begun.wait(20)  # it is under way, as a large one is, when the others are made
-    works += [AllWork([queue.put(lambda number=number: seen.append(number), [])], []) for number in range(2)]
-    assert in_turn(iter([*works[:2], None, *works[2:]])) == works
-    last = queue.put(lambda: seen.append("another"), [])
+    works += [queue.put(lambda number=number: seen.append(number), []) for number in range(2)]
     gate.is_open.set()
-    last.wait()
-    for work in works if error is CallsDifferError else works[:1] if error else []:
-        with pytest.raises(error, match="first"):
+    assert wait_until(lambda: all(work.is_completed() for work in works), 20)
+    works.append(queue.put(lambda: seen.append(2), []))
+    for work in works if error is CallsDifferError else works[:1] if error else works[-1:]:
+        with pytest.raises(error, match="first") if error else nullcontext():
             work.wait()
-    assert seen == [*([] if error is CallsDifferError else range(2)), "another"]
+    queue.drain()
+    assert seen == ([] if error is CallsDifferError else [0, 1, 2])
+
+
+def test_a_call_that_blocks_raises_the_difference_that_nobody_has_seen(queue):
+    def differ():
+        raise CallsDifferError("first")
+
+    queue.put(differ, [])
+    with pytest.raises(CallsDifferError, match="first"):
+        queue.drain()
+    queue.drain()
 
 
 @pytest.mark.parametrize("limit", [timedelta(milliseconds=20), timedelta(milliseconds=-1), timedelta(seconds=-1), 0.02])

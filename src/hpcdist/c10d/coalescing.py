@@ -115,7 +115,7 @@ def _coalescing_manager(
         finally:
             pg.coalescing = None
         with pg.grouped():
-            works = several.in_turn(together(pg, held, async_ops))
+            works = [work for work in together(pg, held, async_ops) if work is not None]
     except BaseException as error:
         for _, own in held:
             own._drop(error)

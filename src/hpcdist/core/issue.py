@@ -308,12 +308,15 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
         carries = carrier(backend, call)
     if hooks.compare is not None:
         hooks.compare(pg, backend, call)
+    is_async = (async_op and backend.has_threads) or (backend.has_groups and backend.batch.is_open)
+    if not is_async and backend.queue is not None:
+        backend.queue.drain()
     tensor = call.recv if call.send is None else call.send
     limit = journal.asked.get(get_ident()) if journal.asked else None
     record = journal.collective(call.row, tensor, call.root, limit)
     if limit is not None:
         call = call._replace(limit=limit)
-    event, is_async = None, (async_op and backend.has_threads) or (backend.has_groups and backend.batch.is_open)
+    event = None
     if hooks.is_profiled():
         inputs = [] if tensor is None else tensor.tensors if tensor.__class__ is TensorList else [tensor]
         event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)
@@ -322,8 +325,6 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
         if event is not None:
             work._ends(event)
         return work if async_op else None
-    if backend.queue is not None:
-        backend.queue.drain()
     try:
         with journal.blocking(record):
             carries.run(call)

@@ -12,7 +12,6 @@ from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,10 +96,10 @@ class QueuedWork(Work):
     def _pursue(self) -> None:
         self._queue.hasten()
 
-    def _follow(self, before: Work) -> None:
-        run = self._run
-        if run is not None:
-            self._run = partial(run_after, before, run)
+    def _see(self) -> None:
+        unseen = self._queue.unseen
+        if unseen is not None and unseen is self._error:
+            self._queue.see(unseen)
 
 
 class Queue:
@@ -128,7 +127,7 @@ class Queue:
         self._closing = False
         self.running: QueuedWork | None = None  # that the worker thread is in; a waiting thread's is not counted
         self.broken: DistBackendError | None = None  # why the worker thread is given up
-        self.unseen: QueuedWork | None = None  # the first in which ranks differ and that nobody has waited for
+        self.unseen: CallsDifferError | None = None  # that of a call in which ranks differ, until somebody has seen it
         self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
         self._thread.start()
 
@@ -143,8 +142,8 @@ class Queue:
         """Queue a call on buffers, and return its Work, which will show a result; a large one wakes the worker at once.
 
         A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
-        place on ranks where the future had ended before the callback was added. Raises DistBackendError if an earlier
-        call was given up.
+        place on ranks where the future had ended before the callback was added. If ranks differ in an earlier call, and
+        nobody has seen that yet, this one ends with its error. Raises DistBackendError if an earlier call was given up.
         """
         self._latest = None
         work = QueuedWork(self, run, result, record, buffers)
@@ -164,12 +163,18 @@ class Queue:
         return work
 
     def drain(self) -> None:
-        """Carry out or wait for everything queued, so that a synchronous call keeps its place."""
+        """Carry out or wait for everything queued, so that a synchronous call keeps its place.
+
+        Raises:
+            CallsDifferError: that of a call that nobody has waited for.
+        """
         self._latest = None
         if (self._calls or self._turn.locked()) and self.carrier != get_ident():
             self._clear()
         if self.broken is not None:  # also if the watchdog gave the calls up meanwhile: their thread is still in one
             raise self._given_up()
+        if self.unseen is not None:
+            raise self.see(self.unseen)
 
     def close(self) -> None:
         """Carry out what is queued and end the thread.
@@ -182,9 +187,8 @@ class Queue:
         self._wake()
         if get_ident() != self._thread.ident and self.broken is None:
             self._thread.join()
-        unseen, self.unseen = self.unseen, None
-        if unseen is not None and not unseen._is_seen and self.broken is None:
-            unseen.wait()
+        if self.unseen is not None and self.broken is None:
+            raise self.see(self.unseen)
 
     def hasten(self) -> None:
         """Have the worker carry out what is queued, as soon as it can have the turn."""
@@ -203,6 +207,17 @@ class Queue:
         self.broken = error
         for work in self.pending():
             work._finish(error)
+
+    def see(self, unseen: CallsDifferError) -> CallsDifferError:
+        """Return the difference that somebody sees now, and end with it all that is queued.
+
+        Other ranks may have other calls behind the one in which they differ, and would take these for theirs.
+        """
+        for work in list(self._calls):
+            work._finish(unseen)
+        if self.unseen is unseen:
+            self.unseen = None
+        return unseen
 
     def _given_up(self) -> DistBackendError:
         return DistBackendError(f"this group can no longer be used: {self.broken}")
@@ -277,13 +292,16 @@ class Queue:
         self._begun += 1
         if run is None or work._done:  # given up
             return
+        if self.unseen is not None:
+            work._finish(self.unseen)
+            return
         try:
             run(*buffers)
         except BaseException as error:
             del run, buffers  # they belong to the caller again
-            work._finish(error)
             if isinstance(error, CallsDifferError):
-                self.unseen = self.unseen or work
+                self.unseen = error
+            work._finish(error)
             if not isinstance(error, Exception) and self.running is None:
                 raise  # Ctrl-C, for the thread that waits
         else:
@@ -335,13 +353,6 @@ class Queue:
             self.running = None
         self.carrier = None
         self._turn.release()
-
-
-def run_after(before: Work, run: Callable[..., None], *buffers: Any) -> None:
-    """Run a call unless ranks have made different ones in its predecessor: the others make none that follows."""
-    if isinstance(before._error, CallsDifferError):
-        raise before._error
-    run(*buffers)
 
 
 def in_modes_of_caller(call: Callable[[], None]) -> Callable[[], None]:

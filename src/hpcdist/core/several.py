@@ -194,7 +194,7 @@ def begin_all(
     if inputs and hooks.is_profiled():
         event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
     with nullcontext() if event is None else profiling.as_one(event):
-        work = AllWork(in_turn(calls), result)
+        work = AllWork([work for work in calls if work is not None], result)
     if event is not None:
         work._ends(event)
         if not work.is_completed():
@@ -207,24 +207,6 @@ def check_root_tensor(call: str, index: Any, length: int) -> int:
     if not 0 <= (index := as_int(index, "the number of the root's tensor")) < length:
         raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
     return index
-
-
-def in_turn(calls: Iterable[Work | None]) -> list[Work]:
-    """Make calls one after the other, and return their Works; once ranks' calls differ in one, none after it is made.
-
-    The others have raised in it, and do not make the rest either.
-    """
-    works: list[Work] = []
-    last = None
-    for work in calls:
-        if work is None:
-            continue
-        works.append(work)
-        if parts := work._parts():
-            if last is not None:
-                parts[0]._follow(last)
-            last = parts[-1]
-    return works
 
 
 def check_same_kind(call: str, tensors: Tensors) -> None:

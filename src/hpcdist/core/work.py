@@ -55,7 +55,6 @@ class Work(KeptAlive, torch.distributed.Work):
     _error: BaseException | None
     _result: list[Any]  # the output tensors, or several lists of them
     _is_asked = False  # whether somebody is to be told of the end
-    _is_seen = False  # whether somebody was told of its error
     _future: torch.futures.Future | None = None
 
     def __init__(self, result: list[Any]) -> None:
@@ -118,6 +117,9 @@ class Work(KeptAlive, torch.distributed.Work):
         with call[0].blocking(call, self, seconds):
             return self._block(seconds)
 
+    def _see(self) -> None:
+        """Take note that somebody sees its error, if it has one."""
+
     def _interrupt(self, reason: str) -> bool:
         """Make a wait for this Work raise; return False if that cannot be done."""
         return False
@@ -157,7 +159,7 @@ class Work(KeptAlive, torch.distributed.Work):
                 )
                 raise DistBackendError(explained(text, "call-timeout"))
         if self._error is not None:
-            self._is_seen = True
+            self._see()
             raise self._error
         return True
 
@@ -177,7 +179,7 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def exception(self) -> BaseException | None:
         """Return what the call raised, or None."""
-        self._is_seen = self._error is not None
+        self._see()
         return self._error
 
     def result(self) -> list[Any]:
@@ -211,19 +213,12 @@ class Work(KeptAlive, torch.distributed.Work):
     def _outcome(self, _: torch.futures.Future) -> list[Any]:
         """Return the output tensors of a call that has ended, or raise what it raised."""
         if self._error is not None:
-            self._is_seen = True
+            self._see()
             raise self._error
         return self._result
 
     def _pursue(self) -> None:
         """See to it that a future asked for is fulfilled though nobody waits."""
-
-    def _parts(self) -> list[Work]:
-        """Return the calls that this one stands for."""
-        return [self]
-
-    def _follow(self, before: Work) -> None:
-        """Be made only if ranks did not differ in an earlier call, where that is known before this one is made."""
 
 
 class DoneWork(Work):
@@ -280,9 +275,6 @@ class AllWork(Work):
 
         for work in self._works:
             work.get_future().add_done_callback(ended)
-
-    def _parts(self) -> list[Work]:
-        return [part for work in self._works for part in work._parts()]
 
     def _devices(self) -> list[int | str | torch.device]:
         return list(dict.fromkeys(device for work in self._works for device in work._devices()))
