@@ -129,7 +129,8 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         # times as fast from 4 to 32 KiB, and cut to the buffer that receives it (known issues)
         os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", str(32 << 10))
         # without it Open MPI 5 ends the process in MPI_Init: `env -i`, `srun --export=NONE`
-        os.environ.setdefault("HOME", os.path.expanduser("~"))
+        home = os.path.expanduser("~")  # "~" of a user whom the system does not know
+        os.environ.setdefault("HOME", home if os.path.isabs(home) else "/")
         check_launcher(MPI, detect())
         intel_mpi.prepare(MPI)
         leave_out_han()
