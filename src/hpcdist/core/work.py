@@ -125,7 +125,7 @@ class Work(KeptAlive, torch.distributed.Work):
         return False
 
     def _outlive(self, reason: str, seconds: float) -> None:
-        """Raise if a later wait takes longer than that: the group has ended, and the watchdog looks at it no more."""
+        """Have a later wait raise after so many seconds: the group has ended, so the watchdog does not look at it."""
 
     def _poll(self) -> None:
         """Notice, where nobody else does, that the call has ended."""

@@ -35,7 +35,7 @@ UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that 
 ABORT_STATUS = 1
 
 
-def tell_hydra(command: str) -> str:
+def send_to_hydra(command: str) -> str:
     """Send Hydra (MPICH's mpirun) a command of PMI 1, if that started this process, and return its answer, if any."""
     descriptor = os.environ.get("PMI_FD", "") if environment.HYDRAS_OWN in os.environ else ""
     with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(descriptor))) as hydra:
@@ -50,7 +50,7 @@ def leave_hydra() -> bool:
 
     When a process ends without, Hydra kills the others of its node, and takes their statuses for 0 or for 9.
     """
-    return tell_hydra("finalize").startswith("cmd=finalize_ack")
+    return send_to_hydra("finalize").startswith("cmd=finalize_ack")
 
 
 def abort_before_mpi(before: Callable[..., Any], owner: int, *exception: Any) -> None:
@@ -60,9 +60,9 @@ def abort_before_mpi(before: Callable[..., Any], owner: int, *exception: Any) ->
     """
     run_hook(before, *exception)
     MPI = sys.modules.get("mpi4py.MPI")
-    if os.getpid() == owner and (MPI is None or not MPI.Is_initialized()):  # a forked child is no rank
+    if os.getpid() == owner and (MPI is None or not MPI.Is_initialized()):  # a forked child is not a rank
         time.sleep(FORWARD_SECONDS)
-        tell_hydra(f"abort exitcode={ABORT_STATUS}")
+        send_to_hydra(f"abort exitcode={ABORT_STATUS}")
 
 
 if environment.HYDRAS_OWN in os.environ:
