@@ -18,7 +18,7 @@ import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
 
 from hpcdist.core.errors import CallsDifferError, DistBackendError
-from hpcdist.core.work import Work, init_torch_work
+from hpcdist.core.work import Work
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
 SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
@@ -47,7 +47,6 @@ class QueuedWork(Work):
         record: tuple[Any, ...] | None,
         buffers: tuple[Any, ...],
     ) -> None:
-        init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
         self._result, self._call, self._queue, self._run, self._buffers = result, record, queue, run, buffers
         self._done, self._error = False, None
 

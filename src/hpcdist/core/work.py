@@ -6,7 +6,9 @@ What the Work of one backend does not share stands with it: ``core.queue`` has t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -35,11 +37,17 @@ def check_timeout(timeout: Any, is_optional: bool = True, may_be_zero: bool = Fa
         raise MismatchError(f"Invalid timeout: {timeout.total_seconds():g} s; expected a timedelta of {least}")
 
 
-init_torch_work = torch.distributed.Work.__init__
+TorchWork = torch.distributed.Work
 
 
-class Work(KeptAlive, torch.distributed.Work):
-    """A collective or message under way; torch's Work, so that c10d code takes it as one and C++ may keep it.
+class PythonHalf(type(TorchWork)):  # type: ignore[misc]
+    """Type of the Works, made without their C++ half, most of a Work's cost; ``_for_cpp`` makes it if C++ needs it."""
+
+    __call__ = type.__call__  # pybind11's own refuses an object without that half
+
+
+class Work(TorchWork, metaclass=PythonHalf):
+    """A collective or message under way; torch's Work, so that c10d code takes it as one.
 
     ``wait`` returns True when the buffers may be used, raises what the call raised, and may be called
     from any thread and more than once.
@@ -58,10 +66,16 @@ class Work(KeptAlive, torch.distributed.Work):
     _future: torch.futures.Future | None = None
 
     def __init__(self, result: list[Any]) -> None:
-        init_torch_work(self)
         self._result = result
         self._done = False
         self._call = self._error = None
+
+    def _for_cpp(self) -> Work:
+        """Return the Work, which C++ may call and keep from now on: it lives until C++ has released it too."""
+        if not isinstance(self, KeptAlive):
+            TorchWork.__init__(self)
+            self.__class__ = kept(self.__class__)
+        return self
 
     # -- for the one who carries the call out --------------------------------------------------------
 
@@ -219,6 +233,27 @@ class Work(KeptAlive, torch.distributed.Work):
 
     def _pursue(self) -> None:
         """See to it that a future asked for is fulfilled though nobody waits."""
+
+
+@cache
+def kept(kind: type[Work]) -> type[Work]:
+    """Return the class of those Works of a class that C++ may keep."""
+    return PythonHalf(kind.__name__, (KeptAlive, kind), {"__slots__": (), "__module__": kind.__module__})
+
+
+def in_cpp(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of torch's Work, which needs the C++ half."""
+
+    @wraps(method)
+    def call(self: Work, *args: Any, **kwargs: Any) -> Any:
+        return method(self._for_cpp(), *args, **kwargs)
+
+    return call
+
+
+for _name, _method in vars(TorchWork).items():
+    if _name not in vars(Work) and callable(_method) and not isinstance(_method, staticmethod):
+        setattr(Work, _name, in_cpp(_method))
 
 
 class DoneWork(Work):

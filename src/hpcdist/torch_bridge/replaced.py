@@ -17,6 +17,8 @@ what                                                  why                       
 ``distributed_c10d.destroy_process_group``            keeps all groups if one of them raises              2.13.0
 ``_C._distributed_c10d.                               a group made in Python registers no Work that        2.13.0
 _set_allow_inflight_collective_as_graph_input``       ``wait_tensor`` could wait for
+``_C._distributed_c10d._register_work``,              a Work has a C++ half only from when C++ is to      2.8.0, 2.13.0
+``Reducer._set_forward_pass_work_handle``             hold it
 ``DistributedDataParallel.                            its FP16_COMPRESS takes a list of tensors made in   2.13.0
 _register_builtin_comm_hook``                         C++ only, and fails on what Python hands on
 ====================================================  ==================================================  ==============
@@ -39,6 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.features import has
 
@@ -156,6 +159,11 @@ def allow_in_flight(stock: Function, value: bool = True) -> None:
     stock(value)
 
 
+def hold_work(stock: Function, *args: Any) -> Any:
+    """Hand C++ a Work of ours with its C++ half."""
+    return stock(*(each._for_cpp() if isinstance(each, Work) else each for each in args))
+
+
 def register_hook(stock: Function, model: DistributedDataParallel, kind: Any) -> None:
     """Register the compression that DDP has in Python in place of the one in C++, if the group is ours."""
     is_half = kind == dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]  # the stubs leave it out
@@ -181,4 +189,6 @@ def replace_all() -> None:
     replace("_update_default_pg", update_default, c10d)
     replace("destroy_process_group", destroy, c10d, dist)
     replace("_set_allow_inflight_collective_as_graph_input", allow_in_flight, bindings)
+    replace("_register_work", hold_work, bindings)
+    replace("_set_forward_pass_work_handle", hold_work, bindings.Reducer)
     replace("_register_builtin_comm_hook", register_hook, DistributedDataParallel)

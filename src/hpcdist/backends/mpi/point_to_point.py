@@ -21,7 +21,7 @@ from hpcdist.core.backend import Message
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.waiting import wait_until
-from hpcdist.core.work import Work, init_torch_work
+from hpcdist.core.work import Work
 
 
 class PointToPoint:
@@ -203,7 +203,6 @@ class RequestWork(Work):
         result: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        init_torch_work(self)  # and what ``Work.__init__`` sets, at once for latency
         self._result, self._call = result, None
         self._done, self._error = False, None
         self._communicator = communicator
