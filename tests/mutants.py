@@ -230,10 +230,10 @@ MUTANTS = [
         ),
     ),
     # -- the window of a node: who may write where, and when
-    *Lines(f"{NODE}/slices.py", WINDOW).broken(
-        ("            if c < SLOTS:\n                window.wait(free[slot])\n", ""),
-        ("            window.wait(step)\n            reduce(", "            reduce("),
-        ("            window.wait(step)\n            collect(", "            collect("),
+    *Lines(f"{NODE}/collectives.py", WINDOW).broken(
+        ("            if c < SLOTS:\n                window.wait(window.free[slot])\n", ""),
+        ("            window.wait(step)\n            done = reduce(", "            done = reduce("),
+        ("            window.wait(step)\n            for owner", "            for owner"),
     ),
     *Lines(f"{NODE}/window.py", WINDOW).broken(
         ("            self.wait(self.free[turn])\n            put(", "            put("),

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 
-from hpcdist.backends.mpi.node import between_nodes
+from hpcdist.backends.mpi.node import arithmetic, between_nodes, window
 from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.process import ulfm
@@ -44,7 +44,7 @@ def between(every, layout: str, poll=lambda: None) -> BetweenNodes:
 def several(request, every):
     with pytest.MonkeyPatch.context() as patch:  # several pieces, each added up in several blocks
         patch.setattr(between_nodes, "PIECE_BYTES", 1 << 20)
-        patch.setattr(between_nodes, "FOLD_BYTES", 10_000)
+        patch.setattr(arithmetic, "FOLD_BYTES", 10_000)
         made = between(every, request.param)
         yield made
         made.close()
@@ -110,7 +110,7 @@ def test_moves(sharing, every, dtype):
 def test_more_than_fits_at_once(sharing, every):
     """More pieces than one, and chunks than there are slots."""
     size, rank = every.size, every.rank
-    numel = 7 * between_nodes.CHUNK_BYTES // 4 * 2 + 5
+    numel = 7 * window.CHUNK_BYTES // 4 * 2 + 5
     tensor = values(rank, numel, torch.float32)
     sharing.all_reduce(tensor, tensor, ReduceOp.SUM)
     assert_same(tensor, expected("SUM", size, numel, torch.float32))
@@ -205,7 +205,9 @@ def test_poll_leaves_a_wait_in_the_window(every, row):
         calls = {
             "all_reduce": lambda: several.all_reduce(send, send, ReduceOp.SUM),
             "broadcast": lambda: several.broadcast(send, 1),
-            "all_gather_single": lambda: several._collect(send.data_ptr(), several._blocks(0, 1000), 1000),
+            "all_gather_single": lambda: several._window.collect(
+                *between_nodes.where(send.split(300_000)), window.CHUNK_BYTES
+            ),
             "reduce_scatter_single": lambda: several.reduce_scatter_single(torch.ones(1_200_000), recv, ReduceOp.SUM),
         }
         with pytest.raises(GivenUp):

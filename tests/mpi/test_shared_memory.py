@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 import hpcdist as dist
-from hpcdist.backends.mpi.node import collectives, slices, window
+from hpcdist.backends.mpi.node import collectives, window
 from hpcdist.backends.mpi.node.arithmetic import DTYPES
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import locate
@@ -35,10 +35,10 @@ EDGES = sorted(
             collectives.DIRECT_HALF_BYTES // 2,
             collectives.DIRECT_HALF_BYTES_OF_TWO // 2,
             *(collectives.DIRECT_BYTES // n for n in (2, 3, 4, 5)),
-            slices.CHUNK_BYTES,
-            2 * slices.CHUNK_BYTES,
+            window.CHUNK_BYTES,
+            2 * window.CHUNK_BYTES,
             window.SLOT_BYTES,
-            6 * slices.CHUNK_BYTES,
+            6 * window.CHUNK_BYTES,
             4 * window.SLOT_BYTES,
         )
         for more in (-17, -1, 0, 1, 15)

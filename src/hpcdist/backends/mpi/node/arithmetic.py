@@ -17,7 +17,6 @@ a third.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from torch.nn.functional import avg_pool2d
 from hpcdist.core.reduction import COMBINE, KIND_OF, WIDE, average, combining
 
 Combine = Callable[..., Any]
-Scratch = tuple[torch.Tensor, torch.Tensor]  # an accumulator, and room for a slice, both of a wider dtype
 
 
 def by_numpy(ufunc: Any) -> Combine:
@@ -56,10 +54,14 @@ DTYPES = tuple(dtype for dtype in KIND_OF if dtype.itemsize > 1 or not dtype.is_
 WIDER = {dtype: wide for dtype, wide in WIDE.items() if dtype in DTYPES}
 
 STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float32 sums stay in a core's first cache
+FOLD_BYTES = 256 << 10  # of a slice that are added up at a time: those of four ranks stay in a core's second cache
 
 
 class Fold:
-    """Reduces slices of one dtype by one op, over as many contributions as ``ranks``, the divisor of AVG."""
+    """Reduces slices of one dtype by one op, over as many contributions as ``ranks``, the divisor of AVG.
+
+    It keeps memory of its own, so it is one communicator's.
+    """
 
     def __init__(self, dtype: torch.dtype, op: str, ranks: int) -> None:
         name = combining(dtype, op)
@@ -71,25 +73,27 @@ class Fold:
         self.adds_stacks = self.wide is torch.float32 and name == "SUM"
         self.divisor = ranks if op == "AVG" else 0
         self.op = op
+        self._step = FOLD_BYTES // dtype.itemsize
+        self._scratch: torch.Tensor | None = None  # an accumulator, and room for a part, both of the wider dtype
 
-    def needs_scratch(self, parts: int) -> bool:
-        """Say whether reducing that many slices takes an accumulator of the wider dtype."""
-        return self.wide is not None and (parts > 2 or self.divisor > 0)
-
-    def scratch(self, numel: int) -> Scratch:
-        """Return memory to reduce slices of so many elements in, where `needs_scratch`."""
-        return torch.empty(numel, dtype=self.wide, device="cpu"), torch.empty(numel, dtype=self.wide, device="cpu")
-
-    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: Scratch | None) -> None:
+    def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce slices of one length in the order given and write the result, rounded once.
 
-        ``out`` may be one of the first two parts, not a later one; ``scratch`` is at least as long, where
-        `needs_scratch`.
+        ``out`` may be one of the first two parts, not a later one.
         """
-        if scratch is not None:
-            total = scratch[0][: out.numel()]
+        numel, step = out.numel(), self._step
+        if numel <= step or (len(parts) <= 2 and not self.divisor):
+            self._reduce(parts, out)  # of little memory, or in one pass
+            return
+        for low in range(0, numel, step):
+            self._reduce([part[low : low + step] for part in parts], out[low : low + step])
+
+    def _reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if self.wide is not None and (len(parts) > 2 or self.divisor):
+            if self._scratch is None:
+                self._scratch = torch.empty(2, self._step, dtype=self.wide, device="cpu")
             # torch would widen a slice into memory that it gets from the system each time, which takes a third longer
-            spare = scratch[1][: out.numel()]
+            total, spare = self._scratch[:, : out.numel()]
             total.copy_(parts[0])
             for part in parts[1:]:
                 self.combine(total, spare.copy_(part), out=total)
@@ -118,6 +122,3 @@ class Fold:
         """Turn a sum into an average, where the op asks for one."""
         if self.divisor:
             average(total, self.divisor)
-
-
-fold_of = cache(Fold)  # each is made once

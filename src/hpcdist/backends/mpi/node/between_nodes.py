@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Sequence
 from ctypes import memmove
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,19 +30,16 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, address, memory, run
-from hpcdist.backends.mpi.node.arithmetic import Fold, fold_of
+from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, memory, run
+from hpcdist.backends.mpi.node.arithmetic import Fold
 from hpcdist.backends.mpi.node.places import Places
-from hpcdist.backends.mpi.node.window import LINE_BYTES, POLL_SECONDS, SLOT_BYTES, NodeWindow
+from hpcdist.backends.mpi.node.slices import Slices
+from hpcdist.backends.mpi.node.window import CHUNK_BYTES, KEPT_SLICES, LINE_BYTES, POLL_SECONDS, NodeWindow
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.reductions import mpi_op, wide
 from hpcdist.core.reduction import name_of
 
-CHUNK_BYTES = 512 << 10  # in the window
 PIECE_BYTES = 4 << 20  # of a slice that are carried through all steps at a time
-FOLD_BYTES = 256 << 10  # of a slice that are added up at a time: those of four ranks stay in a core's second cache
-
-Parts = Sequence[tuple[int, int]]  # where in a tensor each local rank's part begins and ends, in bytes
 
 
 def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
@@ -50,6 +48,11 @@ def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
     if fold.dtype not in DATATYPES or is_ordered or wide(fold.dtype, fold.op) is not None:
         return None
     return DATATYPES[fold.dtype], mpi_op(fold.dtype, fold.op)
+
+
+def where(parts: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return where each part lies, and its bytes."""
+    return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
 
 class BetweenNodes:
@@ -68,6 +71,8 @@ class BetweenNodes:
         self._across = MPI.Intracomm(places.comm.Split(self._local, key=places.here))
         communicator.derived.append(self._across)  # to be revoked with it
         self._kept: dict[str, torch.Tensor] = {}
+        self._fold_of = cache(Fold)
+        self._slices = lru_cache(KEPT_SLICES)(partial(Slices, self._window))  # type: ignore[arg-type]  # asked if there is one
 
     # -- what all calls share ------------------------------------------------------------------------
 
@@ -107,75 +112,23 @@ class BetweenNodes:
         An average is divided at the end, but for half types, which are rounded in between: there the sum may be beyond
         the largest float16.
         """
-        whole, undivided = fold_of(dtype, op, self._ranks), fold_of(dtype, op, 0)
+        whole, undivided = self._fold_of(dtype, op, self._ranks), self._fold_of(dtype, op, 0)
         is_divided_before = whole.wide is not None and self._window is not None
         return (whole, undivided) if is_divided_before else (undivided, whole)
 
-    def _fold(self, fold: Fold, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduce parts in their order, as much at a time as stays in a core's cache."""
-        step = FOLD_BYTES // out.itemsize
-        scratch = None
-        if fold.needs_scratch(len(parts)) and fold.wide is not None:
-            total, spare = self._memory("scratch", 2, step, fold.wide)
-            scratch = total, spare
-        for low in range(0, out.numel(), step):
-            fold.reduce([part[low : low + step] for part in parts], out[low : low + step], scratch)
+    def _divide(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Divide a tensor among the ranks of a node."""
+        line = max(1, LINE_BYTES // flat.itemsize)
+        share = -(-flat.numel() // (self._size * line)) * line
+        return [flat[i * share : (i + 1) * share] for i in range(self._size)]
 
-    def _slices(self, nbytes: int) -> tuple[Parts, int]:
-        """Divide bytes among the ranks of a node; return their parts and the length of the longest."""
-        share = -(-nbytes // (self._size * LINE_BYTES)) * LINE_BYTES
-        return [(min(nbytes, i * share), min(nbytes, (i + 1) * share)) for i in range(self._size)], share
-
-    def _blocks(self, node: int, block: int, low: int = 0, length: int | None = None) -> Parts:
-        """Return the blocks of a node's ranks as parts, or so many bytes of each from an offset on."""
-        starts = [rank * block + low for rank in self._places.ranks[node]]
-        return [(start, start + (block if length is None else length)) for start in starts]
-
-    def _reduce(self, fold: Fold, send: torch.Tensor, parts: Parts, longest: int, out: torch.Tensor) -> None:
+    def _reduce(self, fold: Fold, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce a part of the node's tensors for each of its ranks; `out` gets this rank's, and may be its part."""
-        item, local, source = send.itemsize, self._local, send.data_ptr()
-        begin, end = parts[local]
-        own = send[begin // item : end // item]
         if self._window is None:
-            self._fold(fold, [own], out)
-            return
-        window, peers = self._window, self._window.peers
-        chunk = min(longest, CHUNK_BYTES, SLOT_BYTES // self._size // LINE_BYTES * LINE_BYTES)
-
-        def put(turn: int, offset: int, length: int) -> None:
-            there = window.addresses[turn][local]
-            for peer in peers:
-                low, high = parts[peer][0] + offset, min(parts[peer][0] + offset + length, parts[peer][1])
-                if low < high:
-                    memmove(there + peer * chunk, source + low, high - low)
-
-        def get(turn: int, offset: int, length: int) -> None:
-            size = min(length, end - begin - offset)
-            if size > 0:
-                low, high = offset // item, (offset + size) // item
-                theirs = [window.slots[turn][peer][local * chunk :][:size].view(own.dtype) for peer in peers]
-                self._fold(fold, [own[low:high], *theirs], out[low:high])
-
-        window.exchange(longest, chunk, put, get)
-
-    def _collect(self, target: int, parts: Parts, longest: int) -> None:
-        """Give this rank's part of a tensor to the node's other ranks, and take theirs."""
-        window, local = self._window, self._local
-        assert window is not None
-
-        def piece(rank: int, offset: int, length: int) -> tuple[int, int]:
-            begin, end = parts[rank]
-            return target + begin + offset, max(0, min(length, end - begin - offset))
-
-        def put(turn: int, offset: int, length: int) -> None:
-            memmove(window.addresses[turn][local], *piece(local, offset, length))
-
-        def get(turn: int, offset: int, length: int) -> None:
-            for peer in window.peers:
-                there, size = piece(peer, offset, length)
-                memmove(there, window.addresses[turn][peer], size)
-
-        window.exchange(longest, CHUNK_BYTES, put, get)
+            fold.reduce(parts, out)
+        else:
+            slices = self._slices(fold, min(parts[0].nbytes, CHUNK_BYTES))
+            slices.reduce_scatter(*where(parts), parts[self._local], out)
 
     # -- reductions ----------------------------------------------------------------------------------
 
@@ -189,13 +142,12 @@ class BetweenNodes:
             if self._window is None:
                 self._combine(source, target, outer)
                 continue
-            parts, longest = self._slices(source.nbytes)
-            begin, end = parts[self._local]
-            own = target[begin // send.itemsize : end // send.itemsize]
-            self._reduce(inner, source, parts, longest, own)
+            parts = self._divide(target)
+            own = parts[self._local]
+            self._reduce(inner, self._divide(source), own)
             if own.numel():
                 self._combine(own, own, outer)
-            self._collect(target.data_ptr(), parts, longest)
+            self._window.collect(*where(parts), CHUNK_BYTES)
 
     def _combine(self, source: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
         """Reduce `source` of all nodes into `target`, which may be the same memory."""
@@ -216,62 +168,62 @@ class BetweenNodes:
         inbox = self._memory("inbox", nodes, own.numel(), own.dtype)
         arriving = [[own.nbytes] * nodes, [node * own.nbytes for node in range(nodes)]]
         self._call("Alltoallv", [memory(source), lengths, starts, BYTE], [memory(inbox), *arriving, BYTE])
-        self._fold(fold, list(inbox), own)
+        fold.reduce(list(inbox), own)
         self._call("Allgatherv", MPI.IN_PLACE, [memory(target), lengths, starts, BYTE])
 
     def reduce_scatter_single(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
         """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block)."""
         inner, outer = self._folds(send.dtype, name_of(op))
-        send, recv = send.view(inner.dtype).view(-1), recv.view(inner.dtype).view(-1)
-        nodes, item = self._places.nodes, send.itemsize
-        step = max(LINE_BYTES, PIECE_BYTES // nodes) // item
+        blocks, recv = send.view(inner.dtype).view(self._ranks, -1), recv.view(inner.dtype).view(-1)
+        nodes = self._places.nodes
+        step = max(LINE_BYTES, PIECE_BYTES // nodes) // recv.itemsize
         for low in range(0, recv.numel(), step):
             out = recv[low : low + step]
             stage = self._memory("stage", nodes, out.numel(), out.dtype)
-            for node, row in enumerate(stage):
-                parts = self._blocks(node, recv.nbytes, low * item, out.nbytes)
-                self._reduce(inner, send, parts, out.nbytes, row)
+            for ranks, row in zip(self._places.ranks, stage, strict=True):
+                self._reduce(inner, [blocks[rank][low : low + step] for rank in ranks], row)
             inbox = self._memory("inbox", nodes, out.numel(), out.dtype)
             self._call("Alltoall", [memory(stage), BYTE], [memory(inbox), BYTE])
-            self._fold(outer, list(inbox), out)
+            outer.reduce(list(inbox), out)
 
     # -- moves ---------------------------------------------------------------------------------------
 
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
         """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather)."""
-        nbytes, target = send.nbytes, recv.data_ptr()
-        if target + self._rank * nbytes != send.data_ptr():
-            memmove(target + self._rank * nbytes, send.data_ptr(), nbytes)
+        window, blocks = self._window, recv.view(self._ranks, -1).unbind()
+        assert window is not None
+        if (own := blocks[self._rank].data_ptr()) != send.data_ptr():
+            memmove(own, send.data_ptr(), send.nbytes)
         peers = [ranks[self._local] for ranks in self._places.ranks]
-        count, unit = run(nbytes)
+        count, unit = run(send.nbytes)
         whole = unit.Create_contiguous(count).Commit()
         self._call("Allgatherv", MPI.IN_PLACE, [memory(recv), [1] * len(peers), peers, whole])
         whole.Free()
-        for node in range(self._places.nodes):
-            self._collect(target, self._blocks(node, nbytes), nbytes)
+        for ranks in self._places.ranks:
+            window.collect(*where([blocks[rank] for rank in ranks]), CHUNK_BYTES)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` of one rank to all (MPI_Bcast)."""
         window, ranks, here = self._window, self._places.ranks, self._places.here
         assert window is not None
         first = next(node for node, each in enumerate(ranks) if root in each)
-        step = PIECE_BYTES * self._size
-        for low in range(0, tensor.nbytes, step):
-            target, nbytes = tensor.data_ptr() + low, min(step, tensor.nbytes - low)
-            parts, longest = self._slices(nbytes)
+        flat, step = tensor.view(-1).view(torch.uint8), PIECE_BYTES * self._size
+        for low in range(0, flat.numel(), step):
+            target = flat[low : low + step]
+            parts = self._divide(target)
             if here == first:
-                window.share(ranks[here].index(root), target, nbytes, CHUNK_BYTES)
-            begin, end = parts[self._local]
-            if begin < end:
-                self._call("Bcast", [address(target + begin, end - begin), BYTE], first)
+                window.share(ranks[here].index(root), target.data_ptr(), target.nbytes, CHUNK_BYTES)
+            if (own := parts[self._local]).numel():
+                self._call("Bcast", [memory(own), BYTE], first)
             if here != first:
-                self._collect(target, parts, longest)
+                window.collect(*where(parts), CHUNK_BYTES)
 
     def close(self) -> None:
         """Leave the window, and free the communicators made here, once or often."""
         if self._across == MPI.COMM_NULL:
             return
         self._across.Free()
+        self._slices.cache_clear()
         if self._window is not None:
             self._window.close()
         else:

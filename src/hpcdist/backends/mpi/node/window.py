@@ -37,7 +37,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from typing import Any
 
@@ -46,7 +46,6 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import address
-from hpcdist.backends.mpi.node.arithmetic import STACK_WIDTH, Fold, Scratch
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.core import memory_file
 from hpcdist.core.waiting import nap
@@ -59,7 +58,8 @@ SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length 
 CROWDED_SPINS = 5  # with more ranks than cores the peer most likely waits for this very core
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
-PLANS = 64  # that are kept
+CHUNK_BYTES = 512 << 10  # smallest chunk of a pipeline; a tensor of four chunks or more takes larger ones
+KEPT_SLICES = 64  # sizes whose slices are kept (``slices``)
 
 Step = Callable[[int, int, int], None]
 
@@ -192,8 +192,6 @@ class NodeWindow:
         self.step = 0
         self.free = [0] * SLOTS  # of each slot, the step that every peer must have published before it is written to
         self.turn = 0  # the slot that is next
-        self._plans: dict[Any, Any] = {}
-        self._scratch: dict[torch.dtype | None, Scratch] = {}
 
     def publish(self) -> int:
         """Tell the node peers that this rank's part of a step lies in its segment; return the step's number."""
@@ -221,15 +219,6 @@ class NodeWindow:
             stall(flag, step, 0, 0.0, self.progress, self._communicator.poll)
         else:
             stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._communicator.poll)
-
-    def plan(self, key: Any, make: Callable[..., Any]) -> Any:
-        """Return what ``make`` says of all of a key but its first entry, which tells kinds of plans apart; kept."""
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make(*key[1:])
-        return plan
 
     def exchange(self, block: int, chunk: int, put: Step, get: Step) -> None:
         """Run put and get over all chunks of a block, the largest so long, each rank one ahead of what it reads.
@@ -275,33 +264,29 @@ class NodeWindow:
             self.free[turn] = step + 1
             self.turn = (turn + 1) % SLOTS
 
-    def stacks(self, fold: Fold) -> bool:
-        """Tell whether each rank puts its part of a slice in the segment of the rank that reduces it (`slices`)."""
-        rows = SLOT_BYTES // (STACK_WIDTH * fold.dtype.itemsize)
-        return fold.adds_stacks and 2 < self.size <= rows
+    def beginnings(self, nbytes: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """Return the first bytes of each slot, by number and by node rank."""
+        return [[part[:nbytes].view(dtype) for part in slot] for slot in self.slots]
 
-    def stack(self, share: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return this rank's part of each slot as a stack of one row a rank, of `share` bytes each."""
-        stacks: list[torch.Tensor] = self.plan(("stacked", share, dtype), self._plan_stacked)
-        return stacks
+    def collect(self, places: Sequence[int], sizes: Sequence[int], chunk: int) -> None:
+        """Give this rank's part to the node peers and take theirs, given where each lies here, and its bytes."""
+        rank, addresses = self.rank, self.addresses
 
-    def _plan_stacked(self, share: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [slot[self.rank][: self.size * share].view(dtype).view(self.size, -1) for slot in self.slots]
+        def put(turn: int, offset: int, length: int) -> None:
+            if offset < sizes[rank]:
+                memmove(addresses[turn][rank], places[rank] + offset, min(length, sizes[rank] - offset))
 
-    def accumulator(self, fold: Fold, parts: int, numel: int) -> Scratch | None:
-        """Return memory to reduce so many slices of so many elements in, where the fold needs it."""
-        if not fold.needs_scratch(parts):
-            return None
-        scratch = self._scratch.get(fold.wide)
-        if scratch is None or scratch[0].numel() < numel:
-            scratch = self._scratch[fold.wide] = fold.scratch(numel)
-        return scratch
+        def get(turn: int, offset: int, length: int) -> None:
+            for peer in self.peers:
+                if offset < sizes[peer]:
+                    memmove(places[peer] + offset, addresses[turn][peer], min(length, sizes[peer] - offset))
+
+        self.exchange(max(sizes), chunk, put, get)
 
     def close(self) -> None:
         """Leave the memory, and free the communicator, once or often."""
         if self.node == MPI.COMM_NULL:
             return
-        self._plans.clear()
         self.slots, self._memory = [], []
         self._flags, self._mates = [], []
         self._own = memoryview(bytearray(8)).cast("q")
