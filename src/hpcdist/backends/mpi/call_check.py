@@ -62,6 +62,7 @@ from hpcdist.backends.mpi.node.call_board import (
     what,
     with_root,
 )
+from hpcdist.backends.mpi.node.window import fence
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, TELLS, CallLog, calls_differ
@@ -218,7 +219,7 @@ class CallCheck:
         hooks.compare_calls(log, NEW_SECONDS)
         log.check()
         board.failing[board.own] = 0
-        board.fence()
+        fence()
         if not self.is_clear(number):
             self.fail(number, make)
 
@@ -319,7 +320,7 @@ class CallCheck:
         # until then a slower rank may read what the words are about to replace
         self._wait(self._have_all_followed)
         board.stop(number)
-        board.fence()
+        fence()
         found: list[tuple[int, int]] = []
 
         def is_known() -> bool:

@@ -48,7 +48,7 @@ class Collectives:
         self._exchange = Exchange(communicator)
         self._vectors = Vectors(communicator, self._exchange)
         self.plans = Plans(communicator.size, thresholds)
-        self.node = NodeCalls(communicator)
+        self.node = NodeCalls(communicator, self.plans)
         self.check: CallCheck | None = None
 
     def run(self, call: Call) -> None:
@@ -73,13 +73,13 @@ class Collectives:
             else:
                 plan = self.plans.of(row, send.dtype, op)
                 nbytes = send.nbytes if recv is None else max(send.nbytes, recv.nbytes)
-                is_shared = nbytes >= plan.shared_from and self._can_share(plan, nbytes)
+                is_shared = nbytes >= plan.shared_from and self.node.can_carry(plan, nbytes)
                 is_list = row.reduces and send.__class__ is TensorList
                 if is_list and not (is_shared and self.node.takes_list(send, recv)):
                     send = self._vectors.flatten(send)
                     call = call._replace(send=send)
                 if is_shared:
-                    self._share(row, send, send if recv is None else recv, op, root)
+                    self.node.run(row, send, send if recv is None else recv, op, root)
                 elif (how := plan.reduction) is not None:
                     if how.is_direct and send is recv and row is ALL_REDUCE and send.nbytes <= COUNT_MAX:
                         self._all_reduce(  # the shortest way, for latency
@@ -100,19 +100,6 @@ class Collectives:
     def is_shared(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
         """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
         return nbytes >= self.plans.of(row, dtype, op).shared_from
-
-    def _can_share(self, plan: Plan, nbytes: int) -> bool:
-        """Make what the first call through node-shared memory needs; tell whether one of so many bytes still is one."""
-        if self.node.shared is not None:
-            return True
-        with self._communicator.in_step("a group's first call through shared memory"):
-            if not self.plans.nodes:
-                self.plans.locate(*self.node.locate())
-            elif self.node.connect():
-                return True
-            else:
-                self.plans.give_up_window()
-        return nbytes >= plan.shared_from and self._can_share(plan, nbytes)
 
     # -- reducing ------------------------------------------------------------------------------------
 
@@ -322,12 +309,6 @@ class Collectives:
 
         is_copy = recv is None or (ranks == 1 and divide is None and is_rounded)  # which needs no call, for latency
         return Prepared(reduce_keys if how.keyed else function, describe, None if is_copy else round_to, is_copied=True)
-
-    def _share(self, row: Row, send: torch.Tensor, recv: torch.Tensor, op: Any, root: int | None) -> None:
-        """Run a collective through node-shared memory."""
-        # memory that is kept between calls is of this mode then, and may be written whatever the caller's is
-        with self._communicator.in_step(row.name), torch.inference_mode():
-            self.node.run(row, send, recv, op, root)
 
     def close(self) -> None:
         """Leave the node's window; its communicators stay if a call was left midway."""

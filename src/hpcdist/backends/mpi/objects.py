@@ -157,8 +157,6 @@ class MPIObjects(Objects):
 
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         """Receive an object; return it and its sender."""
-        communicator = self._communicator
-        with communicator.translating("recv_object"), self._receiving:
-            message, status = communicator.match(src, TAG)
-            received, sender = parts.receive_matched(communicator.receives, message, status)
+        with self._communicator.translating("recv_object"), self._receiving:
+            received, sender = parts.receive(self._communicator.match, src, TAG)
         return unpacked(*received, weights_only=weights_only), sender

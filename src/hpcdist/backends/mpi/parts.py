@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, run
-from hpcdist.backends.mpi.receives import Receives
 
 Parts = Sequence[Any]  # buffers, each of any number of bytes
 HEAD = struct.Struct("16q")  # how many parts a broadcast has, and the lengths of so many as fit in here
@@ -58,28 +58,28 @@ def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[An
     return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
 
 
-def receive(comm: MPI.Intracomm, src: int, tag: int) -> tuple[Parts, int]:
-    """Receive parts; return them and their sender. One thread at a time may receive on a communicator."""
+def probe(comm: MPI.Intracomm, src: int, tag: int) -> tuple[MPI.Message, MPI.Status]:
+    """Wait for a message and match it."""
     status = MPI.Status()
-    return receive_matched(comm, comm.Mprobe(src, tag, status), status)
+    return comm.Mprobe(src, tag, status), status
 
 
-def receive_matched(comm: MPI.Intracomm | Receives, message: MPI.Message, status: MPI.Status) -> tuple[Parts, int]:
-    """Receive parts of which the first message, their lengths, was matched; the rest as ``receive``."""
-    src, tag = status.Get_source(), status.Get_tag()
-    table = bytearray(status.Get_count(BYTE))
+def receive(match: Callable[..., tuple[MPI.Message, MPI.Status]], src: int | None, tag: int) -> tuple[Parts, int]:
+    """Receive parts, each matched by a function; return them and their sender. One thread at a time may receive."""
+    message, status = match(src, tag)
+    sender, table = status.Get_source(), bytearray(status.Get_count(BYTE))
     message.Recv((table, BYTE))
     parts = list(map(MPI.buffer.allocate, struct.unpack(f"{len(table) // 8}q", table)))
     for part in parts:
-        comm.Recv(of(part), src, tag)
-    return parts, src
+        match(sender, tag)[0].Recv(of(part))
+    return parts, sender
 
 
 def all_gather(comm: MPI.Intracomm, parts: Parts) -> list[Parts]:
     """Gather every rank's parts on all ranks, by messages."""
-    rank, size = comm.rank, comm.size
+    rank, size, match = comm.rank, comm.size, partial(probe, comm)
     sent = [send(comm.Isend, parts, (rank + step) % size, 0) for step in range(1, size)]
-    gathered: list[Parts] = [receive(comm, r, 0)[0] if r != rank else in_other_memory(parts) for r in range(size)]
+    gathered: list[Parts] = [receive(match, r, 0)[0] if r != rank else in_other_memory(parts) for r in range(size)]
     finish(sent)
     return gathered
 
@@ -89,13 +89,14 @@ def gather(comm: MPI.Intracomm, parts: Parts, root: int) -> list[Parts] | None:
     if comm.rank != root:
         send(comm.Send, parts, root, 0)
         return None
-    return [receive(comm, r, 0)[0] if r != root else in_other_memory(parts) for r in range(comm.size)]
+    match = partial(probe, comm)
+    return [receive(match, r, 0)[0] if r != root else in_other_memory(parts) for r in range(comm.size)]
 
 
 def scatter(comm: MPI.Intracomm, each: Sequence[Parts] | None, root: int) -> Parts:
     """Hand each rank its parts of the root's list, by messages."""
     if comm.rank != root or each is None:
-        return receive(comm, root, 0)[0]
+        return receive(partial(probe, comm), root, 0)[0]
     finish([send(comm.Isend, parts, r, 0) for r, parts in enumerate(each) if r != root])
     return in_other_memory(each[root])
 

@@ -112,15 +112,6 @@ class Receives:
         """Wait for a message that no earlier receive takes, to match it only; to be cancelled if it has not come."""
         return self._add(None, MPI.ANY_SOURCE if src is None else src, tag)
 
-    def Recv(self, buffer: list[Any], source: int, tag: int) -> None:
-        """Receive a message of known length."""
-        awaited = self.expect(source, tag)
-        try:
-            wait_until(awaited.is_matched, looks=PROBES)
-        finally:
-            awaited.Cancel()
-        awaited.message.Recv(buffer)  # type: ignore[union-attr]  # it is there
-
     def match(self) -> None:
         """Give the messages that have come to the receives that they are for."""
         with self._lock:

@@ -9,21 +9,17 @@ modulo the ring's length. ``call_check`` says who writes and reads what when.
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
-import platform
 import secrets
 import struct
-import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.node.window import barrier
+from hpcdist.backends.mpi.node.window import fence, fences
 from hpcdist.core import memory_file
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, CallLog
@@ -169,23 +165,6 @@ def _parts(elements: int, tensor: torch.Tensor, op: Any) -> int:
     return 2 * elements if op is None and tensor.dtype.is_complex else elements
 
 
-@cache
-def fences() -> tuple[Any, Any]:
-    """Return two functions that together, called in order, are a full memory barrier.
-
-    Taking a lock is one on x86 (a locked instruction); other processors need what ``window.barrier`` does. A semaphore
-    of the system takes half the time of Python's lock.
-    """
-    if platform.machine() not in ("x86_64", "AMD64", "i686"):
-        return barrier(), bool
-    try:
-        semaphore = multiprocessing.get_context("fork").Semaphore(0)
-    except (ImportError, OSError):  # the system has none, or no memory for one
-        lock = threading.Lock()
-        return lock.acquire, lock.release
-    return semaphore.release, semaphore.acquire
-
-
 class CallBoard:
     """The words of the ranks of one group on one node."""
 
@@ -216,11 +195,6 @@ class CallBoard:
         self.begin_fence, self.end_fence = fences()
         self.are_many = count > FEW
         self._past = [bytes(CELL.size)] * RING  # what this rank wrote last
-
-    def fence(self) -> None:
-        """Have what was written before be seen before what is read after."""
-        self.begin_fence()
-        self.end_fence()
 
     def are_equal(self, number: int) -> bool:
         """Tell whether each rank has made the same call as this one, or none since the one before in its place.
@@ -273,7 +247,7 @@ class CallBoard:
     def withdraw(self, number: int) -> None:
         """Say that this rank has left a call, so that it is in MPI no more."""
         self.whats[self.own][number & LAST] = what(LEFT) + (number & NUMBER)
-        self.fence()
+        fence()
 
     # -- counts --------------------------------------------------------------------------------------
 
@@ -326,22 +300,22 @@ class CallBoard:
         begin = index % DECISIONS * 3
         for offset, value in enumerate((number, last, leader)):
             self._decisions[begin + offset] = value
-        self.fence()
+        fence()
         self.decided[0] = index
 
     def take_turn(self) -> None:
         """Ask for the turn to decide (Lamport's bakery)."""
         own = self.own
         self._choosing[own] = 1
-        self.fence()
+        fence()
         self._tickets[own] = 1 + max(self._tickets.tolist())
         self._choosing[own] = 0
-        self.fence()
+        fence()
 
     def has_turn(self) -> bool:
         """Tell whether it is this rank's turn."""
         mine = (self._tickets[self.own], self.own)
-        self.fence()
+        fence()
         return not any(self._choosing) and not any(
             ticket and (ticket, r) < mine for r, ticket in enumerate(self._tickets) if r != self.own
         )

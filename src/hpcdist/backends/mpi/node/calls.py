@@ -16,38 +16,43 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
+from hpcdist.backends.mpi.plans import Plan, Plans
 from hpcdist.core.buffers import TensorList, do_overlap, overlap
 from hpcdist.core.table import ALL_GATHER_SINGLE, Row
 
 
 class NodeCalls:
-    """The calls of one communicator."""
+    """The calls of one communicator, whose plans depend on its nodes."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, plans: Plans) -> None:
+        self._communicator, self._plans = communicator, plans
         self._places: Places | None = None
         self.shared: NodeShared | BetweenNodes | None = None  # carries the calls out, once it is made
 
-    def locate(self) -> tuple[int, int]:
-        """Find out which ranks share a node; every rank calls. Return the number of nodes, and of ranks on each."""
-        self._places = locate(self._communicator.comm, self._communicator.derived)
-        return self._places.nodes, self._places.ranks_per_node
+    def can_carry(self, plan: Plan, nbytes: int) -> bool:
+        """Tell whether a call of so many bytes goes this way; every rank calls, and makes what the first call needs."""
+        if nbytes < plan.shared_from:
+            return False
+        if self.shared is None:
+            with self._communicator.in_step("a group's first call through shared memory"):
+                if self._places is None:
+                    self._places = places = locate(self._communicator.comm, self._communicator.derived)
+                    self._plans.locate(places.nodes, places.ranks_per_node)
+                else:
+                    self._connect(self._places)
+            return self.can_carry(plan, nbytes)
+        return True
 
-    def connect(self) -> bool:
-        """Make what the calls need; every rank calls, and all return False if a node cannot share memory."""
-        places = self._places
-        assert places is not None
+    def _connect(self, places: Places) -> None:
+        """Make what the calls need, or leave them all to MPI if a node cannot share memory; every rank calls."""
+        kind = NodeShared if places.nodes == 1 else BetweenNodes
         try:
-            if places.nodes == 1:
-                self.shared = NodeShared(places, self._communicator)
-            else:
-                self.shared = BetweenNodes(places, self._communicator)
+            self.shared = kind(places, self._communicator)
         except MPI.Exception:  # which is a RuntimeError: a rank has died
             raise
         except RuntimeError as error:
             warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
-            return False
-        return True
+            self._plans.give_up_window()
 
     def takes_list(self, send: TensorList, recv: torch.Tensor) -> bool:
         """Tell whether ``run`` reads the tensors of a list where they lie: on one node, if none is written."""
@@ -59,14 +64,14 @@ class NodeCalls:
 
         A tensor that overlaps its output on this rank is copied: the others are on their way.
         """
-        shared = self.shared
-        assert shared is not None
-        if send is not recv and isinstance(send, torch.Tensor) and overlap(send, recv):
-            own = recv.data_ptr() + self._communicator.rank * send.nbytes
-            if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
-                send = send.clone()
-        arguments = (send, recv, op) if row.reduces else (send, root) if row.rooted else (send, recv)
-        getattr(shared, row.name)(*arguments)
+        # memory that is kept between calls is of this mode then, and may be written whatever the caller's is
+        with self._communicator.in_step(row.name), torch.inference_mode():
+            if send is not recv and isinstance(send, torch.Tensor) and overlap(send, recv):
+                own = recv.data_ptr() + self._communicator.rank * send.nbytes
+                if row is not ALL_GATHER_SINGLE or send.data_ptr() != own:
+                    send = send.clone()
+            arguments = (send, recv, op) if row.reduces else (send, root) if row.rooted else (send, recv)
+            getattr(self.shared, row.name)(*arguments)
 
     def close(self, is_left: bool) -> None:
         """Free what was made.

@@ -14,11 +14,11 @@ says: "whatever I publish in step t lies in the window, and I have finished ever
 Three slots, because a rank then writes chunk c+1 while a slower peer still reads chunk c-1 and the next one is due.
 
 Why this is correct memory ordering, as MPI_Win_sync would be (MPI-4.1 chapter 12.7, unified model):
-- publishing: data stores, `barrier` (a full one of the processor), flag store. No processor can show the flag before
+- publishing: data stores, `fence` (a full one of the processor), flag store. No processor can show the flag before
   the data.
-- consuming: flag load until it reached the step, `barrier`, data loads. No load of data is taken before the flag.
+- consuming: flag load until it reached the step, `fence`, data loads. No load of data is taken before the flag.
 - reusing: a slot is written only after every node peer's flag passed the step that follows its reads of that slot; a
-  peer's loads are complete before its later `barrier`, hence before the flag that permits the overwrite.
+  peer's loads are complete before its later `fence`, hence before the flag that permits the overwrite.
 - tearing: the counter is written and read by one 8-byte move (memoryview of format "q" on an aligned address), and it
   only grows, so a stale value delays and never misleads.
 - the compiler cannot move any of it: each load, store and barrier is a separate call of the interpreter.
@@ -33,12 +33,15 @@ once where the node has no second core a rank: it runs beside the computation th
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
+import platform
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from ctypes import memmove
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,22 +67,35 @@ KEPT_SLICES = 64  # sizes whose slices are kept (``slices``)
 Step = Callable[[int, int, int], None]
 
 
-def barrier() -> Callable[[], None]:
-    """Return what is a full memory barrier of the processor.
+@cache
+def fences() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return two functions that together, called in order, are a full memory barrier of the processor.
 
-    What comes before a release stays before it, what comes after an acquisition after it, and the second acquisition
-    follows the first release.
+    Taking a lock is one on x86 (a locked instruction), and a semaphore of the system takes half the time of Python's
+    lock. Elsewhere what comes before a release stays before it, what comes after an acquisition after it, and the
+    second acquisition follows the first release.
     """
     lock = threading.Lock()
-    acquire, release = lock.acquire, lock.release
+    if platform.machine() in ("x86_64", "AMD64", "i686"):
+        try:
+            semaphore = multiprocessing.get_context("fork").Semaphore(0)
+        except (ImportError, OSError):  # the system has none, or no memory for one
+            return lock.acquire, lock.release
+        return semaphore.release, semaphore.acquire
 
-    def fence() -> None:
-        acquire()
-        release()
-        acquire()
-        release()
+    def begin() -> None:
+        lock.acquire()
+        lock.release()
+        lock.acquire()
 
-    return fence
+    return begin, lock.release
+
+
+def fence() -> None:
+    """Have what was written before be seen before what is read after."""
+    begin, end = fences()
+    begin()
+    end()
 
 
 def map_segments(nbytes: int, node: MPI.Intracomm) -> tuple[list[torch.UntypedStorage], str]:
@@ -174,7 +190,6 @@ class NodeWindow:
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
         self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
-        self._sync = barrier()
         self._memory, failure = map_segments(self.segment_bytes, node)
         failures = [each for each in places.comm.allgather(failure) if each]
         if failures:
@@ -196,7 +211,7 @@ class NodeWindow:
     def publish(self) -> int:
         """Tell the node peers that this rank's part of a step lies in its segment; return the step's number."""
         self.step = step = self.step + 1
-        self._sync()
+        fence()
         self._own[0] = step
         return step
 
@@ -205,14 +220,14 @@ class NodeWindow:
         for flag in self._mates:
             if flag[0] < step:
                 self._stall(flag, step)
-        self._sync()
+        fence()
 
     def wait_for(self, rank: int, step: int) -> None:
         """Wait until one node rank has published `step`."""
         flag = self._flags[rank]
         if flag[0] < step:
             self._stall(flag, step)
-        self._sync()
+        fence()
 
     def _stall(self, flag: memoryview, step: int) -> None:
         if self._gives_way and self._communicator.is_background():  # the core is the computation's
