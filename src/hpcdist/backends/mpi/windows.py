@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, message, run
-from hpcdist.backends.mpi.node.places import Places, locate
+from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, is_compared_as_signed, mpi_op, wide
@@ -70,24 +70,23 @@ def alone(comm: MPI.Intracomm) -> Iterator[None]:
 class MPIWindow(RemoteMemory):
     """The memory of a group's ranks that one window opens; every rank of the group makes it.
 
-    ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's if it is the user's, on all ranks or on
-    none. The window takes ``places.node`` over. ``during`` records a call that blocks, for the watchdog: MPI may wait
-    until the other rank enters it. ``close`` calls ``meet``, which raises if another rank makes another call or closes
-    another window, and ``forget``.
+    ``number`` counts the group's windows; ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's if
+    it is the user's, on all ranks or on none. ``during`` records a call that blocks, for the watchdog: MPI may wait
+    until the other rank enters it.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
-        places: Places,
+        group: MPIWindows,
+        number: int,
         sizes: Sequence[int],
         tensor: torch.Tensor | None,
         during: Callable[..., AbstractContextManager[object]],
-        meet: Callable[[], object],
-        forget: Callable[[MPIWindow], None],
     ) -> None:
-        self._communicator, self._places, self._during = communicator, places, during
-        self._meet, self._forget = meet, forget
+        self._group_windows, self.number, self._during = group, number, during
+        self._communicator = communicator = group.communicator
+        places = locate(communicator.comm, communicator.derived)
+        self._node = places.node
         rank, size = communicator.rank, communicator.size
         self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
         peers = places.ranks[places.here]
@@ -248,12 +247,12 @@ class MPIWindow(RemoteMemory):
             return
         is_left = is_left or self._communicator.is_revoked()
         if not is_left:
-            self._meet()
+            self._group_windows.meet(self)
         (shared, *others), self._windows = self._windows, []
         self.own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._mapped, self._addresses, self._signals, self._counters = {}, {}, {}, []
-        self._forget(self)
-        communicator, node = self._communicator, self._places.node
+        self._group_windows.open_now.remove(self)
+        communicator, node = self._communicator, self._node
         if is_left:
             return  # to free them would wait for the dead
         with communicator.translating("Window.close"):
@@ -279,26 +278,23 @@ class MPIWindows(Windows):
     """The open windows of one communicator, whose objects are checked, in the same order on all ranks."""
 
     def __init__(self, communicator: Communicator, objects: Objects) -> None:
-        self._communicator = communicator
-        self._objects = objects
-        self._open: list[MPIWindow] = []
-        self._count = 0  # of the windows made
+        self.communicator, self._objects = communicator, objects
+        self.open_now: list[MPIWindow] = []
+        self._made = 0  # windows
 
     def open(
         self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
     ) -> MPIWindow:
         """Open memory of every rank by MPI's windows."""
-        communicator = self._communicator
-        with communicator.translating("Window"):
-            places = locate(communicator.comm, communicator.derived)
-            meet = partial(self._meet, self._count)
-            made = MPIWindow(communicator, places, sizes, tensor, during, meet, self._open.remove)
-        self._open.append(made)
-        self._count += 1
+        with self.communicator.translating("Window"):
+            made = MPIWindow(self, self._made, sizes, tensor, during)
+        self._made += 1
+        self.open_now.append(made)
         return made
 
-    def _meet(self, number: int) -> None:
-        numbers = self._objects.all_gather(number, call="Window.close")
+    def meet(self, window: MPIWindow) -> None:
+        """Raise if another rank makes another call than to close this window, or closes another one."""
+        numbers = self._objects.all_gather(window.number, call="Window.close")
         if len(ranks := by_value(numbers)) > 1:
             ways = "; ".join(f"{listed(those)} number {each + 1}" for each, those in ranks.items())
             raise MismatchError(
@@ -308,7 +304,7 @@ class MPIWindows(Windows):
 
     def close(self, is_left: bool) -> None:
         """Close the last one first; every rank calls. ``is_left`` is as for a window."""
-        end_all(partial(window.close, is_left) for window in self._open[::-1])
+        end_all(partial(window.close, is_left) for window in self.open_now[::-1])
 
 
 def atomic_type(dtype: torch.dtype) -> MPI.Datatype:
