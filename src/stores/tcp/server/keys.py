@@ -62,7 +62,7 @@ class Peer:
         self.unsent: deque[bytes | memoryview] | None = None
         self.is_open = False  # has greeted (and proved the secret)
         self.nonce: bytes | None = None
-        self.born = self.began = self.touched = time.monotonic()
+        self.born = self.touched = time.monotonic()
         self.wait: Wait | None = None
         self.need = 0  # absolute position in data; the server makes it a length
         self.heavy = False  # a large reply was made: send before going on

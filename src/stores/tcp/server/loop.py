@@ -1,10 +1,9 @@
 """Server's process: an event loop in which one thread serves many peers, hostile ones among them, in bounded memory.
 
 Each readable peer is read once, all complete requests are answered with one send, and the
-rest of an unfinished frame is kept. A peer that does not read its replies is not read either. Unfinished
-frames of all peers together may hold ``UNFINISHED_MAX`` bytes; beyond that large frames are let in one
-peer at a time, and one that stalls then is closed. Nothing is allocated for a length that was only
-announced.
+rest of an unfinished frame is kept. A peer that does not read its replies is not read either. If the unfinished
+frames of all peers together hold more than ``UNFINISHED_LIMIT`` bytes, those that get no more are closed. Nothing is
+allocated for a length that was only announced.
 
 Standard library only. process.py starts ``main`` in a process of its own, without torch.
 """
@@ -21,7 +20,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from hpcdist_stores.integers import U32
@@ -30,15 +29,10 @@ from hpcdist_stores.tcp.server.requests import HANDLERS, set_pairs
 from hpcdist_stores.tcp.wire import GREETING_SECRET, HELLO, NONCE_SIZE, PROOF_SIZE, is_proof, proof
 
 READ_SIZE = 64 * 1024
-UNFINISHED_MAX = 4 * 1024 * 1024  # bytes in unfinished frames of all peers before large frames queue up
-UNFINISHED_LIMIT = 8 * 1024 * 1024  # ... before those that stall are closed
+UNFINISHED_LIMIT = 8 * 1024 * 1024  # bytes in unfinished frames of all peers, above which those that stall are closed
 JOIN_MAX = 256 * 1024  # replies up to this size are joined into one send
 PIECES = 512  # replies in one sendmsg
-SMALL = 4 * 1024  # an unfinished frame up to this size is never held back
-TURN_S = 0.02  # how often the peer whose turn it is must have sent ...
-TURN_BYTES = 64 * 1024  # ... this much, or it is another's turn
-STALL_S = 0.1  # a frame may be closed when nothing came for so long, ...
-FRAME_S = 3.0  # ... or when it is not complete after so long
+STALL_S = 1.0  # a frame stalls if nothing came for so long
 TICK_S = 0.25
 GREET_S = 10.0  # how long a peer may take to prove the secret, or to begin when descriptors run out
 
@@ -59,10 +53,6 @@ class Server:
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.running = True
         self.unfinished = 0
-        self.turn: Peer | None = None
-        self.turn_at = 0.0
-        self.turn_bytes = 0
-        self.held: dict[int, Peer] = {}
         self.is_full = False
         for listener in listeners:
             listener.setblocking(False)
@@ -82,8 +72,8 @@ class Server:
         while self.running:
             if (now := time.monotonic()) >= next_tick:
                 self.tick(now)
-                next_tick = now + (TURN_S if self.held else TICK_S)
-            for fd, mask in poll(TURN_S if self.held else TICK_S):
+                next_tick = now + TICK_S
+            for fd, mask in poll(TICK_S):
                 if (peer := connections.get(fd)) is None:
                     if (callback := callbacks.get(fd)) is not None:
                         callback()
@@ -118,46 +108,23 @@ class Server:
                 self.epoll.register(peer.fd, READ)
 
     def tick(self, now: float) -> None:
-        """Do what needs a clock: the owner's life, descriptors, turns, late proofs."""
+        """Do what needs a clock: the owner's life, descriptors, late proofs, frames that stall."""
         if os.getppid() != self.owner:
             self.stop()
         if self.is_full or self.secret:
-            for peer in [p for p in self.connections.values() if not p.is_open and now - p.born > GREET_S]:
-                self.close(peer)
+            self.close_all(p for p in self.connections.values() if not p.is_open and now - p.born > GREET_S)
         if self.is_full:
             self.is_full = False
             for listener in self.listeners:
                 self.epoll.modify(listener.fileno(), READ)
-        if self.held:
-            self.pass_turn(now)
-
-    def pass_turn(self, now: float) -> None:
-        """Give peers that were held back their turn, and close peers that stall if memory is short."""
-        if self.turn is not None and now - self.turn_at >= TURN_S:
-            if self.turn_bytes < TURN_BYTES:
-                self.turn = None
-            self.turn_at, self.turn_bytes = now, 0
         if self.unfinished > UNFINISHED_LIMIT:
-            # those that are held back have sent more, which this server has not read
-            others = [p for p in self.connections.values() if p is not self.turn and p.fd not in self.held]
-            unfinished = [p for p in others if p.buf is not None]
-            stalled = [p for p in unfinished if now - p.touched > STALL_S]
-            for peer in stalled or [p for p in unfinished if now - p.began > FRAME_S]:
-                self.close(peer)
-        if self.turn is None:
-            self.release_held()
+            begun = (p for p in self.connections.values() if p.buf is not None and p.unsent is None)
+            self.close_all(p for p in begun if now - p.touched > STALL_S)
 
     def read(self, peer: Peer) -> None:
         """Read once and answer what is complete."""
-        buf = peer.buf
-        size = READ_SIZE
-        if self.unfinished > UNFINISHED_MAX and self.turn is not peer:
-            if buf is not None and len(buf) >= SMALL and not self.take_turn(peer):
-                return
-            if self.turn is not peer:
-                size = SMALL
         try:
-            data = peer.recv(size)
+            data = peer.recv(READ_SIZE)
         except BlockingIOError:
             return
         except OSError:
@@ -166,41 +133,21 @@ class Server:
         if not data:
             self.close(peer)
             return
-        if buf is not None:
+        if (buf := peer.buf) is not None:
             buf += data
             peer.touched = time.monotonic()
             self.unfinished += len(data)
-            if self.turn is peer:
-                self.turn_bytes += len(data)
             if len(buf) < peer.need:
                 return
             data = bytes(buf)
             self.forget(peer)
         self.answer(peer, data)
 
-    def take_turn(self, peer: Peer) -> bool:
-        """Let the peer finish its large frame now, or hold it back until it is its turn."""
-        if self.turn is None and self.unfinished <= UNFINISHED_LIMIT:
-            self.turn, self.turn_at, self.turn_bytes = peer, time.monotonic(), 0
-            return True
-        self.held[peer.fd] = peer
-        self.epoll.modify(peer.fd, 0)
-        return False
-
     def forget(self, peer: Peer) -> None:
-        """Drop a peer's unfinished frame, and let peers that were held back try again."""
+        """Drop a peer's unfinished frame."""
         if peer.buf is not None:
             self.unfinished -= len(peer.buf)
             peer.buf = None
-        if self.turn is peer:
-            self.turn = None
-            self.release_held()
-
-    def release_held(self) -> None:
-        """Let all peers that were held back try again; the first with data takes the turn."""
-        held, self.held = self.held, {}
-        for peer in held.values():
-            self.epoll.modify(peer.fd, READ)
 
     def answer(self, peer: Peer, data: bytes) -> None:
         """Answer all complete requests in data and keep the rest."""
@@ -237,7 +184,7 @@ class Server:
                     self.epoll.modify(peer.fd, WRITE)
             peer.heavy = False
             rest = peer.buf = bytearray(memoryview(data)[pos:])
-            peer.began = peer.touched = time.monotonic()
+            peer.touched = time.monotonic()
             peer.need -= pos
             self.unfinished += len(rest)
         peer.heavy = False
@@ -318,11 +265,14 @@ class Server:
                 self.forget(peer)
                 self.answer(peer, data)
 
+    def close_all(self, peers: Iterable[Peer]) -> None:
+        for peer in list(peers):
+            self.close(peer)
+
     def close(self, peer: Peer) -> None:
         """Forget a peer: its wait, its unfinished frame, its descriptor."""
         if self.connections.pop(peer.fd, None) is None:
             return
-        self.held.pop(peer.fd, None)
         if peer.wait is not None:
             peer.wait.drop()
         self.forget(peer)

@@ -61,50 +61,32 @@ def listen(host: str, port: int) -> list[socket.socket]:
     TCPStore listens on every interface too.
     """
     if _is_name(host):
-        try:
-            return listen("::", port)
-        except OSError as error:
-            if error.errno not in _NOT_HERE:
-                raise
-            host = "0.0.0.0"  # a kernel without IPv6
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # a kernel without IPv6
     found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
     for _ in range(PORT_TRIES):
         with contextlib.ExitStack() as failed:
             listeners: list[socket.socket] = []
             absent: OSError | None = None
-            try:
-                for family, (name, _, *scope) in addresses:
-                    taken = listeners[0].getsockname()[1] if listeners else port
-                    try:
-                        listeners.append(failed.enter_context(_bind(family, (name, taken, *scope))))
-                    except OSError as error:
-                        if error.errno not in _NOT_HERE:
-                            raise
-                        absent = error  # of several addresses one may not be configured here, such as ::1
-            except OSError as error:
-                if port == 0 and listeners and error.errno == errno.EADDRINUSE:
-                    continue  # the port that was free at the first address is taken at the second
-                raise
-            if absent is not None and not listeners:
-                raise absent
-            failed.pop_all()
-            return listeners
+            for family, (name, _, *scope) in addresses:
+                at = (name, listeners[0].getsockname()[1] if listeners else port, *scope)
+                is_dual = name == "::" and socket.has_dualstack_ipv6()
+                try:
+                    made = socket.create_server(at, family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE and port == 0 and listeners:
+                        break  # the port that was free at the first address is taken at the second
+                    if error.errno not in _NOT_HERE:
+                        raise
+                    absent = error  # of several addresses one may not be configured here, such as ::1
+                else:
+                    listeners.append(failed.enter_context(made))
+            else:
+                if absent is not None and not listeners:
+                    raise absent
+                failed.pop_all()
+                return listeners
     raise OSError(errno.EADDRINUSE, f"found no port that is free at all addresses of {host!r}")
-
-
-def _bind(family: int, address: tuple[object, ...]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def take_over(fd: int) -> socket.socket:

@@ -10,8 +10,10 @@ every segment. Standard library only: the server process imports this file witho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from struct import Struct
 from struct import error as StructError
+from typing import Any
 
 from hpcdist_stores.integers import I64, U64, parse_i64, wrap_i64
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space, Wait
@@ -30,13 +32,11 @@ from hpcdist_stores.tcp.wire import (
 )
 
 _u64 = U64.unpack_from
-_i64 = I64.unpack_from
 _pack_u64 = U64.pack
 _pack_i64 = I64.pack
 
-
 Handler = Callable[[Space, Peer, bytes, int, int, "list[bytes]"], int]
-Reply = tuple[bytes, ...]
+Reply = Sequence[bytes]
 
 
 def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
@@ -54,78 +54,41 @@ def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
     return stop
 
 
-def _of_strings(act: Callable[..., Reply], *limits: int) -> Handler:
-    """Return the handler of a request that consists of strings; ``act`` does it and returns the reply."""
+def _handler(act: Callable[..., Reply], *limits: int, fixed: Struct | None = None) -> Handler:
+    """Return the handler of a request that consists of strings, and fields of a fixed size after them.
+
+    ``act(space, peer, ...)`` does what is requested and returns the reply.
+    """
 
     def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-        strings = []
+        arguments: list[Any] = []
         for limit in limits:
             if (stop := _string(peer, data, pos, end, limit)) < 0:
                 return -1
-            strings.append(data[pos + 8 : stop])
+            arguments.append(data[pos + 8 : stop])
             pos = stop
-        out += act(space, *strings)
+        if fixed is not None:
+            if pos + fixed.size > end:
+                peer.need = pos + fixed.size
+                return -1
+            arguments += fixed.unpack_from(data, pos)
+            pos += fixed.size
+        out += act(space, peer, *arguments)
         return pos
 
     return handle
 
 
-def _value(value: bytes) -> Reply:
-    return _pack_u64(len(value)), value
+def _handler_of_keys(act: Callable[[Space, Peer, list[bytes]], Reply]) -> Handler:
+    """Return the handler of a request that consists of a list of keys."""
 
+    def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+        keys, stop = _keys(peer, data, pos, end)
+        if stop >= 0:
+            out += act(space, peer, keys)
+        return stop
 
-def _set(space: Space, key: bytes, value: bytes) -> Reply:
-    space.data[key] = value
-    if key in space.waits:
-        space.tick_off(key)
-    return ()
-
-
-def _append(space: Space, key: bytes, value: bytes) -> Reply:
-    return _set(space, key, space.data.get(key, b"") + value)
-
-
-def _queue_push(space: Space, key: bytes, value: bytes) -> Reply:
-    space.queues.setdefault(key, deque()).append(value)
-    if key in space.waits:
-        space.tick_off_one(key)
-    return ()
-
-
-def _compare_set(space: Space, key: bytes, expected: bytes, desired: bytes) -> Reply:
-    value = space.data.get(key)
-    if value == expected or (value is None and not expected):
-        _set(space, key, desired)
-        return _value(desired)
-    return _value(expected if value is None else value)
-
-
-def _get(space: Space, key: bytes) -> Reply:
-    return _value(space.data.get(key, b""))
-
-
-def _add(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
-        return -1
-    if stop + 8 > end:
-        peer.need = stop + 8
-        return -1
-    key = data[pos + 8 : stop]
-    total = _count(space, key, _i64(data, stop)[0])
-    out.append(_pack_i64(total))
-    if key in space.waits:
-        space.tick_off(key)
-    return stop + 8
-
-
-def _count(space: Space, key: bytes, amount: int) -> int:
-    value = space.data.get(key)
-    try:
-        total = amount if value is None else wrap_i64(parse_i64(value) + amount)
-    except (ValueError, OverflowError) as error:
-        raise Refused(str(error)) from None
-    space.data[key] = b"%d" % total
-    return total
+    return handle
 
 
 def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
@@ -177,50 +140,75 @@ def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int
     return keys, at
 
 
-def _check(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    keys, stop = _keys(peer, data, pos, end)
-    if stop >= 0:
-        there = space.data.keys() >= set(keys) or not _absent(space, keys)
-        out.append(PRESENT if there else ABSENT)
-    return stop
+def _value(value: bytes) -> Reply:
+    return _pack_u64(len(value)), value
+
+
+def _set(space: Space, peer: Peer, key: bytes, value: bytes) -> Reply:
+    space.data[key] = value
+    if key in space.waits:
+        space.tick_off(key)
+    return ()
+
+
+def _append(space: Space, peer: Peer, key: bytes, value: bytes) -> Reply:
+    return _set(space, peer, key, space.data.get(key, b"") + value)
+
+
+def _compare_set(space: Space, peer: Peer, key: bytes, expected: bytes, desired: bytes) -> Reply:
+    value = space.data.get(key)
+    if value == expected or (value is None and not expected):
+        _set(space, peer, key, desired)
+        return _value(desired)
+    return _value(expected if value is None else value)
+
+
+def _get(space: Space, peer: Peer, key: bytes) -> Reply:
+    return _value(space.data.get(key, b""))
+
+
+def _add(space: Space, peer: Peer, key: bytes, amount: int) -> Reply:
+    value = space.data.get(key)
+    try:
+        total = amount if value is None else wrap_i64(parse_i64(value) + amount)
+    except (ValueError, OverflowError) as error:
+        raise Refused(str(error)) from None
+    _set(space, peer, key, b"%d" % total)
+    return (_pack_i64(total),)
+
+
+def _check(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
+    return (PRESENT if space.data.keys() >= set(keys) or not _absent(space, keys) else ABSENT,)
 
 
 def _absent(space: Space, keys: list[bytes]) -> list[bytes]:
     return [key for key in keys if key not in space.data and not space.queues.get(key)]
 
 
-def _wait(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    keys, stop = _keys(peer, data, pos, end)
-    if stop >= 0:
-        if peer.wait is not None:
-            raise Refused("a second wait while one is pending")
-        if absent := list(dict.fromkeys(_absent(space, keys))):
-            Wait(peer, absent, space.waits)
-        else:
-            out.append(WOKEN)
-    return stop
+def _wait(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
+    if peer.wait is not None:
+        raise Refused("a second wait while one is pending")
+    if absent := list(dict.fromkeys(_absent(space, keys))):
+        Wait(peer, absent, space.waits)
+        return ()
+    return (WOKEN,)
 
 
-def _multi_get(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    keys, stop = _keys(peer, data, pos, end)
-    if stop >= 0:
-        get = space.data.get
-        for key in keys:
-            value = get(key, b"")
-            out += (_pack_u64(len(value)), value)
-        peer.heavy = True
-    return stop
+def _multi_get(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
+    get = space.data.get
+    reply: list[bytes] = []
+    for key in keys:
+        value = get(key, b"")
+        reply += (_pack_u64(len(value)), value)
+    peer.heavy = True
+    return reply
 
 
-def _multi_set(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if end - pos < 8:
-        peer.need = pos + 8
-        return -1
-    (count,) = _u64(data, pos)
+def _multi_set(space: Space, peer: Peer, count: int) -> Reply:
     if count > MAX_KEYS:
         raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
     peer.pairs = count  # stored as they come, so that one value is the most that the server keeps unfinished
-    return pos + 8
+    return ()
 
 
 def set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
@@ -249,32 +237,32 @@ def set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: li
     return pos
 
 
-def _num_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    out.append(_pack_i64(len(space.data)))
-    return pos
+def _num_keys(space: Space, peer: Peer) -> Reply:
+    return (_pack_i64(len(space.data)),)
 
 
-def _delete_key(space: Space, key: bytes) -> Reply:
+def _delete_key(space: Space, peer: Peer, key: bytes) -> Reply:
     return (_pack_i64(space.data.pop(key, None) is not None),)
 
 
-def _cancel_wait(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+def _cancel_wait(space: Space, peer: Peer) -> Reply:
     if peer.wait is not None:
         peer.wait.drop()
-    out.append(CANCELED)
-    return pos
+    return (CANCELED,)
 
 
-def _ping(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if end - pos < 4:
-        peer.need = pos + 4
-        return -1
-    nonce = data[pos : pos + 4]
-    out.append(GREETING_OPEN if nonce == GREETING else nonce)
-    return pos + 4
+def _ping(space: Space, peer: Peer, nonce: bytes) -> Reply:
+    return (GREETING_OPEN if nonce == GREETING else nonce,)
 
 
-def _queue_pop(space: Space, key: bytes) -> Reply:
+def _queue_push(space: Space, peer: Peer, key: bytes, value: bytes) -> Reply:
+    space.queues.setdefault(key, deque()).append(value)
+    if key in space.waits:
+        space.tick_off_one(key)
+    return ()
+
+
+def _queue_pop(space: Space, peer: Peer, key: bytes) -> Reply:
     if (queue := space.queues.get(key)) is None:
         return (_pack_i64(0),)
     length, value = len(queue), queue.popleft()
@@ -283,62 +271,54 @@ def _queue_pop(space: Space, key: bytes) -> Reply:
     return _pack_i64(length), *_value(value)
 
 
-def _queue_len(space: Space, key: bytes) -> Reply:
+def _queue_len(space: Space, peer: Peer, key: bytes) -> Reply:
     return (_pack_i64(len(space.queues.get(key, ()))),)
 
 
-def _list_keys(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    out.append(_pack_i64(len(space.data)))
+def _list_keys(space: Space, peer: Peer) -> Reply:
+    reply = [_pack_i64(len(space.data))]
     for key in space.data:
-        out += (_pack_u64(len(key)), key)
+        reply += _value(key)
     peer.heavy = True
-    return pos
+    return reply
 
 
-def _barrier(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    if (stop := _string(peer, data, pos, end, MAX_KEY)) < 0:
-        return -1
-    if stop + 8 > end:
-        peer.need = stop + 8
-        return -1
+def _barrier(space: Space, peer: Peer, key: bytes, world_size: int) -> Reply:
     if peer.wait is not None:
         raise Refused("a barrier while a wait is pending")
-    key = data[pos + 8 : stop]
-    if _count(space, key, 1) >= _i64(data, stop)[0]:
-        out.append(WOKEN)
-        for arrival in space.arrivals.pop(key, ()):
-            arrival.tick_off()
-    else:
+    _add(space, peer, key, 1)
+    if int(space.data[key]) < world_size:
         Wait(peer, [key], space.arrivals)
-    if key in space.waits:
-        space.tick_off(key)
-    return stop + 8
+        return ()
+    for arrival in space.arrivals.pop(key, ()):
+        arrival.tick_off()
+    return (WOKEN,)
 
 
-def _refuse(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    raise Refused(f"the unknown request {data[pos - 1]}")
+def _refuse(space: Space, peer: Peer) -> Reply:
+    raise Refused("an unknown request")
 
 
-set_pair = _of_strings(_set, MAX_KEY, MAX_VALUE)
-HANDLERS: list[Handler] = [_refuse] * 256
-for _request, _handler in {
+set_pair = _handler(_set, MAX_KEY, MAX_VALUE)
+HANDLERS = [_handler(_refuse)] * 256
+for _request, _of_request in {
     Request.SET: set_pair,
-    Request.COMPARE_SET: _of_strings(_compare_set, MAX_KEY, MAX_VALUE, MAX_VALUE),
-    Request.GET: _of_strings(_get, MAX_KEY),
-    Request.ADD: _add,
-    Request.CHECK: _check,
-    Request.WAIT: _wait,
-    Request.NUM_KEYS: _num_keys,
-    Request.DELETE_KEY: _of_strings(_delete_key, MAX_KEY),
-    Request.APPEND: _of_strings(_append, MAX_KEY, MAX_VALUE),
-    Request.MULTI_GET: _multi_get,
-    Request.MULTI_SET: _multi_set,
-    Request.CANCEL_WAIT: _cancel_wait,
-    Request.PING: _ping,
-    Request.QUEUE_PUSH: _of_strings(_queue_push, MAX_KEY, MAX_VALUE),
-    Request.QUEUE_POP: _of_strings(_queue_pop, MAX_KEY),
-    Request.QUEUE_LEN: _of_strings(_queue_len, MAX_KEY),
-    Request.LIST_KEYS: _list_keys,
-    Request.BARRIER: _barrier,
+    Request.COMPARE_SET: _handler(_compare_set, MAX_KEY, MAX_VALUE, MAX_VALUE),
+    Request.GET: _handler(_get, MAX_KEY),
+    Request.ADD: _handler(_add, MAX_KEY, fixed=I64),
+    Request.CHECK: _handler_of_keys(_check),
+    Request.WAIT: _handler_of_keys(_wait),
+    Request.NUM_KEYS: _handler(_num_keys),
+    Request.DELETE_KEY: _handler(_delete_key, MAX_KEY),
+    Request.APPEND: _handler(_append, MAX_KEY, MAX_VALUE),
+    Request.MULTI_GET: _handler_of_keys(_multi_get),
+    Request.MULTI_SET: _handler(_multi_set, fixed=U64),
+    Request.CANCEL_WAIT: _handler(_cancel_wait),
+    Request.PING: _handler(_ping, fixed=Struct(f"{len(GREETING)}s")),
+    Request.QUEUE_PUSH: _handler(_queue_push, MAX_KEY, MAX_VALUE),
+    Request.QUEUE_POP: _handler(_queue_pop, MAX_KEY),
+    Request.QUEUE_LEN: _handler(_queue_len, MAX_KEY),
+    Request.LIST_KEYS: _handler(_list_keys),
+    Request.BARRIER: _handler(_barrier, MAX_KEY, fixed=I64),
 }.items():
-    HANDLERS[_request] = _handler
+    HANDLERS[_request] = _of_request
